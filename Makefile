@@ -1,0 +1,78 @@
+# make demo   train on real images over eight devices, and draw what happened
+# make test   format, lint, types and the test suite
+# make lint   the first three of these
+#
+# Each first installs what it needs, once. PYTHON=python3.12 uses an environment of
+# its own beside the default one: .venv-python3.12 beside .venv.
+
+DEFAULT_PYTHON := python3.11
+PYTHON ?= $(DEFAULT_PYTHON)
+# How many tests run at a time.
+JOBS ?= 2
+TORCH := torch==2.13.0
+TORCHVISION := torchvision==0.28.0
+
+DEFAULT := $(filter $(DEFAULT_PYTHON),$(notdir $(PYTHON)))
+VENV := $(if $(DEFAULT),.venv,.venv-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info
+
+# The first Python that runs. pyenv knows those that it has but that are not switched
+# on; the default one may be replaced by any that is new enough.
+FOUND = $(shell for python in $(PYTHON) \
+	  $$(pyenv whence --path $(notdir $(PYTHON)) 2>/dev/null) $(if $(DEFAULT),python3); do \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	    && echo $$python && break; done)
+
+# torch comes first, as a CPU build if there is one: the plain Linux package brings
+# gigabytes of CUDA libraries. The default environment takes it all the same, because
+# the demo reads its data with torch; another one goes without, and its tests that
+# need torch skip.
+TORCH_ELSE = $(if $(DEFAULT)$(filter-out Linux,$(shell uname -s)),$(PIP) '$(TORCH)',\
+	echo "No CPU build of $(TORCH) for $(PYTHON): the tests that need torch skip.")
+
+# What setup.cfg lists, torch excepted.
+define LISTED
+import configparser
+config = configparser.ConfigParser()
+config.read("setup.cfg")
+text = config["options"]["install_requires"] + config["options.extras_require"]["test"]
+print("\n".join(line for line in text.split("\n") if not line.startswith("torch")))
+endef
+export LISTED
+
+# The stamp is written last, so that an interrupted installation is taken up again.
+$(READY): setup.cfg pyproject.toml Makefile
+	@test -n "$(FOUND)" || { echo "There is no Python 3.11 or newer that runs as" \
+	  "'$(PYTHON)'; install one, or name another: make PYTHON=..." >&2; exit 1; }
+	@echo "Installing into $(VENV): a few minutes the first time"
+	@rm -f $@
+	$(FOUND) -m venv $(VENV)
+	@$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(TORCH_ELSE)
+	@$(BIN)/python -c "$$LISTED" > $(VENV)/requirements.txt
+	$(PIP) -r $(VENV)/requirements.txt
+	$(PIP) --no-deps --editable .
+	@! $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps '$(TORCHVISION)' \
+	  || echo "No $(TORCHVISION): the tests that need it skip."
+	@touch $@

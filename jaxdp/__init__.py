@@ -1,0 +1,31 @@
+"""jaxdp: a PyTorch-style trainer for JAX.
+
+from jaxdp import Trainer, Sharded
+
+trainer = Trainer(model, optax.adam(1e-3), strategy=Sharded())
+trainer.fit(train_loader, val_loader, max_epochs=10)
+"""
+
+from . import callbacks, losses, strategies, testing
+from .callbacks import Callback
+from .history import History
+from .step import TrainState
+from .strategies import DataParallel, Pmap, Sharded, SingleDevice
+from .trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Callback",
+    "DataParallel",
+    "History",
+    "Pmap",
+    "Sharded",
+    "SingleDevice",
+    "TrainState",
+    "Trainer",
+    "callbacks",
+    "losses",
+    "strategies",
+    "testing",
+]

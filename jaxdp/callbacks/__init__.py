@@ -1,0 +1,44 @@
+"""What watches and steers a fit. Write your own by overriding `Callback`'s hooks."""
+
+from typing import TYPE_CHECKING, Any
+
+from .base import Callback
+from .donate import DonateBuffers
+from .early_stopping import EarlyStopping
+from .learning_rate import LearningRateMonitor
+from .live_plot import LivePlot
+from .loggers import CSVLogger, Logger, TensorBoardLogger
+from .nan_guard import NanGuard
+from .progress import ProgressBar
+from .timer import Timer
+
+if TYPE_CHECKING:
+    from .model_checkpoint import ModelCheckpoint
+
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "DonateBuffers",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "LivePlot",
+    "Logger",
+    "ModelCheckpoint",
+    "NanGuard",
+    "ProgressBar",
+    "TensorBoardLogger",
+    "Timer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Orbax takes a second to import, so only those who save pay for it.
+    if name == "ModelCheckpoint":
+        from .model_checkpoint import ModelCheckpoint
+
+        return ModelCheckpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,145 @@
+"""The contract between the training loop and whatever watches or steers it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+HOOKS: Final = (
+    "setup",
+    "on_fit_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_save_checkpoint",
+    "on_exception",
+    "on_fit_end",
+)
+
+
+class Callback:
+    """Something that runs at fixed moments of a fit. Override what you need.
+
+    Every hook is optional, and one that is not overridden costs nothing. Hooks of
+    several callbacks run in the order of `Trainer(callbacks=[...])`. `trainer` is
+    the running `jaxdp.Trainer`; `trainer.global_step`, `trainer.current_epoch` and
+    `trainer.history` say how far it is, and setting `trainer.should_stop = True`
+    ends the fit at the next boundary.
+
+    `metrics` per batch is a mapping from name to value, `"loss"` first. It is lazy:
+    nothing leaves the device until a value is read, so `float(metrics["loss"])`
+    waits for that step. Read a step that is one behind, and the device never idles.
+    `metrics` per epoch and per validation are Python floats.
+
+    With `accumulate_grad_batches=K` batch hooks run once per optimizer step and
+    `batch` is the list of its K micro-batches.
+    """
+
+    skip_in_fast_dev_run: bool = False
+    """Whether `fit(fast_dev_run=...)` leaves this callback out (loggers, savers)."""
+
+    def setup(self, trainer: Any) -> None:
+        """Before placement and compilation: the place to set what they depend on."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """After the step is compiled, so `trainer.logged_names` is known."""
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        """Before the first batch of an epoch is asked for."""
+
+    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        """Before a step. `batch` is on the host, as the loader gave it."""
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        """After a step was handed to the device; `trainer.global_step` counts it."""
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After an epoch and its validation, whose `val_...` values `metrics` has."""
+
+    def on_validation_start(self, trainer: Any) -> None:
+        """Before a pass over the validation loader."""
+
+    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+        """After a validation batch was handed to the device."""
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After a pass over the validation loader, with its `val_...` means."""
+
+    def on_save_checkpoint(self, trainer: Any, path: str) -> None:
+        """After a checkpoint was written to the folder `path`."""
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        """When a fit ends by an exception, Ctrl-C included, before it goes on up."""
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """When a fit ends, also by an exception: the place to close files."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback: JSON values only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    # Not a method here, so that only callbacks that have it pay for it:
+    # def inside_step(self, grads, updates, state) -> dict[str, Array]
+    #     Traced into the compiled step. `grads` and `updates` are shaped like the
+    #     trained leaves of the model, `state` is the new TrainState; what is
+    #     returned appears in the step's `metrics` under the same names.
+
+
+class Hooks:
+    """The overridden hooks of a list of callbacks, resolved once.
+
+    `hooks.on_fit_start(trainer)` calls the hook of every callback that has one;
+    `hooks.has("on_train_batch_end")` says whether any has.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]):
+        self.callbacks = tuple(callbacks)
+        for name in HOOKS:
+            bound = tuple(
+                getattr(callback, name)
+                for callback in self.callbacks
+                if _overrides(callback, name)
+            )
+            setattr(self, name, _sequence(name, bound))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
+
+    def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
+        """The functions that callbacks want traced into the compiled step."""
+        return tuple(
+            callback.inside_step
+            for callback in self.callbacks
+            if hasattr(callback, "inside_step")
+        )
+
+
+def _overrides(callback: Callback, name: str) -> bool:
+    return getattr(type(callback), name) is not getattr(Callback, name) or (
+        name in vars(callback)
+    )
+
+
+def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
+    """One callable for all, which says whose hook it was when one raises."""
+
+    def run(*arguments: Any) -> None:
+        for hook in bound:
+            try:
+                hook(*arguments)
+            except BaseException as exception:
+                owner = type(getattr(hook, "__self__", hook)).__name__
+                exception.add_note(f"raised by the callback {owner} in {name}")
+                raise
+
+    def run_none(*arguments: Any) -> None:
+        pass
+
+    return run if bound else run_none

@@ -1,0 +1,115 @@
+"""What the compiled step may overwrite, and whether it does."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from .base import Callback
+
+_CHOICES: Final = ("state", "all", "none")
+
+
+class DonateBuffers(Callback):
+    """Says which buffers the compiled step may overwrite with its results.
+
+    A step whose old state is donated writes the new state over it, and so needs the
+    memory of one state and not of two. This never touches the arrays of the model
+    that was handed to the Trainer: those are copied first.
+
+    After the first step the compiled program is asked what it really overwrites; a
+    UserWarning names every leaf that was donated and is kept all the same.
+
+    Args:
+        what: `"state"` (what the Trainer does without this callback) donates
+            parameters, optimizer state and all the rest of `trainer.state`; `"all"`
+            the batches too, which frees them as soon as they are read, as no result
+            has their shape; `"none"` nothing.
+
+    Attributes:
+        report: None before the first step, then a dict with `donated_bytes` and
+            `aliased_bytes` of the state on one device, and `not_aliased`, the paths of
+            the leaves that are not overwritten though donated.
+    """
+
+    def __init__(self, what: str = "state"):
+        if what not in _CHOICES:
+            raise ValueError(
+                f"`DonateBuffers(what={what!r})` must be one of"
+                f" {', '.join(map(repr, _CHOICES))}."
+            )
+        self.what = what
+        self.report: dict[str, Any] | None = None
+        self._checked = False
+
+    def setup(self, trainer: Any) -> None:
+        trainer.donate = self.what
+        self.report, self._checked = None, False
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        compiled = trainer.compiled_train_step()
+        if getattr(compiled, "memory_analysis", lambda: None)() is None:
+            return  # An engine of the user's own, which need not be XLA's.
+        self.report = _report(compiled, trainer.state, donated=self.what != "none")
+        if missing := self.report["not_aliased"]:
+            warnings.warn(
+                f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"
+                f" {len(missing)} of the leaves that were donated to it, and keeps two"
+                f" copies of them: {', '.join(missing)}.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _report(compiled: Any, state: Any, *, donated: bool) -> dict[str, Any]:
+    """Compares the bytes of `state` on a device with what the program aliases."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    size = sum(_bytes_per_device(leaf) for _, leaf in leaves) if donated else 0
+    aliased = int(compiled.memory_analysis().alias_size_in_bytes)
+    missing = []
+    if aliased < size:
+        # Printing a large program takes a while, so only when something is amiss.
+        numbers = _aliased_arguments(compiled)
+        missing = [
+            jax.tree_util.keystr(path).removeprefix(".")
+            for index, (path, leaf) in enumerate(leaves)
+            if index not in numbers and leaf.size
+        ]
+    return {"donated_bytes": size, "aliased_bytes": aliased, "not_aliased": missing}
+
+
+def _bytes_per_device(leaf: jax.Array) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def _aliased_arguments(compiled: Any) -> set[int]:
+    """Places, among all flat arguments, of those that a result overwrites."""
+    header = compiled.as_text().split("\n", 1)[0]
+    start = header.find("input_output_alias={")
+    parameters = (
+        re.findall(r"\}:\s*\((\d+),", _braced(header[start:])) if start >= 0 else []
+    )
+    # The program lacks the arguments that nothing depends on, and numbers the rest.
+    every = range(len(jax.tree.leaves(compiled.args_info)))
+    executable = getattr(compiled, "_executable", None)
+    kept = sorted(getattr(executable, "_kept_var_idx", every))
+    return {kept[int(number)] for number in parameters}
+
+
+def _braced(text: str) -> str:
+    """The first pair of braces in `text` and what is between them."""
+    depth, start = 0, text.index("{")
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start : place + 1]
+    return text[start:]

@@ -1,0 +1,133 @@
+"""Ends a fit that no longer gets better."""
+
+import math
+from typing import Any
+
+from .base import Callback
+from .monitor import announce, check_mode, check_monitor, is_better
+
+
+class EarlyStopping(Callback):
+    """Stops when a monitored value has not improved for `patience` checks in a row.
+
+    A check happens after every validation when `monitor` begins with `val_`, and
+    after every training epoch otherwise.
+
+    Args:
+        monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
+        patience: how many checks without improvement to allow; at least 1 is needed
+            to stop, and 0 stops at the first.
+        min_delta: what counts as improvement: more than this, in the unit of the value.
+        mode: `"min"` when smaller is better, `"max"` when larger is.
+        check_finite: whether to stop at once when the value is NaN or infinite.
+        stopping_threshold: stop at once when the value is better than this.
+        divergence_threshold: stop at once when the value is worse than this.
+        verbose: whether to print why the fit was stopped.
+
+    Attributes:
+        wait_count: checks since the last improvement.
+        stopped_epoch: the epoch that was the last one, counted from 0; None before.
+        best_score: the best value so far; None before the first check.
+        reason: why the fit was stopped; None before.
+    """
+
+    skip_in_fast_dev_run = True
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "min",
+        *,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        verbose: bool = True,
+    ):
+        check_mode("EarlyStopping", mode)
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(
+                f"`EarlyStopping(patience={patience!r})` must be a whole number of"
+                " checks, 0 or more."
+            )
+        if not min_delta >= 0:
+            raise ValueError(
+                f"`EarlyStopping(min_delta={min_delta!r})` must be 0 or more; `mode`"
+                " says in which direction."
+            )
+        self.monitor = monitor
+        self.patience = patience
+        self.min_delta = min_delta
+        self.mode = mode
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.verbose = verbose
+        self.wait_count = 0
+        self.stopped_epoch: int | None = None
+        self.best_score: float | None = None
+        self.reason: str | None = None
+        self._fitting = False
+
+    def on_fit_start(self, trainer: Any) -> None:
+        check_monitor(trainer, "EarlyStopping", self.monitor)
+        self._fitting = True
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._fitting = False
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if self._fitting and self.monitor.startswith("val_"):
+            self._check(trainer, metrics)
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if not self.monitor.startswith("val_"):
+            self._check(trainer, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        best = self.best_score
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": best if best is None or math.isfinite(best) else str(best),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait_count = int(state["wait_count"])
+        self.stopped_epoch = state["stopped_epoch"]
+        best = state["best_score"]
+        self.best_score = None if best is None else float(best)
+
+    def _check(self, trainer: Any, metrics: dict[str, float]) -> None:
+        value = metrics[self.monitor]
+        improved = is_better(self.mode, value, self.best_score, self.min_delta)
+        if improved:
+            self.best_score, self.wait_count = value, 0
+        else:
+            self.wait_count += 1
+        self.reason = self._reason(value, improved)
+        if self.reason is None:
+            return
+        trainer.should_stop = True
+        self.stopped_epoch = trainer.current_epoch
+        if self.verbose:
+            announce(trainer, "EarlyStopping", self.reason)
+
+    def _reason(self, value: float, improved: bool) -> str | None:
+        """Why to stop now, or None."""
+        got = f"{self.monitor} is {value:.6g}"
+        better, worse = self.stopping_threshold, self.divergence_threshold
+        if self.check_finite and not math.isfinite(value):
+            return f"{got}, which is not finite."
+        if better is not None and is_better(self.mode, value, better):
+            return f"{got}, better than the `stopping_threshold` of {better:.6g}."
+        if worse is not None and is_better(self.mode, worse, value):
+            return f"{got}, worse than the `divergence_threshold` of {worse:.6g}."
+        if not improved and self.wait_count >= self.patience:
+            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
+            return (
+                f"{self.monitor} did not improve on {best} for {self.wait_count}"
+                f" {'check' if self.wait_count == 1 else 'checks'}."
+            )
+        return None

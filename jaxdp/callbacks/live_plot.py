@@ -1,0 +1,163 @@
+"""Curves that grow while the run goes."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..history import VALIDATION, Panel, draw, save_figure, to_png
+from .base import Callback
+from .loggers import check_writable
+from .monitor import LateReads, in_notebook
+
+_MAX_POINTS: Final = 1000
+"""Steps kept for drawing; with more, every second one is dropped."""
+_MAX_SHARE: Final = 0.05
+"""Of the time, that may go into drawing."""
+
+
+class LivePlot(Callback):
+    """Draws the curves of a run as it goes: to a PNG, and in place in a notebook.
+
+    The loss of single steps is drawn thin with a smoothed line over it, and the means
+    of epochs and validations as points at the step they belong to. The file is
+    replaced in one piece, so that it can be looked at any time. It is drawn every few
+    seconds at most, less often where drawing would take more than a twentieth of the
+    time, and at the ends of epochs and of the fit; the device never waits for it.
+
+    Args:
+        path: of the PNG; None means `curves.png` in `trainer.default_root_dir`.
+        every_n_seconds: the least time between two pictures.
+    """
+
+    skip_in_fast_dev_run = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        every_n_seconds: float = 5.0,
+    ):
+        if not every_n_seconds >= 0:
+            raise ValueError(
+                f"`LivePlot(every_n_seconds={every_n_seconds!r})` must be 0 or more."
+            )
+        self.path = path
+        self.every_n_seconds = every_n_seconds
+        self._late = LateReads()
+        self._stride = 1
+        self._steps: list[tuple[int, float]] = []
+        self._panels: dict[str, Panel] = {}
+        self._drawn = 0.0
+        self._pause = every_n_seconds
+        self._display: Any = None
+        self._fitting = False
+        self._stale = False
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            check_writable(self._file(trainer).parent, "LivePlot")
+            draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._fitting = bool(trainer.is_global_zero)
+        self._late = LateReads()
+        self._display = None
+        self._drawn = time.monotonic()
+        if self._steps and self._steps[-1][0] > trainer.global_step:
+            self._steps, self._panels, self._stride = [], {}, 1
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        if not self._fitting:
+            return
+        step = trainer.global_step
+        if step % self._stride == 0:
+            self._late.push(step, step, metrics)
+        if time.monotonic() > self._drawn + self._pause:
+            self._read(self._late.ready(step))
+            self._draw(trainer)
+        elif len(self._late) > 64:
+            self._read(self._late.ready(step))
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if self._fitting:
+            self._add(trainer.global_step, metrics)
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if not self._fitting:
+            return
+        self._read(self._late.drain())
+        means = {k: v for k, v in metrics.items() if not k.startswith(VALIDATION)}
+        self._add(trainer.global_step, means)
+        # Epochs of a few milliseconds share a picture.
+        if time.monotonic() > self._drawn + 0.2 * self._pause:
+            self._draw(trainer)
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        try:
+            self._read(self._late.drain())
+        except Exception:
+            # The device may be what failed; `exception` says so, and goes on up.
+            self._late = LateReads()
+
+    def on_fit_end(self, trainer: Any) -> None:
+        if self._fitting:
+            self._read(self._late.drain())
+            if self._stale:
+                self._draw(trainer)
+        self._fitting = False
+
+    def _file(self, trainer: Any) -> Path:
+        if self.path is None:
+            return Path(trainer.default_root_dir) / "curves.png"
+        return Path(self.path)
+
+    def _read(self, past: Any) -> None:
+        for step, metrics in past:
+            loss = float(metrics["loss"])
+            if np.isfinite(loss):
+                self._steps.append((step, loss))
+                self._stale = True
+        while len(self._steps) > _MAX_POINTS:
+            self._stride *= 2
+            self._steps = [
+                point for point in self._steps if point[0] % self._stride == 0
+            ]
+
+    def _add(self, step: int, means: Mapping[str, float]) -> None:
+        for name, value in means.items():
+            if np.isfinite(value):
+                key = name.removeprefix(VALIDATION)
+                panel = self._panels.setdefault(key, Panel([], []))
+                curves = panel.validation if key != name else panel.training
+                curves.append((step, value))
+                self._stale = True
+
+    def _draw(self, trainer: Any) -> None:
+        start = time.monotonic()
+        panels = {"loss": Panel([], [], self._steps), **self._panels}
+        if "loss" in self._panels:
+            panels["loss"] = self._panels["loss"]._replace(steps=self._steps)
+        figure = draw(panels, "optimizer step", limits=(0, trainer.global_step))
+        save_figure(figure, self._file(trainer))
+        self._show(figure)
+        self._drawn = time.monotonic()
+        self._pause = max(self.every_n_seconds, (self._drawn - start) / _MAX_SHARE)
+        self._stale = False
+
+    def _show(self, figure: Any) -> None:
+        """Puts the figure where the last one is, when there is a notebook."""
+        if not in_notebook():
+            return
+        from IPython.core.display import Image
+        from IPython.display import display
+
+        image = Image(data=to_png(figure), format="png")
+        if self._display is None:
+            self._display = display(image, display_id=True)
+        else:
+            self._display.update(image)

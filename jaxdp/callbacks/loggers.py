@@ -1,0 +1,341 @@
+"""Loggers: the numbers of a run, written where they can be read later."""
+
+import csv
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from .base import Callback
+from .monitor import LateReads, announce
+
+_VALIDATION: Final = "val_"
+_EPOCH: Final = "epoch_"
+
+
+class Logger(Callback):
+    """What all loggers share: when to log what. A subclass says how, in `log`.
+
+    Every `trainer.log_every_n_steps` optimizer steps the scalars of a step are logged
+    under their own names (`loss`, `accuracy`, whatever `inside_step` returned), read
+    some steps late so that the device never waits, and flushed at the end of an epoch
+    or fit. After every epoch its training means follow as `epoch_<name>` and the
+    validation means as `val_<name>`. Only one process of a run logs.
+
+    Args:
+        dirpath: folder to write to, made if it is missing; None means
+            `trainer.default_root_dir`.
+    """
+
+    skip_in_fast_dev_run = True
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None):
+        self.dirpath = dirpath
+        self._late = LateReads()
+        self._fitting = False
+        self._active = False
+        self._validation: tuple[int, dict[str, float]] | None = None
+
+    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
+        raise NotImplementedError
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        """Before the first `log` of a fit. `folder` exists."""
+
+    def close(self) -> None:
+        """After the last `log` of a fit."""
+
+    def setup(self, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            check_writable(self._folder(trainer), type(self).__name__)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._active = bool(trainer.is_global_zero)
+        self._fitting = True
+        self._late, self._validation = LateReads(), None
+        if self._active:
+            self.open(trainer, self._folder(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps == 0 and self._active:
+            self._late.push(step, (trainer.current_epoch, step), metrics)
+        if self._late:
+            self._log_steps(self._late.ready(step))
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if self._fitting and self._active:
+            self._log_validation(trainer)
+            self._validation = trainer.global_step, dict(metrics)
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if not self._active:
+            return
+        self._log_steps(self._late.drain())
+        values = {
+            _EPOCH + name: value
+            for name, value in metrics.items()
+            if not name.startswith(_VALIDATION)
+        }
+        if self._validation and self._validation[0] == trainer.global_step:
+            values |= self._validation[1]
+            self._validation = None
+        self._log_validation(trainer)
+        self.log(trainer.current_epoch, trainer.global_step, values)
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        try:
+            self._log_steps(self._late.drain())
+        except Exception:
+            # The device may be what failed; `exception` says so, and goes on up.
+            self._late = LateReads()
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._fitting = False
+        if self._active:
+            self._log_steps(self._late.drain())
+            self._log_validation(trainer)
+            self.close()
+        self._active = False
+
+    def _folder(self, trainer: Any) -> Path:
+        return Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
+
+    def _log_steps(self, past: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+        for (epoch, step), metrics in past:
+            self.log(epoch, step, scalars(metrics))
+
+    def _log_validation(self, trainer: Any) -> None:
+        """Logs a validation in the middle of an epoch, which no epoch's row has."""
+        if self._validation is not None:
+            step, values = self._validation
+            self.log(trainer.current_epoch, step, values)
+        self._validation = None
+
+
+class CSVLogger(Logger):
+    """Logs to one table in `dirpath`, with a row per logged step and per epoch.
+
+    The columns are `epoch` (counted from 0), `step` (optimizer steps done), one for
+    each value of a step, then `epoch_<name>` for the training means of an epoch and
+    `val_<name>` for its validation; a cell that does not apply is empty. A name that
+    appears later gets its column then.
+
+    Several fits of one trainer, and a run that is resumed, make one table. Another
+    run that finds a table in its way keeps it, as `metrics.1.csv` and so on, and
+    says so.
+
+    Args:
+        dirpath: folder of the table; None means `trainer.default_root_dir`.
+        name: file name of the table.
+    """
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, name: str = "metrics.csv"
+    ):
+        super().__init__(dirpath)
+        self.name = name
+        self._path: Path | None = None
+        self._file: IO[str] | None = None
+        self._run: weakref.ref[Any] | None = None
+        self._columns: list[str] = []
+        self._resumed = False
+
+    @property
+    def path(self) -> Path | None:
+        """Where the table is; None before the first fit."""
+        return self._path
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        path = folder / self.name
+        latest = None if self._run is None else self._run()
+        if not path.exists():
+            self._columns = []
+        elif path != self._path or latest is not trainer:
+            self._take_over(trainer, path)
+        self._path, self._run = path, weakref.ref(trainer)
+        epoch_names = [
+            name if name.startswith(_VALIDATION) else _EPOCH + name
+            for name in trainer.logged_names
+        ]
+        self._widen([*trainer.metric_names, *epoch_names])
+
+    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        self._widen(values)
+        row = {"epoch": epoch, "step": step, **values}
+        if self._file is None:
+            assert self._path is not None
+            new = not self._path.exists()
+            self._file = self._path.open("a", newline="", encoding="utf-8")
+            if new:
+                csv.writer(self._file).writerow(self._columns)
+        cells = [row.get(column, "") for column in self._columns]
+        csv.writer(self._file).writerow(cells)
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resumed, self._path = True, None
+
+    def _take_over(self, trainer: Any, path: Path) -> None:
+        """Goes on with the table of the run that is resumed, or moves it away."""
+        with path.open(newline="", encoding="utf-8") as file:
+            columns, *rows = list(csv.reader(file)) or [[]]
+        resumed, self._resumed = self._resumed and trainer.global_step > 0, False
+        done = [row for row in rows if _step_of(row) <= trainer.global_step]
+        kept = ""
+        if not resumed or len(done) < len(rows):
+            kept = str(_free_name(path))
+            os.replace(path, kept)
+            announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
+        self._columns = []
+        if resumed and columns[:2] == ["epoch", "step"]:
+            self._columns = columns
+            if kept:
+                self._rewrite(
+                    path, [dict(zip(columns, row, strict=False)) for row in done]
+                )
+
+    def _widen(self, names: Iterable[str]) -> None:
+        """Adds columns, to the file too when it is there."""
+        known = self._columns or ["epoch", "step"]
+        columns = sorted({**dict.fromkeys(known), **dict.fromkeys(names)}, key=_kind)
+        if columns == self._columns:
+            return
+        assert self._path is not None
+        self._columns = columns
+        if self._path.exists():
+            self.close()
+            with self._path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            self._rewrite(self._path, rows)
+
+    def _rewrite(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the whole table anew, in one piece."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(
+                file, self._columns, restval="", extrasaction="ignore"
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, path)
+
+
+class TensorBoardLogger(Logger):
+    """Logs scalars for TensorBoard: `tensorboard --logdir <dirpath>`.
+
+    Tags are the names that `CSVLogger` has as columns, and `epoch`; the horizontal
+    axis is the number of optimizer steps. Needs the extra `loggers`.
+
+    Args:
+        dirpath: folder of the event files; None means `trainer.default_root_dir`.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None):
+        super().__init__(dirpath)
+        self._writer: Any = None
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _tensorboard()
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        writer_type, self._event, self._summary = _tensorboard()
+        self._writer = writer_type(str(folder))
+
+    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        tagged = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in {"epoch": epoch, **values}.items()
+        ]
+        summary = self._summary(value=tagged)
+        event = self._event(wall_time=time.time(), step=step, summary=summary)
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers in a step's metrics. Waits for that step."""
+    values = {name: np.asarray(metrics[name]) for name in metrics}
+    return {name: _number(value) for name, value in values.items() if value.ndim == 0}
+
+
+def check_writable(folder: Path, callback_name: str) -> None:
+    """Makes the folder, and raises when files cannot be made in it."""
+    probe = folder / f".write-test.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"`{callback_name}(dirpath={str(folder)!r})`: cannot write there"
+            f" ({error.strerror or error}). Pass a `dirpath` that can be written to, or"
+            " set `Trainer(default_root_dir=...)`."
+        ) from error
+
+
+def _kind(column: str) -> int:
+    """Sorts the columns of steps before those of epochs and of validations."""
+    if column in ("epoch", "step"):
+        return 0
+    if column.startswith(_EPOCH):
+        return 2
+    return 3 if column.startswith(_VALIDATION) else 1
+
+
+def _number(value: np.ndarray) -> float:
+    if value.dtype.kind in "iub":
+        return int(value)
+    # Through text, so that a float32 0.1 is 0.1 and not 0.10000000149011612.
+    return float(str(value)) if value.dtype.kind == "f" else float(value)
+
+
+def _step_of(row: list[str]) -> float:
+    try:
+        return int(row[1])
+    except (IndexError, ValueError):
+        return float("inf")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _tensorboard() -> tuple[Any, Any, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise ImportError(
+            "`TensorBoardLogger` needs tensorboard, which is not installed; run"
+            ' `pip install "jaxdp[loggers]"`.'
+        ) from error
+    events: Any = event_pb2
+    summaries: Any = summary_pb2
+    return EventFileWriter, events.Event, summaries.Summary

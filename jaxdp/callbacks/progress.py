@@ -1,0 +1,282 @@
+"""Where a fit is, how fast it goes and when it will be done."""
+
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any, Final
+
+from .base import Callback
+from .monitor import LAG, in_notebook
+
+_FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
+
+
+class ProgressBar(Callback):
+    """A tqdm bar for training, one for validation, and a line for every epoch.
+
+    The bar shows the batches of this epoch done, batches and examples per second, the
+    time left and the loss, which is that of some steps ago: reading the newest one
+    would make the device wait. With `accumulate_grad_batches` a batch here is
+    one optimizer step. Where the output is no terminal (a file, a job's log), there
+    is a line for every epoch and one now and then in long epochs, and no bar.
+
+    Args:
+        refresh_per_second: how often the bar is drawn at most.
+        every_n_seconds: time between two lines where the output is no terminal.
+        file: where to; None means `sys.stderr` at the time of the fit.
+    """
+
+    def __init__(
+        self,
+        refresh_per_second: float = 10.0,
+        every_n_seconds: float = 30.0,
+        file: IO[str] | None = None,
+    ):
+        for name, value in {
+            "refresh_per_second": refresh_per_second,
+            "every_n_seconds": every_n_seconds,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"`ProgressBar({name}={value!r})` must be positive.")
+        self.refresh_per_second = refresh_per_second
+        self.every_n_seconds = every_n_seconds
+        self.file = file
+        self._out: IO[str] | None = None
+        self._bar_type: Any = None
+        self._interval = every_n_seconds
+        self._train = _Pass()
+        self._validation = _Pass()
+        # The metrics of the newest steps; the leftmost are LAG steps old.
+        self._metrics: deque[Mapping[str, Any]] = deque(maxlen=LAG + 1)
+        self._next = math.inf
+        self._fitting = False
+
+    def setup(self, trainer: Any) -> None:
+        self._close()
+        self._out = self._find_output(trainer)
+        self._bar_type = _find_bar_type(self._out)
+        drawn = 1 / self.refresh_per_second
+        self._interval = self.every_n_seconds if self._bar_type is None else drawn
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._fitting = True
+
+    def on_train_epoch_start(self, trainer: Any) -> None:
+        self._close()
+        self._metrics.clear()
+        self._train = _Pass(_name(trainer), _total(trainer))
+        self._open(self._train)
+        self._next = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        # This is all that happens in most steps, in well below a microsecond.
+        self._metrics.append(metrics)
+        self._train.done = batch_idx + 1
+        if time.perf_counter() >= self._next:
+            self._show_training(trainer)
+
+    def on_validation_start(self, trainer: Any) -> None:
+        if not self._fitting:
+            self.setup(trainer)
+        self._train.pause()
+        total = trainer.num_val_batches if self._fitting else None
+        self._validation = _Pass("validating", total)
+        self._open(self._validation)
+        self._next = time.perf_counter() + self._interval
+
+    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        self._next = now + self._interval
+        self._validation.done = batch_idx + 1
+        if self._validation.bar is None:
+            self._print(self._validation.line(now))
+        else:
+            self._validation.draw("")
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._validation.close()
+        self._train.go_on()
+        self._next = time.perf_counter() + self._interval if self._fitting else math.inf
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        now = time.perf_counter()
+        self._train.examples = trainer.examples_seen
+        seconds = self._train.seconds(now)
+        facts = [_clock(seconds), *self._train.rates(now)]
+        facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        self._close()
+        self._print(f"{self._train.name}: {', '.join(facts)}")
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        self._close()
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._close()
+        self._metrics.clear()
+        self._next = math.inf
+        self._fitting = False
+
+    def _show_training(self, trainer: Any) -> None:
+        now = time.perf_counter()
+        self._next = now + self._interval
+        run = self._train
+        run.examples = trainer.examples_seen
+        if run.first is None:
+            # Rates and the time left count from here: the first step may compile.
+            run.start(now)
+            return
+        facts = run.rates(now)
+        if len(self._metrics) > LAG:
+            loss = float(self._metrics[0]["loss"])
+            facts.insert(0, f"loss {loss:.3g}")
+        if run.bar is None:
+            self._print(run.line(now, facts))
+        else:
+            run.draw(", ".join(facts))
+
+    def _find_output(self, trainer: Any) -> IO[str] | None:
+        out = sys.stderr if self.file is None else self.file
+        return out if trainer.is_global_zero else None
+
+    def _open(self, run: "_Pass") -> None:
+        if self._bar_type is None:
+            return
+        run.bar = self._bar_type(
+            total=run.total,
+            desc=run.name,
+            file=self._out,
+            leave=False,
+            position=0,  # One line for all: they are never drawn by turns.
+            dynamic_ncols=True,
+            mininterval=0,
+            bar_format=_FORMAT if run.total else _FORMAT_WITHOUT_TOTAL,
+        )
+
+    def _close(self) -> None:
+        self._validation.close()
+        self._train.close()
+
+    def _print(self, line: str) -> None:
+        if self._bar_type is not None:
+            self._bar_type.write(line, file=self._out)
+        elif self._out is not None:
+            print(line, file=self._out, flush=True)
+
+
+class _Pass:
+    """One pass over a loader: how far it is, since when, and its bar."""
+
+    def __init__(self, name: str = "", total: int | None = None):
+        self.name = name
+        self.total = total
+        self.bar: Any = None
+        self.done = 0
+        self.examples = 0
+        self.first: tuple[int, int] | None = None
+        self._began = time.perf_counter()
+        self._start = self._began
+        self._paused: float | None = None
+        self._lost = 0.0
+
+    def start(self, now: float) -> None:
+        self.first, self._start = (self.done, self.examples), now
+        if self.bar is not None:
+            self.bar.initial = self.done
+            self.draw("")
+
+    def pause(self) -> None:
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        if self._paused is not None:
+            self._lost += time.perf_counter() - self._paused
+        self._paused = None
+
+    def seconds(self, now: float) -> float:
+        return now - self._began
+
+    def rates(self, now: float) -> list[str]:
+        """Batches and examples per second since the first step, validation left out."""
+        seconds = now - self._start - self._lost
+        if self.first is None or seconds <= 0 or self.done <= self.first[0]:
+            return []
+        batches, examples = self.done - self.first[0], self.examples - self.first[1]
+        return [
+            f"{_rounded(batches / seconds)} batches/s",
+            f"{_rounded(examples / seconds)} examples/s",
+        ]
+
+    def draw(self, postfix: str) -> None:
+        self.bar.n = self.done
+        self.bar.set_postfix_str(postfix, refresh=False)
+        self.bar.refresh()
+
+    def line(self, now: float, facts: list[str] | None = None) -> str:
+        """What to print where no bar can be drawn."""
+        facts = list(facts or [])
+        first = 0 if self.first is None else self.first[0]
+        if self.total and self.done > first:
+            seconds = now - self._start - self._lost
+            left = seconds / (self.done - first) * (self.total - self.done)
+            facts.insert(0, f"{_clock(max(left, 0))} left")
+            share = f"/{self.total} batches ({self.done / self.total:.0%})"
+        else:
+            share = " batches"
+        return ", ".join([f"{self.name}: {self.done}{share}", *facts])
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
+
+
+def _name(trainer: Any) -> str:
+    of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
+    return f"epoch {trainer.current_epoch + 1}{of}"
+
+
+def _total(trainer: Any) -> int | None:
+    """Batches in this epoch, fewer when `max_steps` comes before its end."""
+    totals = []
+    if trainer.num_training_batches is not None:
+        totals.append(trainer.num_training_batches)
+    if trainer.max_steps is not None:
+        totals.append(max(trainer.max_steps - trainer.global_step, 0))
+    return min(totals, default=None)
+
+
+def _find_bar_type(out: IO[str] | None) -> Any:
+    """The kind of bar that suits the output, or None for plain lines."""
+    if out is None:
+        return None
+    with warnings.catch_warnings():
+        # It warns in a notebook without ipywidgets, where a text bar does as well.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    interactive = getattr(out, "isatty", lambda: False)()
+    if not interactive and not in_notebook():
+        return None
+    # No monitor thread: there is none to fork, and nothing for it to do.
+    return type("Bar", (tqdm,), {"monitor_interval": 0})
+
+
+def _rounded(rate: float) -> str:
+    """Three digits, as in 0.123, 12.3, 4210 and 81300."""
+    digits = 2 - math.floor(math.log10(rate)) if rate > 0 else 0
+    return f"{round(rate, digits):.{min(max(digits, 0), 3)}f}"
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

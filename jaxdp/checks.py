@@ -1,0 +1,167 @@
+"""What can be wrong with a trainer's arguments, found before anything is compiled."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+
+from .callbacks.base import Callback
+from .strategies import DataParallel
+from .tree import leaf_path
+
+
+def check_model(model: Any, *, must_be_callable: bool) -> None:
+    """Raises for what is no Equinox model, saying what it is instead."""
+    kind = type(model).__name__
+    origin = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    for package in ("torch", "flax", "keras", "haiku"):
+        if package in origin:
+            raise TypeError(
+                f"`model` is a {package} module ({kind}); jaxdp trains Equinox models,"
+                " pytrees that can be called on one example. See"
+                " https://docs.kidger.site/equinox for the same layers."
+            )
+    if isinstance(model, type):
+        raise TypeError(
+            f"`model` is the class {model.__name__}, not an instance of it; construct"
+            " it, for example with key=jax.random.key(0)."
+        )
+    if must_be_callable and not callable(model):
+        raise TypeError(
+            f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
+            " called on one example. For other pytrees of arrays pass"
+            " `loss_fn(model, *batch)`."
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, optax.GradientTransformation):
+        return
+    kind = type(optimizer).__name__
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"`optimizer` is torch's {kind}; pass an optax one, for example"
+            " optax.adam(1e-3)."
+        )
+    raise TypeError(
+        f"`optimizer` must be an optax.GradientTransformation, for example"
+        f" optax.adam(1e-3); got {optimizer!r} of type {kind}."
+        + (" Call it with a learning rate." if callable(optimizer) else "")
+    )
+
+
+def check_strategy_argument(strategy: Any) -> None:
+    if isinstance(strategy, type) and issubclass(strategy, DataParallel):
+        raise TypeError(
+            f"`strategy` is the class {strategy.__name__}; pass an instance,"
+            f" {strategy.__name__}()."
+        )
+    if not isinstance(strategy, DataParallel):
+        raise TypeError(
+            "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
+            f" Sharded(), Pmap() or SingleDevice(); got {strategy!r}."
+        )
+
+
+def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    if isinstance(callbacks, Callback):
+        callbacks = (callbacks,)
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise TypeError(
+                f"`callbacks` has the class {callback.__name__}; pass an instance,"
+                f" {callback.__name__}(...)."
+            )
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
+                " element must be an instance of a jaxdp.callbacks.Callback subclass."
+            )
+    return tuple(callbacks)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {listed}; got {value!r}.")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`{name}` must be an int; got {value!r} of type {type(value).__name__}."
+        )
+    if value < least:
+        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
+
+
+def check_unavailable(name: str, value: Any, allowed: Any) -> None:
+    """Raises for settings that this version does not have yet."""
+    if value != allowed:
+        raise NotImplementedError(
+            f"`{name}`={value!r} is not available in this version of jaxdp; leave it at"
+            f" {allowed!r}."
+        )
+
+
+def split_model(
+    model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
+) -> tuple[PyTree, PyTree, PyTree]:
+    """The model as (trained leaves, other arrays, the rest), each with None elsewhere.
+
+    Raises:
+        ValueError: if nothing would be trained, or one array stands in two places.
+    """
+    arrays, static = eqx.partition(model, eqx.is_array)
+    inexact, others = eqx.partition(arrays, eqx.is_inexact_array)
+    try:
+        params, frozen = eqx.partition(inexact, filter_spec)
+    except ValueError as error:
+        raise ValueError(
+            "`filter_spec` must be a callable leaf -> bool, or a pytree of bools that"
+            " is a prefix of the model, for example jax.tree.map(lambda _: False,"
+            " model) changed by eqx.tree_at."
+        ) from error
+    if not jax.tree.leaves(params):
+        found = len(jax.tree.leaves(arrays))
+        raise ValueError(
+            f"`model` has no trainable parameters: {found} arrays,"
+            f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected by"
+            " `filter_spec`."
+        )
+    seen: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = leaf_path(path)
+        if id(leaf) in seen:
+            raise ValueError(
+                f"`model` has the same array as {seen[id(leaf)]} and as {name}. The two"
+                " would become different weights after one step; tie them with"
+                " eqx.nn.Shared, or copy one of them."
+            )
+        seen[id(leaf)] = name
+    return params, eqx.combine(frozen, others), static
+
+
+def check_state(model: PyTree, state: Any) -> None:
+    """Raises if the model has layers with state and no state came with it."""
+    if state is not None and not isinstance(state, eqx.nn.State):
+        raise TypeError(
+            f"`state` must be the eqx.nn.State that eqx.nn.make_with_state returns; got"
+            f" {type(state).__name__}."
+        )
+
+    def is_index(node: Any) -> bool:
+        return isinstance(node, eqx.nn.StateIndex)
+
+    stateful = any(map(is_index, jax.tree.leaves(model, is_leaf=is_index)))
+    if stateful and state is None:
+        raise ValueError(
+            "`model` has stateful layers (BatchNorm or the like) but `state` is None;"
+            " make both together, `model, state = eqx.nn.make_with_state(Net)(...)`, and"
+            " pass Trainer(model, state=state)."
+        )

@@ -1,0 +1,270 @@
+"""From a user's batches to what the compiled step takes: checked, narrowed, padded.
+
+Where batches come from, torch's `DataLoader` included, is in `loaders`.
+"""
+
+import math
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .step import Batch, Group
+
+_NARROW = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.float32),
+    np.dtype(np.complex128): np.dtype(np.complex64),
+}
+
+
+def to_host(batch: Any, *, copy: bool = False) -> Batch:
+    """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
+
+    Torch tensors on the CPU and JAX arrays on the CPU are not copied, unless narrowing
+    does.
+
+    Args:
+        batch: a pytree of torch, NumPy or JAX arrays shaped `(rows, ...)`. A list is
+            taken as a tuple, since torch's default collate makes lists of tuples.
+        copy: whether to copy all memory that is not new, for sources that may write
+            the next batch into the same place.
+
+    Raises:
+        TypeError: for leaves that are not arrays of numbers.
+        ValueError: for leaves that disagree on rows, and values that do not fit into
+            32 bits.
+    """
+    if type(batch) is list:
+        batch = tuple(batch)
+    leaves, treedef = jax.tree.flatten(batch)
+    wide = jax.config.jax_enable_x64
+    arrays = []
+    for index, leaf in enumerate(leaves):
+        array = _as_numpy(leaf)
+        if array is None or array.dtype.kind in "OUSMmV" and array.dtype.isbuiltin != 2:
+            raise TypeError(_not_numbers(batch, index, leaf))
+        if not wide and array.dtype in _NARROW:
+            array = _narrow(array, batch, index)
+        elif copy:
+            array = np.array(array)
+        arrays.append(array)
+    if not arrays:
+        raise TypeError(f"a batch has no arrays in it: {batch!r}.")
+    shapes = [array.shape[:1] for array in arrays]
+    if shapes.count(shapes[0]) != len(shapes) or not shapes[0] or not shapes[0][0]:
+        listed = ", ".join(
+            f"{leaf_name(batch, i)} {array.shape}" for i, array in enumerate(arrays)
+        )
+        raise ValueError(
+            f"the leaves of a batch must share a leading axis of one or more rows; got"
+            f" {listed}."
+        )
+    return treedef.unflatten(arrays)
+
+
+def num_rows(batch: Batch) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def leaf_name(batch: Any, index: int) -> str:
+    """How a user would write the leaf number `index`: `batch[0]['image']`."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+    return "batch" + jax.tree_util.keystr(paths[index][0])
+
+
+def check_labels(batch: Batch, num_classes: int) -> None:
+    """Raises when an integer label of a `(x, y)` batch is no class of the model.
+
+    JAX would clamp a label that is too large and wrap a negative one, silently.
+    """
+    labels = batch[1]
+    low, high = labels.min(), labels.max()
+    if low < 0 or high >= num_classes:
+        raise ValueError(
+            f"labels must be 0 to {num_classes - 1}, as the model gives {num_classes}"
+            f" logits; this batch has labels from {low} to {high}. (Rows to be ignored"
+            " need a `loss_fn` that leaves them out.)"
+        )
+
+
+class Packed(NamedTuple):
+    """One optimizer step's batches, ready for a compiled step."""
+
+    groups: list[Group]
+    split: bool
+    """Whether rows are split over the devices, or the batch is whole on each."""
+    rows: int
+    """How many real rows there are."""
+
+    @property
+    def shape(self) -> Hashable:
+        """What a compiled step depends on: the split, and each group's two sizes."""
+        return self.split, tuple(
+            jax.tree.leaves(group.batch)[0].shape[:2] for group in self.groups
+        )
+
+
+class Packer:
+    """Stacks and pads batches so that one compiled shape serves them all.
+
+    Where rows are independent, short batches are padded to the size of the largest
+    seen, with copies of their own first row (zeros or NaN could poison gradients).
+    Where rows interact, batches keep their size, and one that the devices do not divide
+    is worked on whole by each of them.
+
+    Args:
+        num_shards: sizes are rounded up to a multiple of it.
+        what: names the loader in messages.
+    """
+
+    def __init__(self, num_shards: int, what: str):
+        self.num_shards = num_shards
+        self.what = what
+        self.rows_interact = False
+        self._size = 0
+        self._expected: tuple[Any, ...] | None = None
+
+    def pack(self, micro_batches: Sequence[Batch], slots: int = 1) -> Packed:
+        """Packs micro-batches into `slots` places; places left over hold no real rows.
+
+        Raises:
+            ValueError: if leaves differ from those of earlier batches in more than the
+                number of rows; it names each leaf, what it was and what it is.
+        """
+        for batch in micro_batches:
+            self._check(batch)
+        sizes = [num_rows(batch) for batch in micro_batches]
+        if self.rows_interact:
+            return self._at_true_size(micro_batches, sizes)
+        self._size = max(self._size, *(self._rounded(size) for size in sizes))
+        missing = slots - len(micro_batches)
+        padded = [_pad(batch, self._size) for batch in micro_batches]
+        padded += [padded[0]] * missing
+        counts = sizes + [0] * missing
+        return Packed([_stack(padded, counts)], True, sum(sizes))
+
+    def _at_true_size(self, batches: Sequence[Batch], sizes: list[int]) -> Packed:
+        split = all(size % self.num_shards == 0 for size in sizes)
+        groups, start = [], 0
+        for stop in range(1, len(sizes) + 1):
+            if stop == len(sizes) or sizes[stop] != sizes[start]:
+                groups.append(_stack(batches[start:stop], sizes[start:stop]))
+                start = stop
+        return Packed(groups, split, sum(sizes))
+
+    def _rounded(self, size: int) -> int:
+        return math.ceil(size / self.num_shards) * self.num_shards
+
+    def _check(self, batch: Batch) -> None:
+        leaves, treedef = jax.tree.flatten(batch)
+        found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        if self._expected is None:
+            self._expected = found
+        elif self._expected != found:
+            raise ValueError(self._changed(batch, *self._expected))
+
+    def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
+        leaves, new_treedef = jax.tree.flatten(batch)
+        start = f"{self.what}: a batch differs from the first one"
+        if treedef != new_treedef:
+            return f"{start} in structure: was {treedef}, is {new_treedef}."
+        differences = "; ".join(
+            f"{leaf_name(batch, i)} was {dtype} (rows, {_axes(shape)}),"
+            f" is {leaf.dtype} (rows, {_axes(leaf.shape[1:])})"
+            for i, (leaf, (shape, dtype)) in enumerate(
+                zip(leaves, expected, strict=True)
+            )
+            if (leaf.shape[1:], leaf.dtype) != (shape, dtype)
+        )
+        return (
+            f"{start}: {differences}. Only the number of rows may vary, since every"
+            " shape costs a compilation; pad or convert in the dataset or `collate_fn`."
+        )
+
+
+def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Lists of `size` batches; the last may be shorter."""
+    window: list[Batch] = []
+    for batch in batches:
+        window.append(batch)
+        if len(window) == size:
+            yield window
+            window = []
+    if window:
+        yield window
+
+
+def _as_numpy(leaf: Any) -> np.ndarray | None:
+    """The leaf as an array over the same memory, or None if it is no array."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(leaf)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach().cpu()
+        if leaf.dtype == torch.bfloat16:
+            import ml_dtypes
+
+            return leaf.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return leaf.resolve_conj().resolve_neg().numpy()
+    if isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if isinstance(leaf, bool | int | float | complex):
+        return np.asarray(leaf)
+    return None
+
+
+def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
+    """`array` in 32 bits, with an error where a value would change beyond rounding."""
+    dtype = _NARROW[array.dtype]
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrowed = array.astype(dtype)
+    if dtype.kind in "iu":
+        fits = (narrowed == array).all()
+    else:
+        fits = (np.isfinite(narrowed) == np.isfinite(array)).all()
+    if not fits:
+        worst = array.flat[np.abs(array).argmax()]
+        raise ValueError(
+            f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst}, which"
+            f" does not fit into {dtype}, which JAX computes in. Rescale or re-index the"
+            ' values, or call jax.config.update("jax_enable_x64", True).'
+        )
+    return narrowed
+
+
+def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
+    kind = type(leaf).__name__
+    if isinstance(leaf, np.ndarray):
+        kind += f" of dtype {leaf.dtype}"
+    return (
+        f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
+        " numbers. Drop or convert it in the dataset or in the loader's `collate_fn`."
+    )
+
+
+def _pad(batch: Batch, size: int) -> Batch:
+    rows = num_rows(batch)
+    if rows == size:
+        return batch
+
+    def pad(leaf: np.ndarray) -> np.ndarray:
+        filling = np.broadcast_to(leaf[:1], (size - rows, *leaf.shape[1:]))
+        return np.concatenate([leaf, filling])
+
+    return jax.tree.map(pad, batch)
+
+
+def _stack(batches: Sequence[Batch], counts: Sequence[int]) -> Group:
+    if len(batches) == 1:
+        stacked = jax.tree.map(lambda leaf: leaf[None], batches[0])
+    else:
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    return Group(stacked, np.asarray(counts, np.int32)[:, None])
+
+
+def _axes(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape)) or "-"

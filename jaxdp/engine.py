@@ -1,0 +1,245 @@
+"""The compiled steps of a trainer and the placed state that they run on.
+
+The state crosses into the compiled step as a flat list of arrays, and stays one
+between steps: flattening a model's tree in Python costs more than a small step.
+"""
+
+import collections
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .data import Packed, Packer, check_labels
+from .step import (
+    Batch,
+    Collectives,
+    Facts,
+    Group,
+    Metrics,
+    Steps,
+    TrainState,
+    means_of,
+    new_totals,
+)
+from .strategies import DataParallel
+
+Kind = Literal["train", "evaluate", "predict"]
+
+IN_FLIGHT: Final = 8
+"""Steps handed to the device and not waited for. More would gain nothing, hold more
+host batches, and abort the process on jax 0.10.2 with faked devices."""
+
+
+class InFlight:
+    """Bounds how far the host runs ahead of the device."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Array] = collections.deque()
+
+    def add(self, array: Array) -> None:
+        """Counts a step by one of its results; waits for the one `IN_FLIGHT` ago."""
+        self._waiting.append(array)
+        if len(self._waiting) > IN_FLIGHT:
+            self._waiting.popleft().block_until_ready()
+
+    def drain(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().block_until_ready()
+
+
+class Engine:
+    """Runs steps: packs batches, compiles once per shape, keeps the state.
+
+    Args:
+        steps: the pure steps.
+        strategy: places the state and compiles the steps.
+        state: the initial state, of the user's arrays.
+        micro_batches: how many batches a train step takes.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        strategy: DataParallel,
+        state: TrainState,
+        *,
+        micro_batches: int,
+    ):
+        self.steps = steps
+        self.strategy = strategy
+        self.donate = "state"
+        self.micro_batches = micro_batches
+        self.in_flight = InFlight()
+        self.facts: dict[Kind, Facts] = {}
+        self._packers = {
+            kind: Packer(strategy.num_shards, kind)
+            for kind in ("train", "evaluate", "predict")
+        }
+        self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
+        self.state = strategy.place(state)
+
+    @property
+    def state(self) -> TrainState:
+        """The placed state. The next step overwrites its arrays: copy what you keep."""
+        return jax.tree.unflatten(self._treedef, self._leaves)
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._leaves, self._treedef = jax.tree.flatten(state)
+
+    @property
+    def version(self) -> Any:
+        """An object that changes whenever the state does."""
+        return self._leaves
+
+    def set_options(self, donate: str, skip_nonfinite: bool) -> None:
+        """What callbacks decide before compilation.
+
+        Args:
+            donate: what the train step may overwrite: "state", "all" or "none".
+            skip_nonfinite: whether a step that is not finite keeps the old state.
+        """
+        if (donate, skip_nonfinite) != (self.donate, self.steps.skip_nonfinite):
+            self.donate = donate
+            self.steps = self.steps._replace(skip_nonfinite=skip_nonfinite)
+            self._compiled = {
+                k: v for k, v in self._compiled.items() if k[0] != "train"
+            }
+
+    def train(self, window: Sequence[Batch]) -> tuple[Metrics, int]:
+        """One optimizer step; returns its metrics and how many real rows it had."""
+        packed, compiled = self.prepare("train", window)
+        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        self._leaves, metrics = compiled(self._leaves, groups)
+        self.in_flight.add(metrics.means)
+        return metrics, packed.rows
+
+    def start_epoch(self) -> None:
+        """Sets the epoch's sums to zero."""
+        totals = jax.device_put(new_totals(), self.state.totals.sharding)
+        self.state = self.state._replace(totals=totals)
+
+    def epoch_means(self) -> dict[str, float]:
+        """Means over the epoch's rows so far. Waits for the device."""
+        totals = np.asarray(self.state.totals)
+        return means_of(totals, self.facts["train"].names)
+
+    def evaluate(self, batch: Batch, totals: Any, batch_idx: int) -> Any:
+        """`totals` with those of `batch` added; start from `new_totals()`."""
+        packed, compiled = self.prepare("evaluate", [batch])
+        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        weights = jax.tree.leaves(self.state.weights)
+        totals, metrics = compiled(weights, totals, np.int32(batch_idx), groups)
+        self.in_flight.add(metrics.means)
+        return totals
+
+    def predict(self, x: PyTree) -> tuple[PyTree, int]:
+        """Predictions on the device, padding included, and how many rows are real."""
+        packed, compiled = self.prepare("predict", [x])
+        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        return compiled(jax.tree.leaves(self.state.weights), groups), packed.rows
+
+    def compiled_train_step(self) -> jax.stages.Compiled | None:
+        """The train step for the largest batch so far."""
+        steps = [step for (kind, _), step in self._compiled.items() if kind == "train"]
+        return steps[0] if steps else None
+
+    def prepare(
+        self, kind: Kind, window: Sequence[Batch]
+    ) -> tuple[Packed, jax.stages.Compiled]:
+        """`window` packed, and the step for its shape, compiled if it is a new one."""
+        packer = self._packers[kind]
+        slots = self.micro_batches if kind == "train" else 1
+        packed = packer.pack(window, slots)
+        compiled = self._compiled.get((kind, packed.shape))
+        if compiled is None:
+            compiled = self._compile(kind, packed)
+            # Only tracing tells whether rows interact, and so may not be padded.
+            if kind in self.facts and self.facts[kind].rows_interact:
+                packer.rows_interact = True
+                shape, packed = packed.shape, packer.pack(window, slots)
+                if packed.shape != shape:
+                    compiled = self._compile(kind, packed)
+        classes = self.facts[kind].num_classes if kind in self.facts else None
+        if classes is not None:
+            for batch in window:
+                check_labels(batch, classes)
+        return packed, compiled
+
+    def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
+        compiled = {
+            "train": self._compile_train,
+            "evaluate": self._compile_evaluate,
+            "predict": self._compile_predict,
+        }[kind](packed)
+        if kind != "predict":
+            self.facts[kind] = compiled.out_info[1].facts
+        self._compiled[kind, packed.shape] = compiled
+        return compiled
+
+    def _compile_train(self, packed: Packed) -> jax.stages.Compiled:
+        treedef = self._treedef
+
+        def train(collectives: Collectives, leaves: list[Array], groups: list[Group]):
+            state = jax.tree.unflatten(treedef, leaves)
+            state, metrics = self.steps.train(collectives, state, groups)
+            return jax.tree.leaves(state), metrics
+
+        with warnings.catch_warnings():
+            if self.donate == "all":
+                # A batch has no result of its shape to become; DonateBuffers reports.
+                warnings.filterwarnings(
+                    "ignore", "Some donated buffers were not usable"
+                )
+            return self.strategy.compile(
+                train,
+                (self._leaves, packed.groups),
+                ("state", "groups"),
+                ("state", "whole"),
+                donate={"state": (0,), "all": (0, 1), "none": ()}[self.donate],
+                split=packed.split,
+            )
+
+    def _compile_evaluate(self, packed: Packed) -> jax.stages.Compiled:
+        weights, treedef = jax.tree.flatten(self.state.weights)
+
+        def evaluate(
+            collectives: Collectives,
+            leaves: list[Array],
+            totals: Array,
+            batch_idx: Array,
+            groups: list[Group],
+        ) -> Any:
+            weights = jax.tree.unflatten(treedef, leaves)
+            (group,) = groups
+            return self.steps.evaluate(collectives, weights, totals, batch_idx, group)
+
+        return self.strategy.compile(
+            evaluate,
+            (weights, new_totals(), np.int32(0), packed.groups),
+            ("state", "whole", "whole", "groups"),
+            ("whole", "whole"),
+            split=packed.split,
+        )
+
+    def _compile_predict(self, packed: Packed) -> jax.stages.Compiled:
+        weights, treedef = jax.tree.flatten(self.state.weights)
+
+        def predict(
+            collectives: Collectives, leaves: list[Array], groups: list[Group]
+        ) -> PyTree:
+            weights = jax.tree.unflatten(treedef, leaves)
+            (group,) = groups
+            return self.steps.predict(collectives, weights, group)
+
+        return self.strategy.compile(
+            predict,
+            (weights, packed.groups),
+            ("state", "groups"),
+            "rows",
+            split=packed.split,
+        )

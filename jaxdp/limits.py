@@ -1,0 +1,134 @@
+"""How long a fit runs, and when it validates: `fit`'s arguments, checked."""
+
+import time
+from typing import Any
+
+from .callbacks.timer import parse_duration
+from .checks import check_count
+from .loaders import Source
+
+
+class Limits:
+    """The resolved limits of one fit.
+
+    Args:
+        train: where training batches come from.
+        val: where validation batches come from.
+        others: the arguments of `Trainer.fit` of the same names.
+    """
+
+    def __init__(
+        self,
+        train: Source,
+        val: Source | None,
+        *,
+        max_epochs: int | None,
+        max_steps: int | None,
+        max_time: Any,
+        limit_train_batches: int | float | None,
+        limit_val_batches: int | float | None,
+        check_val_every_n_epoch: int,
+        val_check_interval: int | float | None,
+        accumulate: int,
+    ):
+        if max_epochs is None and max_steps is None and max_time is None:
+            max_epochs = 1
+        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if value is not None and value != -1:
+                check_count(name, value, least=0)
+        check_count("check_val_every_n_epoch", check_val_every_n_epoch)
+        self.max_epochs = None if max_epochs == -1 else max_epochs
+        self.max_steps = None if max_steps == -1 else max_steps
+        self.seconds = None if max_time is None else parse_duration(max_time)
+        self.deadline = (
+            None if self.seconds is None else time.monotonic() + self.seconds
+        )
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.val_batches = (
+            None if val is None
+            else capped("limit_val_batches", limit_val_batches, val.num_batches)
+        )  # fmt: skip
+        self.train_batches = capped(
+            "limit_train_batches", limit_train_batches, train.num_batches
+        )
+        per_epoch = _least(train.num_batches, self.train_batches)
+        self.val_interval = self._interval(val_check_interval, per_epoch)
+        self._periods = 0
+        self.steps_per_epoch = (
+            None if per_epoch is None else -(-per_epoch // accumulate)
+        )
+
+    def reached(self, step: int) -> bool:
+        """Whether `max_steps` or `max_time` is up, `step` optimizer steps done."""
+        if self.max_steps is not None and step >= self.max_steps:
+            return True
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def done(self, step: int, epoch: int) -> bool:
+        """Whether the fit is over, `epoch` epochs done."""
+        full = self.max_epochs is not None and epoch >= self.max_epochs
+        return full or self.reached(step)
+
+    def interval_is_up(self, batches_done: int) -> bool:
+        """Whether `val_check_interval` asks for a validation at this place."""
+        if self.val_interval is None:
+            return False
+        periods, self._periods = self._periods, batches_done // self.val_interval
+        return self._periods > periods
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether epoch number `epoch` has a validation."""
+        return (epoch + 1) % self.check_val_every_n_epoch == 0
+
+    def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
+        if interval is None:
+            return None
+        if isinstance(interval, float) and interval <= 1:
+            if per_epoch is None:
+                raise ValueError(
+                    f"`val_check_interval`={interval} is a share of an epoch, and the"
+                    " length of `train_loader` is not known; pass a number of batches."
+                )
+            check_share("val_check_interval", interval)
+            return max(1, int(per_epoch * interval))
+        check_count("val_check_interval", interval)
+        if per_epoch is not None and interval > per_epoch:
+            raise ValueError(
+                f"`val_check_interval`={interval} is more than the {per_epoch} batches"
+                " of an epoch, so there would be no validation; use"
+                " `check_val_every_n_epoch` for less than one per epoch."
+            )
+        return interval
+
+
+def check_share(name: str, limit: Any) -> None:
+    """Raises unless `limit` is None, a number of batches or a share of them."""
+    if limit is None or isinstance(limit, int) and not isinstance(limit, bool):
+        if limit is not None and limit < 0:
+            raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    elif not isinstance(limit, float):
+        raise TypeError(
+            f"`{name}` must be an int (batches) or a float (share of them); got"
+            f" {limit!r} of type {type(limit).__name__}."
+        )
+    elif not 0 <= limit <= 1:
+        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
+
+
+def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
+    """`limit` in batches: a float is a share of the `available` ones."""
+    check_share(name, limit)
+    if not isinstance(limit, float):
+        return limit
+    if limit == 1.0:
+        return None
+    if available is None:
+        raise ValueError(
+            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
+            " not known; pass a number of batches."
+        )
+    return int(available * limit)
+
+
+def _least(*counts: int | None) -> int | None:
+    return min((count for count in counts if count is not None), default=None)

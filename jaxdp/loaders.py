@@ -1,0 +1,345 @@
+"""Where batches come from: torch's `DataLoader`, or any other iterable.
+
+A `DataLoader` over a map-style dataset is not iterated itself. Its sampler is asked for
+the epoch's index lists, in the order and with the random draws of torch's own
+iteration, and the lists are fetched here, or by workers of a loader like it. So an
+epoch is decided by the trainer's seed, torch's global generator is left alone, and
+random augmentations do not depend on the number of workers.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from .data import to_host
+from .step import Batch
+
+_DRAW_AT_ONCE = 64
+"""Index lists drawn from a sampler per change of generators."""
+
+
+class Source:
+    """Any iterable of batches.
+
+    Args:
+        loader: an iterable of batches, iterated once per epoch. An iterator goes on
+            where the last epoch stopped.
+        argument: how the user calls it, for messages.
+    """
+
+    def __init__(self, loader: Iterable[Any], argument: str):
+        self.loader = loader
+        self.argument = argument
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches per epoch, or None where that can't be known."""
+        try:
+            return len(self.loader) if isinstance(self.loader, Sized) else None
+        except TypeError:  # a DataLoader over an iterable dataset without a length
+            return None
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Host batches of an epoch, in order."""
+        # An iterator may write every batch into the same memory; a list can't.
+        copy = not isinstance(self.loader, Sequence)
+        return self._converted(iter(self.loader), epoch, copy)
+
+    def _converted(self, batches: Iterator[Any], epoch: int, copy: bool) -> Any:
+        for batch_idx in itertools.count():
+            try:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                host = to_host(batch, copy=copy)
+            except Exception as exception:
+                exception.add_note(
+                    f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
+                )
+                raise
+            yield host
+
+
+class TorchSource(Source):
+    """A torch `DataLoader`.
+
+    Args:
+        loader: the loader; neither it nor torch's global generator is changed.
+        argument: how the user calls it, for messages.
+        seed: decides, with the epoch, what the sampler draws (unless the loader has a
+            generator of its own) and what augmentations draw.
+    """
+
+    def __init__(self, loader: Any, argument: str, seed: int):
+        super().__init__(loader, argument)
+        self.seed = seed
+        self._workers: Any = None
+        self._plan = _Plan()
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        for sampler in (self.loader.sampler, self.loader.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        batches = self._by_index(epoch) if self._is_plain() else self._as_it_is(epoch)
+        return self._converted(batches, epoch, copy=not self.loader._auto_collation)
+
+    def _is_plain(self) -> bool:
+        from torch.utils.data import DataLoader, IterableDataset
+
+        return type(self.loader).__iter__ is DataLoader.__iter__ and not isinstance(
+            self.loader.dataset, IterableDataset
+        )
+
+    def _as_it_is(self, epoch: int) -> Iterator[Any]:
+        """Iterable datasets and loaders that iterate in their own way."""
+        generators = _Generators(_seed_of(self.seed, epoch))
+        with generators.active(), _safe_start_method(self.loader):
+            batches = iter(self.loader)
+        while True:
+            with generators.active():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _by_index(self, epoch: int) -> Iterator[Any]:
+        seeded = (
+            (_seed_of(self.seed, epoch, batch_idx), indices)
+            for batch_idx, indices in enumerate(self._index_lists(epoch))
+        )
+        if self.loader.num_workers:
+            return self._from_workers(seeded, epoch)
+        return self._from_here(seeded)
+
+    def _index_lists(self, epoch: int) -> Iterator[Any]:
+        """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
+        import torch
+
+        generators = _Generators(_seed_of(self.seed, epoch))
+        with generators.active():
+            lists = iter(self.loader._index_sampler)
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        while True:
+            with generators.active():
+                drawn = list(itertools.islice(lists, _DRAW_AT_ONCE))
+            if not drawn:
+                return
+            yield from drawn
+
+    def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        from torch.utils.data import TensorDataset
+
+        dataset = _Seeded(self.loader.dataset)
+        random_free = type(self.loader.dataset) is TensorDataset
+        for seed, indices in seeded:
+            scope = contextlib.nullcontext() if random_free else _Generators().active()
+            with scope:
+                if not random_free:
+                    _seed_generators(seed)
+                fetch = (
+                    dataset.fetch_many if self.loader._auto_collation else dataset.fetch
+                )
+                batch = self.loader.collate_fn(fetch(indices))
+            yield batch
+
+    def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
+        import torch
+
+        if self._workers is None:
+            self._workers = _with_workers(self.loader, self._plan)
+        self._plan.lists = seeded
+        self._workers.generator = torch.Generator().manual_seed(
+            _seed_of(self.seed, epoch)
+        )
+        with _safe_start_method(self._workers):
+            return iter(self._workers)
+
+
+def open_loader(loader: Any, argument: str, seed: int) -> Source:
+    """The source of batches for what a user passed as `argument`.
+
+    Raises:
+        TypeError: if it is not an iterable of batches.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if isinstance(loader, torch.utils.data.DataLoader):
+            return TorchSource(loader, argument, seed)
+        if isinstance(loader, torch.utils.data.Dataset):
+            raise TypeError(
+                f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which gives"
+                " single examples; wrap it: torch.utils.data.DataLoader(dataset,"
+                " batch_size)."
+            )
+    if hasattr(loader, "dtype") or isinstance(loader, str | bytes | dict):
+        raise TypeError(
+            f"`{argument}` is a {type(loader).__name__}, not an iterable of batches; pass"
+            " a DataLoader, a list or a generator of (x, y) batches."
+        )
+    if not isinstance(loader, Iterable):
+        raise TypeError(
+            f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
+            " DataLoader, a list or a generator of batches."
+        )
+    return Source(loader, argument)
+
+
+class _Plan:
+    """A batch sampler that gives what it is told, with the seed of each batch."""
+
+    lists: Iterator[tuple[int, Any]] = iter(())
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self.lists
+
+
+class _Seeded:
+    """A dataset whose random draws are decided by the batch, in whichever worker."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, seeded: tuple[int, Any]) -> Any:
+        seed, index = seeded
+        _seed_generators(seed)
+        return self.fetch(index)
+
+    def __getitems__(self, seeded: tuple[int, Any]) -> Any:
+        seed, indices = seeded
+        _seed_generators(seed)
+        return self.fetch_many(indices)
+
+    def fetch(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def fetch_many(self, indices: Any) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else [self.dataset[i] for i in indices]
+
+
+class _WorkerInit:
+    """Shows the user's `worker_init_fn` the user's dataset, not our wrapping of it."""
+
+    def __init__(self, worker_init_fn: Any):
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        vars(info)["dataset"] = info.dataset.dataset
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+class _Generators:
+    """A set of states for the global generators of torch, NumPy and Python.
+
+    Args:
+        seed: where the set starts; without it, at the current states.
+    """
+
+    def __init__(self, seed: int | None = None):
+        self._seed = seed
+        self._states: tuple[Any, ...] | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts this set in place, and the user's back afterwards."""
+        users = _generator_states()
+        if self._states is not None:
+            _set_generator_states(self._states)
+        elif self._seed is not None:
+            _seed_generators(self._seed)
+        try:
+            yield
+        finally:
+            self._states = _generator_states()
+            _set_generator_states(users)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    import torch
+
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_generator_states(states: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    import torch
+
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _seed_of(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _with_workers(loader: Any, plan: _Plan) -> Any:
+    """A loader like `loader` that fetches what `plan` says."""
+    from torch.utils.data import DataLoader
+
+    sampling: dict[str, Any] = {"batch_sampler": plan}
+    if not loader._auto_collation:
+        sampling = {"sampler": plan, "batch_size": None}
+    # pin_memory is left out: it serves torch's own copies to a GPU.
+    return DataLoader(
+        _Seeded(loader.dataset),  # type: ignore[arg-type]
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=_WorkerInit(loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+@contextlib.contextmanager
+def _safe_start_method(loader: Any) -> Iterator[None]:
+    """Starts worker processes by "forkserver" where the default would be "fork".
+
+    A fork of a process that runs JAX's threads can deadlock in the child. A loader that
+    names its own `multiprocessing_context` keeps it. The server imports torch once, so
+    that workers start in tenths of a second.
+    """
+    default = multiprocessing.get_start_method(allow_none=True) or "fork"
+    ours = (
+        loader.num_workers > 0
+        and loader.multiprocessing_context is None
+        and default == "fork"
+        and "forkserver" in multiprocessing.get_all_start_methods()
+    )
+    if not ours:
+        yield
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a data loader worker is running the training script itself: worker"
+            " processes import the script, so the part that trains must stand under"
+            ' `if __name__ == "__main__":`.'
+        )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.utils.data"])
+    loader.multiprocessing_context = context
+    try:
+        yield
+    finally:
+        if not loader.persistent_workers:
+            loader.multiprocessing_context = None

@@ -1,0 +1,254 @@
+"""Losses and metrics by name, over optax.
+
+A *criterion* takes `(prediction, target)` for a whole batch, leaves shaped
+`(batch, ...)`, and returns one value per row, shaped `(batch,)`, so that rows
+can be weighted and padded rows left out exactly. The criteria here follow that
+rule; any other callable with the same arguments will do as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+Criterion = Callable[[Any, Any], Array]
+
+
+def cross_entropy(prediction: Array, target: Array) -> Array:
+    """Softmax cross-entropy of logits, in nats.
+
+    Args:
+        prediction: logits shaped `(batch, ..., classes)`.
+        target: integer labels shaped `(batch, ...)`, or probabilities shaped
+            like the logits.
+
+    Returns:
+        Shape `(batch,)`; positions other than the row are averaged.
+    """
+    if _is_integer(target):
+        if prediction.ndim != target.ndim + 1:
+            raise ValueError(
+                f"`loss`: 'cross_entropy' got logits of shape {prediction.shape} and"
+                f" integer labels of shape {target.shape}; logits need one axis more"
+                " than labels, (batch, ..., classes) against (batch, ...)."
+                + (
+                    " For yes/no targets use loss='binary_cross_entropy'."
+                    if prediction.size == target.size
+                    else ""
+                )
+            )
+        values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+    else:
+        _same_shape("cross_entropy", prediction, target)
+        values = optax.softmax_cross_entropy(prediction, target)
+    return per_row(values)
+
+
+def binary_cross_entropy(prediction: Array, target: Array) -> Array:
+    """Sigmoid cross-entropy of logits against 0/1 targets of the same shape."""
+    _same_shape("binary_cross_entropy", prediction, target)
+    labels = target.astype(prediction.dtype)
+    return per_row(optax.sigmoid_binary_cross_entropy(prediction, labels))
+
+
+def mse(prediction: Array, target: Array) -> Array:
+    """Squared error, averaged over everything but the row."""
+    _same_shape("mse", prediction, target)
+    return per_row(optax.squared_error(prediction, target))
+
+
+def mae(prediction: Array, target: Array) -> Array:
+    """Absolute error, averaged over everything but the row."""
+    _same_shape("mae", prediction, target)
+    return per_row(jnp.abs(prediction - target))
+
+
+def huber(prediction: Array, target: Array) -> Array:
+    """Huber loss with delta 1, averaged over everything but the row."""
+    _same_shape("huber", prediction, target)
+    return per_row(optax.huber_loss(prediction, target))
+
+
+def accuracy(prediction: Array, target: Array) -> Array:
+    """Share of right answers in each row, from logits.
+
+    Integer labels with one axis less than the prediction are compared with the
+    largest logit; targets shaped like integer or boolean yes/no predictions are
+    compared with the sign of the logit; one-hot targets by their largest entry.
+    """
+    if prediction.ndim == target.ndim + 1:
+        right = jnp.argmax(prediction, axis=-1) == target
+    elif prediction.shape == target.shape and not _is_integer(target):
+        right = jnp.argmax(prediction, axis=-1) == jnp.argmax(target, axis=-1)
+    else:
+        _same_shape("accuracy", prediction, target)
+        right = (prediction > 0) == (target > 0)
+    return per_row(right.astype(jnp.float32))
+
+
+def top_5_accuracy(prediction: Array, target: Array) -> Array:
+    """Share of rows whose label is among the five largest logits."""
+    classes = prediction.shape[-1]
+    if prediction.ndim != target.ndim + 1 or not _is_integer(target):
+        raise ValueError(
+            f"`metrics`: 'top_5_accuracy' got predictions of shape {prediction.shape}"
+            f" and targets of shape {target.shape}, {target.dtype}; it needs logits"
+            " (batch, ..., classes) and integer labels (batch, ...)."
+        )
+    _, best = jax.lax.top_k(prediction, min(5, classes))
+    return per_row((best == target[..., None]).any(axis=-1).astype(jnp.float32))
+
+
+LOSSES: dict[str, Criterion] = {
+    "cross_entropy": cross_entropy,
+    "binary_cross_entropy": binary_cross_entropy,
+    "mse": mse,
+    "mae": mae,
+    "huber": huber,
+}
+METRICS: dict[str, Criterion] = {
+    "accuracy": accuracy,
+    "top_5_accuracy": top_5_accuracy,
+    **LOSSES,
+}
+
+
+def find_loss(loss: str | Criterion) -> Criterion:
+    """The criterion called `loss`, or `loss` itself if it is callable."""
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise ValueError(
+                f"`loss`: there is no loss named {loss!r}; known names are"
+                f" {', '.join(sorted(LOSSES))}. Any callable (prediction, target) ->"
+                " (batch,) works too."
+            )
+        return LOSSES[loss]
+    if not callable(loss):
+        raise TypeError(
+            f"`loss`: got {loss!r} of type {type(loss).__name__}; pass a name"
+            f" ({', '.join(sorted(LOSSES))}) or a callable (prediction, target) ->"
+            " (batch,)."
+        )
+    return loss
+
+
+def find_metrics(
+    metrics: str | Sequence[str | Criterion] | Mapping[str, str | Criterion],
+) -> dict[str, Criterion]:
+    """Metrics as `{name: criterion}`, from names, callables or a mapping."""
+    if isinstance(metrics, str) or callable(metrics):
+        metrics = [metrics]
+    if not isinstance(metrics, Mapping):
+        metrics = {_metric_name(metric): metric for metric in metrics}
+    found = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, str):
+            if metric not in METRICS:
+                raise ValueError(
+                    f"`metrics`: there is no metric named {metric!r}; known names are"
+                    f" {', '.join(sorted(METRICS))}. For one of your own pass"
+                    " {name: callable (prediction, target) -> (batch,)}."
+                )
+            metric = METRICS[metric]
+        elif not callable(metric):
+            raise TypeError(
+                f"`metrics`: {name!r} is {metric!r} of type {type(metric).__name__};"
+                " pass a known name or a callable (prediction, target) -> (batch,)."
+            )
+        if name == "loss" or name.startswith(("val_", "test_")):
+            raise ValueError(
+                f"`metrics`: the name {name!r} is taken: 'loss' is the loss itself, and"
+                " 'val_' and 'test_' are put before names by validation and test."
+            )
+        found[name] = metric
+    return found
+
+
+def infer_loss(target: Any) -> tuple[str, str]:
+    """The name of the loss that fits `target`, and the reason in words."""
+    if not hasattr(target, "dtype"):
+        raise ValueError(
+            "`loss` can't be inferred: the target is not one array but"
+            f" {jax.tree.structure(target)}; pass `loss` or `loss_fn`."
+        )
+    if _is_integer(target):
+        return "cross_entropy", f"targets are integers ({target.dtype})"
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        return "mse", f"targets are floating point ({target.dtype})"
+    raise ValueError(
+        f"`loss` can't be inferred from targets of dtype {target.dtype}: integers give"
+        " 'cross_entropy', floating point gives 'mse'; pass `loss`, for example"
+        " 'binary_cross_entropy'."
+    )
+
+
+def per_row(values: Array) -> Array:
+    """`(batch, ...)` to `(batch,)` by the mean over all other axes."""
+    return (
+        values.reshape(values.shape[0], -1).mean(axis=1) if values.ndim > 1 else values
+    )
+
+
+def broadcasts_silently(
+    criterion: Criterion, prediction: Any, target: Any
+) -> tuple[int, ...] | None:
+    """The shape that `criterion` blows `(batch, 1)` against `(batch,)` up to, if so.
+
+    Two arrays that differ only in axes of size one are nearly always meant to
+    match row by row, but NumPy's rules make `(batch, batch)` of them. Only when
+    such an array really arises inside the criterion is it reported: a criterion
+    that squeezes or indexes first is right.
+    """
+    shapes = getattr(prediction, "shape", None), getattr(target, "shape", None)
+    if None in shapes or shapes[0] == shapes[1]:
+        return None
+    squeezed = [tuple(size for size in shape if size != 1) for shape in shapes]
+    if squeezed[0] != squeezed[1]:
+        return None
+    try:
+        grown = jnp.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+    if grown in shapes:
+        return None
+    jaxpr = jax.make_jaxpr(criterion)(prediction, target)
+    return grown if _makes_shape(jaxpr.jaxpr, grown) else None
+
+
+def _makes_shape(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    for equation in jaxpr.eqns:
+        if any(getattr(out.aval, "shape", None) == shape for out in equation.outvars):
+            return True
+        for inner in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns") and _makes_shape(inner, shape):
+                return True
+    return False
+
+
+def _metric_name(metric: str | Criterion) -> str:
+    name = metric if isinstance(metric, str) else getattr(metric, "__name__", None)
+    if name is None or name == "<lambda>":
+        raise TypeError(
+            f"`metrics`: {metric!r} has no name; pass {{name: callable}} instead."
+        )
+    return name
+
+
+def _is_integer(array: Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.integer)
+
+
+def _same_shape(name: str, prediction: Array, target: Array) -> None:
+    if prediction.shape != target.shape:
+        raise ValueError(
+            f"{name!r} got predictions of shape {prediction.shape} and targets of shape"
+            f" {target.shape}; they must be equal (broadcasting would silently compare"
+            " rows with other rows). Reshape one of them, for example with"
+            " `prediction.squeeze(-1)` or `target[:, None]`."
+        )

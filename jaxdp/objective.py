@@ -1,0 +1,296 @@
+"""From a model and a batch to one value per row: the user's loss, made uniform.
+
+`CriterionObjective` serves `Trainer(loss=..., metrics=...)`, `LossFnObjective`
+serves `Trainer(loss_fn=...)`. Both are called inside the compiled step and give a
+dict of values, `"loss"` first, each shaped `(rows,)` or, where the user's function
+averages itself, `()`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from . import losses
+
+INJECTED = ("keys", "key", "mask", "state")
+"""What a `loss_fn` is given when it has a parameter of that name."""
+
+
+class Rows(NamedTuple):
+    """What goes with a batch: which rows are real, and their randomness."""
+
+    mask: Array
+    """`(rows,)`, False for the padding of a ragged batch."""
+    keys: PRNGKeyArray
+    """`(rows,)`, one key per row."""
+    key: PRNGKeyArray
+    """One for the whole batch."""
+
+
+class Values(NamedTuple):
+    """What an objective makes of one batch."""
+
+    values: dict[str, Array]
+    """`"loss"` first; each `(rows,)`, or `()` for a mean over the batch."""
+    model_state: PyTree
+    num_classes: int | None
+    """The bound that integer labels must keep, where the loss implies one."""
+
+
+class CriterionObjective:
+    """`loss(prediction, target)` and metrics over a `(x, y)` batch.
+
+    Args:
+        loss: a criterion, see `jaxdp.losses`.
+        metrics: criteria by name.
+    """
+
+    def __init__(self, loss: losses.Criterion, metrics: Mapping[str, losses.Criterion]):
+        self.loss = loss
+        self.criteria = {"loss": loss, **metrics}
+
+    def __call__(
+        self,
+        model: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        rows: Rows,
+        bound_axes: tuple[str, ...],
+    ) -> "Values":
+        x, target = split_pair(batch)
+        prediction, model_state = apply(model, model_state, x, rows, bound_axes)
+        values = {
+            name: self._value(name, criterion, prediction, target, len(rows.mask))
+            for name, criterion in self.criteria.items()
+        }
+        labelled = self.loss is losses.cross_entropy and jnp.issubdtype(
+            target.dtype, jnp.integer
+        )
+        return Values(values, model_state, prediction.shape[-1] if labelled else None)
+
+    def _value(
+        self, name: str, criterion: losses.Criterion, prediction: PyTree, target: PyTree,
+        rows: int,
+    ) -> Array:  # fmt: skip
+        argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
+        if criterion not in losses.LOSSES.values():
+            grown = losses.broadcasts_silently(criterion, prediction, target)
+            if grown is not None:
+                raise ValueError(
+                    f"{argument}: predictions of shape {prediction.shape} and targets"
+                    f" of shape {target.shape} were broadcast to {grown}, which compares"
+                    " every row with every other. Make the shapes equal, for example"
+                    " with `prediction.squeeze(-1)` in the model or `y[:, None]` in the"
+                    " data."
+                )
+        value = jnp.asarray(criterion(prediction, target))
+        if value.shape and value.shape[0] != rows:
+            raise ValueError(
+                f"{argument} returned shape {value.shape} for a batch of {rows} rows;"
+                f" it must return one value per row, ({rows},), or a scalar mean."
+            )
+        return _floating(argument, name, losses.per_row(value))
+
+
+class LossFnObjective:
+    """The user's whole `loss_fn(model, *batch)`, given what it names."""
+
+    def __init__(self, loss_fn: Callable[..., Any]):
+        self.loss_fn = loss_fn
+        self.parameters = tuple(inspect.signature(loss_fn).parameters.values())
+        self.takes_state = any(p.name == "state" for p in self.parameters[1:])
+
+    def __call__(
+        self,
+        model: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        rows: Rows,
+        bound_axes: tuple[str, ...],
+    ) -> "Values":
+        given = batch if isinstance(batch, tuple) else (batch,)
+        offered = {**rows._asdict(), "state": model_state}
+        arguments, keywords = self._bind(given, offered)
+        with_state = self.takes_state and model_state is not None
+        names = _axis_names(model)
+        call = functools.partial(self.loss_fn, model, *arguments, **keywords)
+        result = _binding(names if len(names) > 1 else (), bound_axes, call)
+        if with_state:
+            if not (isinstance(result, tuple) and len(result) in (2, 3)):
+                raise TypeError(
+                    f"`loss_fn` takes `state`, so it must return (loss, state) or (loss,"
+                    f" metrics, state); got {_describe(result)}."
+                )
+            *result, model_state = result
+            result = result[0] if len(result) == 1 else tuple(result)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                "`loss_fn` must return the loss or (loss, metrics) with metrics a dict"
+                f" of named values; the second value is {_describe(metrics)}. (A"
+                " function wrapped in `filter_value_and_grad` or `filter_grad` must be"
+                " passed unwrapped: the trainer takes the gradient.)"
+            )
+        num_rows = len(rows.mask)
+        values = {"loss": _value_of("loss", loss, num_rows)}
+        for name, value in metrics.items():
+            if name == "loss":
+                raise ValueError("`loss_fn` returned a metric named 'loss'; rename it.")
+            values[name] = _value_of(name, value, num_rows)
+        return Values(values, model_state, None)
+
+    def _bind(
+        self, given: tuple[Any, ...], offered: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments after `model`: the batch by place, the rest by name.
+
+        A name such as `mask` means ours, unless the function has places for the
+        batch only if that name is one of them.
+        """
+        after_model = self.parameters[1:]
+        places = [p for p in after_model if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        plain = [p for p in places if p.name not in INJECTED]
+        needed = sum(p.default is p.empty for p in plain)
+        rest = any(p.kind is p.VAR_POSITIONAL for p in self.parameters)
+        ours = {p.name for p in after_model if p.name in INJECTED}
+        if not (needed <= len(given) and (rest or len(given) <= len(plain))):
+            if len(given) != len(places):
+                names = ", ".join(str(p) for p in self.parameters)
+                raise TypeError(
+                    f"`loss_fn` is ({names}) but a batch of this loader has"
+                    f" {len(given)} element(s): after the model come the elements of a"
+                    " tuple batch, or the whole batch if it is not a tuple, then any of"
+                    f" {', '.join(INJECTED)} by name."
+                )
+            ours -= {p.name for p in places}
+        queue = list(given)
+        arguments = []
+        for place in places:
+            if place.name in ours:
+                arguments.append(offered[place.name])
+            elif queue:
+                arguments.append(queue.pop(0))
+            else:
+                break
+        filled = {place.name for place in places[: len(arguments)]}
+        keywords = {name: offered[name] for name in ours - filled}
+        return arguments + queue, keywords
+
+
+Objective = CriterionObjective | LossFnObjective
+
+
+def apply(
+    model: PyTree,
+    model_state: PyTree,
+    x: PyTree,
+    rows: Rows,
+    bound_axes: tuple[str, ...] = (),
+) -> tuple[PyTree, PyTree]:
+    """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
+
+    The model is vmapped, and given a key where its `__call__` has a `key`. The axis
+    is named as its BatchNorm layers want it.
+    """
+    names = _axis_names(model)
+    own = next((name for name in names if name not in bound_axes), None)
+    keyed = "key" in inspect.signature(model).parameters
+
+    def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
+        keywords = {"key": key} if keyed else {}
+        if model_state is None:
+            return model(row, **keywords), None
+        return model(row, model_state, **keywords)
+
+    def all_rows() -> Any:
+        batched = jax.vmap(
+            one_row,
+            out_axes=(0, None),
+            axis_name=own,
+        )
+        return batched(x, rows.keys)
+
+    others = tuple(name for name in names if name != own)
+    return _binding(others, bound_axes, all_rows)
+
+
+def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
+    """`(x, y)` of a batch, or an error that says what came."""
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise TypeError(
+            f"`loss` and `metrics` need batches (x, y); got {_describe(batch)}. For"
+            " other batches pass `loss_fn(model, *batch)`, which is given the whole"
+            " batch."
+        )
+    return batch
+
+
+def _value_of(name: str, value: Any, rows: int) -> Array:
+    argument = (
+        "`loss_fn`: the loss" if name == "loss" else f"`loss_fn`: metric {name!r}"
+    )
+    if not eqx.is_array_like(value):
+        raise TypeError(f"{argument} is {_describe(value)}, not an array.")
+    value = jnp.asarray(value)
+    if value.shape not in ((), (rows,)):
+        raise ValueError(
+            f"{argument} has shape {value.shape} for a batch of {rows} rows; it must be"
+            f" one value per row, ({rows},), or a scalar mean, ()."
+        )
+    return _floating(argument, name, value)
+
+
+def _floating(argument: str, name: str, value: Array) -> Array:
+    if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"{argument} has dtype {value.dtype} and can't be differentiated; it must be"
+            " floating point."
+        )
+    return value if name == "loss" else value.astype(jnp.float32)
+
+
+def _axis_names(model: PyTree) -> tuple[str, ...]:
+    """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
+    names: dict[str, None] = {}
+
+    def is_norm(node: Any) -> bool:
+        return isinstance(node, eqx.nn.BatchNorm)
+
+    for node in jax.tree.leaves(model, is_leaf=is_norm):
+        if is_norm(node):
+            axis = node.axis_name
+            names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
+    return tuple(names)
+
+
+def _binding(
+    names: tuple[str, ...], bound: tuple[str, ...], call: Callable[[], Any]
+) -> Any:
+    """`call()` with every axis name bound: those not `bound` yet, to an axis of one.
+
+    So a model that reduces over ("batch", "data") runs where there is no "data" axis.
+    """
+    for name in names:
+        if name not in bound:
+            call = jax.vmap(
+                lambda _, call=call: call(), in_axes=None, out_axes=None,
+                axis_size=1, axis_name=name,
+            )  # fmt: skip
+            call = functools.partial(call, None)
+    return call()
+
+
+def _describe(value: Any) -> str:
+    if eqx.is_array(value):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with keys {list(value)}"
+    return f"a {type(value).__name__}"

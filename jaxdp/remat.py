@@ -1,0 +1,71 @@
+"""Rematerialisation: recompute activations in the backward pass to save memory."""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .tree import at_path, leaf_path
+
+Remat = bool | Callable[..., Any] | str | Sequence[str]
+"""True: recompute everything. A policy of `jax.checkpoint_policies`: what it says. Path
+patterns such as `"layers*"`: the calls of the submodules whose path they match."""
+
+
+def remat_function(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """`function` that keeps for the backward pass only what `remat` lets it."""
+    if remat is True:
+        return jax.checkpoint(function)
+    return jax.checkpoint(function, policy=remat) if callable(remat) else function
+
+
+def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
+    """`model` with the outermost submodules that match patterns recomputed.
+
+    Raises:
+        ValueError: if a pattern matches nothing; it lists the submodules there are.
+    """
+    if isinstance(remat, bool) or callable(remat):
+        return model
+    patterns = [remat] if isinstance(remat, str) else list(remat)
+    modules: dict[str, tuple[Any, ...]] = {}
+    for path, _ in jax.tree_util.tree_flatten_with_path(model)[0]:
+        for length in range(1, len(path)):
+            node = at_path(model, path[:length])
+            if isinstance(node, eqx.Module) and callable(node):
+                modules[leaf_path(path[:length])] = path[:length]
+    matching: list[tuple[Any, ...]] = []
+    for pattern in patterns:
+        found = [p for n, p in modules.items() if fnmatch.fnmatchcase(n, pattern)]
+        if not found:
+            raise ValueError(
+                f"`remat`: {pattern!r} matches no submodule; there are"
+                f" {', '.join(modules) or 'none'}. (Brackets are a set in a pattern:"
+                " write layers[[]0] or layers*.)"
+            )
+        matching += found
+    outermost = {
+        path
+        for path in matching
+        if not any(path[:length] in matching for length in range(1, len(path)))
+    }
+    return eqx.tree_at(
+        lambda tree: [at_path(tree, path) for path in outermost],
+        model,
+        replace_fn=_Rematerialised,
+    )
+
+
+class _Rematerialised(eqx.Module):
+    """A submodule whose call is recomputed; otherwise like the submodule."""
+
+    wrapped: Any
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return eqx.filter_checkpoint(self.wrapped)(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)

@@ -1,0 +1,487 @@
+"""The state of a run and the pure steps that change it. No devices, no jit.
+
+A strategy compiles `Steps.train`, `Steps.evaluate` and `Steps.predict`, and hands
+them the `Collectives` that fit how it splits the batch. Everything else that decides
+the numbers is in this file and in `objective`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PyTree, UInt32
+
+from . import objective as objectives
+from .objective import Objective, Rows
+from .remat import Remat, remat_function, remat_submodules
+from .tree import leaf_path
+
+Batch = PyTree
+"""Leaves shaped `(rows, ...)`, on the host."""
+
+MAX_METRICS: Final = 63
+"""How many metrics an epoch can sum; fixed, so that the state's shape always is."""
+
+_RESERVED: Final = 0xFFFFFFFF
+"""Folded into a key where no step or row number ever gets: for validation, and
+downwards for the keys of whole micro-batches."""
+
+
+class TrainState(NamedTuple):
+    """All that training changes: the only thing placed, donated, saved, restored.
+
+    A pytree of arrays; what `filter_spec` does not train is in `buffers`.
+    """
+
+    params: PyTree
+    """The trained leaves of the model; None elsewhere."""
+    buffers: PyTree
+    """The other arrays of the model, which no step changes; None elsewhere."""
+    model_state: PyTree
+    """The `eqx.nn.State`, or None."""
+    opt_state: PyTree
+    key: UInt32[Array, "..."]
+    """Raw data of the seed's PRNG key (a typed key would take jit's slow path)."""
+    step: Int[Array, ""]
+    """Number of completed optimizer steps."""
+    totals: Float[Array, "2 metrics"]
+    """Sums over this epoch: real rows, then each metric; see `_add`."""
+
+    @property
+    def weights(self) -> "Weights":
+        """The part that evaluation needs."""
+        return Weights(self.params, self.buffers, self.model_state, self.key)
+
+
+class Weights(NamedTuple):
+    """What of a `TrainState` evaluation and prediction read."""
+
+    params: PyTree
+    buffers: PyTree
+    model_state: PyTree
+    key: UInt32[Array, "..."]
+
+
+class Facts(NamedTuple):
+    """What tracing a step found out."""
+
+    names: tuple[str, ...]
+    rows_interact: bool
+    """Whether a row's loss depends on other rows, so that padding would change it."""
+    num_classes: int | None
+
+
+@jax.tree_util.register_pytree_node_class
+class Metrics(Mapping[str, Any]):
+    """The metrics of one step by name: lazy, nothing leaves the device until read.
+
+    `metrics["loss"]` waits for the step and gives a NumPy float32; all means come in
+    one transfer. Values from `Callback.inside_step` are read one by one.
+    """
+
+    def __init__(self, facts: Facts, means: Any, inside: Any):
+        # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
+        self.facts = facts
+        self.means = means
+        self.inside = inside
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.facts.names:
+            # A wait for the device, and the only one; NumPy caches it on the array.
+            return np.asarray(self.means)[self.facts.names.index(name)]
+        return np.asarray(self.inside[name])[()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.facts.names, *self.inside))
+
+    def __len__(self) -> int:
+        return len(self.facts.names) + len(self.inside)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Facts]:
+        return (self.means, self.inside), self.facts
+
+    @classmethod
+    def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
+        return cls(facts, *children)
+
+
+class Group(NamedTuple):
+    """Micro-batches of one shape, stacked."""
+
+    batch: PyTree
+    """Leaves `(micro_batches, rows, ...)`."""
+    counts: Int[Array, "micro_batches blocks"]
+    """Real rows in each equal block of a micro-batch's rows. A block is what one
+    process loaded; its real rows come first, then its padding."""
+
+
+class Collectives:
+    """How a compiled step reaches the other devices' shares. Here: no need to.
+
+    Under `jax.jit` with shardings, and on one device, the step sees the whole batch
+    and XLA inserts what communication there is. `AxisCollectives` is for steps that
+    see one device's share.
+    """
+
+    axis_name: str | None = None
+    num_shards: int = 1
+
+    def row_ids(self, rows: int) -> Int[Array, "rows"]:
+        """Places in the global batch of the `rows` rows that this step sees."""
+        return jnp.arange(rows)
+
+    def gather(self, params: PyTree) -> PyTree:
+        """Whole parameters from the shares held here; differentiated through."""
+        return params
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        """Gradients of this step's rows to gradients of all rows, held as params are."""
+        return gradients
+
+    def sum(self, values: PyTree) -> PyTree:
+        """Sums over all devices' rows."""
+        return values
+
+    def mean(self, values: PyTree) -> PyTree:
+        """Means over the devices, of floating leaves; others are left alone."""
+        return values
+
+
+class AxisCollectives(Collectives):
+    """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
+
+    Args:
+        axis_name: the axis that the rows of a batch are split over.
+        num_shards: its size.
+    """
+
+    def __init__(self, axis_name: str, num_shards: int):
+        self.axis_name = axis_name
+        self.num_shards = num_shards
+
+    def row_ids(self, rows: int) -> Int[Array, "rows"]:
+        return jax.lax.axis_index(self.axis_name) * rows + jnp.arange(rows)
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        return self.sum(gradients)
+
+    def sum(self, values: PyTree) -> PyTree:
+        return jax.lax.psum(values, self.axis_name)
+
+    def mean(self, values: PyTree) -> PyTree:
+        floating, rest = eqx.partition(values, eqx.is_inexact_array)
+        return eqx.combine(jax.lax.pmean(floating, self.axis_name), rest)
+
+
+class Steps(NamedTuple):
+    """The pure steps of one trainer. Methods are `(collectives, arrays...)`."""
+
+    static: PyTree
+    """The leaves of the model that are not arrays."""
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs
+    inside: tuple[Callable[..., dict[str, Array]], ...] = ()
+    skip_nonfinite: bool = False
+    remat: Remat = False
+
+    def train(
+        self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer step over all micro-batches of `groups`.
+
+        The gradient is that of the mean loss over all real rows, however they are
+        split into micro-batches and over devices.
+        """
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        total = sum(group.counts.sum() for group in groups).astype(jnp.float32)
+
+        def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
+            def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
+                model = self._model(collectives.gather(params), state.buffers)
+                model = remat_submodules(model, self.remat)
+                rows = _rows(collectives, step_key, micro)
+                found = self.objective(
+                    model, model_state, micro.batch, rows, _bound(collectives)
+                )
+                _check_depends(found.values["loss"], params)
+                sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
+                facts = _facts(found, stateful=model_state is not None)
+                return sums["loss"] / total, (found.model_state, _Summed(sums, facts))
+
+            loss = remat_function(mean_loss, self.remat)
+            grads, aux = jax.grad(loss, has_aux=True)(state.params)
+            return grads, *aux
+
+        # An eqx.nn.State may be used once; the copy leaves `state` whole.
+        model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
+        grads, model_state, summed = _over_micro_batches(
+            gradients, state.params, model_state, groups
+        )
+        grads = collectives.sum_gradients(grads)
+        sums = collectives.sum(summed.sums)
+        model_state = collectives.mean(model_state)
+        means = _vector(sums, summed.facts) / total
+
+        updates, opt_state = self.optimizer.update(
+            grads, state.opt_state, state.params, value=means[0]
+        )
+        new = TrainState(
+            params=_as(
+                state.params, eqx.apply_updates(state.params, updates), "params"
+            ),
+            buffers=state.buffers,
+            model_state=_as(state.model_state, model_state, "model state"),
+            opt_state=_as(state.opt_state, opt_state, "optimizer state"),
+            key=state.key,
+            step=state.step + 1,
+            totals=_add(state.totals, total, means * total),
+        )
+        inside: dict[str, Array] = {}
+        for hook in self.inside:
+            inside |= hook(grads, updates, new)
+        if self.skip_nonfinite:
+            finite = _all_finite((means[0], grads))
+            kept = state._replace(step=new.step)
+            new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
+            inside["skipped"] = ~finite
+        if clash := set(inside) & set(summed.facts.names):
+            raise ValueError(
+                f"`inside_step` returned {sorted(clash)}, names of metrics."
+            )
+        return new, Metrics(summed.facts, means, inside)
+
+    def evaluate(
+        self,
+        collectives: Collectives,
+        weights: Weights,
+        totals: Float[Array, "2 metrics"],
+        batch_idx: Int[Array, ""],
+        group: Group,
+    ) -> tuple[Float[Array, "2 metrics"], Metrics]:
+        """`totals` with the sums of one batch added, in inference mode."""
+        key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED))
+        micro = _first(group)
+        rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
+        model = self._model(collectives.gather(weights.params), weights.buffers)
+        found = self.objective(
+            eqx.nn.inference_mode(model),
+            weights.model_state,
+            micro.batch,
+            rows,
+            _bound(collectives),
+        )
+        facts = _facts(found, stateful=False)
+        sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
+        total = group.counts.sum().astype(jnp.float32)
+        vector = _vector(collectives.sum(sums), facts)
+        return _add(totals, total, vector), Metrics(facts, vector / total, {})
+
+    def predict(
+        self, collectives: Collectives, weights: Weights, group: Group
+    ) -> PyTree:
+        """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
+        key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED))
+        micro = _first(group)
+        rows = _rows(collectives, key, micro)
+        model = self._model(collectives.gather(weights.params), weights.buffers)
+        prediction, _ = objectives.apply(
+            eqx.nn.inference_mode(model),
+            weights.model_state,
+            micro.batch,
+            rows,
+            _bound(collectives),
+        )
+        return prediction
+
+    def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
+        return eqx.combine(params, buffers, self.static)
+
+
+def new_totals() -> np.ndarray:
+    """The zero that `TrainState.totals` starts an epoch from."""
+    return np.zeros((2, MAX_METRICS + 1), np.float32)
+
+
+def means_of(totals: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Exact means over real rows, from fetched totals."""
+    sums = totals[0].astype(np.float64) - totals[1].astype(np.float64)
+    return {name: float(sums[1 + i] / sums[0]) for i, name in enumerate(names)}
+
+
+class _Micro(NamedTuple):
+    """One micro-batch inside the step, and how many real rows came before it."""
+
+    batch: PyTree
+    counts: Int[Array, "blocks"]
+    rows_before: Int[Array, ""]
+
+
+@jax.tree_util.register_pytree_node_class
+class _Summed:
+    """Sums by name, with the facts carried along as a static part."""
+
+    def __init__(self, sums: Any, facts: Facts):
+        self.sums, self.facts = sums, facts
+
+    def tree_flatten(self) -> tuple[Any, ...]:
+        return (self.sums,), self.facts
+
+    @classmethod
+    def tree_unflatten(cls, facts: Facts, children: Any) -> "_Summed":
+        return cls(*children, facts)
+
+
+def _over_micro_batches(
+    gradients: Callable[[PyTree, _Micro], tuple[PyTree, PyTree, _Summed]],
+    params: PyTree,
+    model_state: PyTree,
+    groups: Sequence[Group],
+) -> tuple[PyTree, PyTree, _Summed]:
+    """Sums `gradients` over the micro-batches in order, by a scan within a group."""
+
+    def body(carry: tuple[PyTree, PyTree], micro: _Micro) -> tuple[Any, _Summed]:
+        grads, model_state = carry
+        more, model_state, summed = gradients(model_state, micro)
+        return (jax.tree.map(jnp.add, grads, more), model_state), summed
+
+    rows_before = jnp.int32(0)
+    found: Any = None
+    for group in groups:
+        counts = group.counts.sum(axis=1)
+        before = rows_before + jnp.cumsum(counts) - counts
+        rows_before = rows_before + counts.sum()
+        micros = _Micro(group.batch, group.counts, before)
+        if len(group.counts) == 1:
+            micro = jax.tree.map(lambda x: x[0], micros)
+            grads, model_state, summed = gradients(model_state, micro)
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            (grads, model_state), each = jax.lax.scan(
+                body, (zeros, model_state), micros
+            )
+            summed = jax.tree.map(lambda x: x.sum(axis=0), each)
+        new = grads, summed
+        found = new if found is None else jax.tree.map(jnp.add, found, new)
+    grads, summed = found
+    return grads, model_state, summed
+
+
+def _rows(collectives: Collectives, key: Any, micro: _Micro) -> Rows:
+    """Masks and keys of the rows seen here.
+
+    A row's key depends on `key` and its place among the real rows of the global
+    batch, and so on no padding, device or process.
+    """
+    seen = jax.tree.leaves(micro.batch)[0].shape[0]
+    ids = collectives.row_ids(seen)
+    block_rows = seen * collectives.num_shards // len(micro.counts)
+    block, place = ids // block_rows, ids % block_rows
+    before = jnp.cumsum(micro.counts) - micro.counts
+    places = micro.rows_before + before[block] + place
+    return Rows(
+        mask=place < micro.counts[block],
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
+        key=_batch_key(collectives, key, micro),
+    )
+
+
+def _batch_key(collectives: Collectives, key: Any, micro: _Micro) -> Any:
+    """One key for a micro-batch, and another on every device that sees a share."""
+    key = jax.random.fold_in(key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32))
+    if collectives.num_shards > 1:
+        key = jax.random.fold_in(key, collectives.row_ids(1)[0])
+    return key
+
+
+def _first(group: Group) -> _Micro:
+    batch, counts = jax.tree.map(lambda x: x[0], tuple(group))
+    return _Micro(batch, counts, jnp.int32(0))
+
+
+def _bound(collectives: Collectives) -> tuple[str, ...]:
+    return () if collectives.axis_name is None else (collectives.axis_name,)
+
+
+def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
+    names = tuple(found.values)
+    if len(names) > MAX_METRICS:
+        raise ValueError(
+            f"`loss_fn` returned {len(names)} values; at most {MAX_METRICS} can be kept."
+        )
+    scalars = any(value.ndim == 0 for value in found.values.values())
+    return Facts(names, scalars or stateful, found.num_classes)
+
+
+def _weigh(value: Array, mask: Array) -> Array:
+    """Sum over real rows, in float32; a scalar counts for each of them."""
+    value = value.astype(jnp.float32)
+    if value.ndim == 0:
+        return value * mask.sum().astype(jnp.float32)
+    return jnp.where(mask, value, 0).sum()
+
+
+def _vector(sums: dict[str, Array], facts: Facts) -> Array:
+    """In the order of `names`: a dict that went through JAX comes back sorted."""
+    return jnp.stack([sums[name] for name in facts.names])
+
+
+def _add(totals: Array, total: Array, sums: Array) -> Array:
+    """Adds a step's sums in float32 with Kahan's compensation.
+
+    Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
+    rounding added to them.
+    """
+    step = (
+        jnp.zeros(totals.shape[1])
+        .at[: len(sums) + 1]
+        .set(jnp.concatenate([total[None], sums]))
+    )
+    corrected = step - totals[1]
+    summed = totals[0] + corrected
+    return jnp.stack([summed, (summed - totals[0]) - corrected])
+
+
+def _all_finite(tree: PyTree) -> Array:
+    leaves = jax.tree.leaves(tree)
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
+def _as(old: PyTree, new: PyTree, what: str) -> PyTree:
+    """`new` with the dtypes of `old`, so that the second step is the first's shape."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(old)
+    leaves, new_treedef = jax.tree.flatten(new)
+    if treedef != new_treedef:
+        raise TypeError(
+            f"The {what} has another structure after a step: was {treedef}, is"
+            f" {new_treedef}."
+        )
+    for (path, before), after in zip(paths, leaves, strict=True):
+        if jnp.shape(before) != jnp.shape(after):
+            raise TypeError(
+                f"The {what} has another shape after a step: {leaf_path(path)} was"
+                f" {jnp.shape(before)}, is {jnp.shape(after)}."
+            )
+    return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
+
+
+def _check_depends(loss: Array, params: PyTree) -> None:
+    """Raises when no trained leaf reaches the loss through differentiable operations.
+
+    While JAX differentiates, a value with a tangent is a tracer of the same type as
+    the parameters; one whose tangent is known to be zero is not.
+    """
+    leaves = jax.tree.leaves(params)
+    if leaves and not isinstance(loss, type(leaves[0])):
+        raise ValueError(
+            "The loss does not depend on any trained parameter in a way that can be"
+            " differentiated, so every gradient would be zero. Does the loss use the"
+            " model it is given, without argmax, rounding or stop_gradient in between?"
+            " Does `filter_spec` train the leaves that matter?"
+        )

@@ -1,0 +1,154 @@
+"""The contract between the training loop and the devices."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jaxtyping import PyTree
+
+from ..step import Group, TrainState
+
+DATA: Final = "data"
+"""Name of the mesh axis that a batch's rows are split over."""
+
+Role = Literal["state", "groups", "rows", "whole"]
+"""What an argument or a result of a step is.
+
+`"state"`: arrays that `place` laid out; they stay where they are. `"groups"`: a list of
+`Group`, whose batches are split by rows behind the axis of micro-batches. `"rows"`:
+predictions, split by rows. `"whole"`: small values that every device holds.
+"""
+
+
+class DataParallel(abc.ABC):
+    """Where arrays live and how a step is compiled. The base of all strategies.
+
+    A strategy answers four questions: into how many parts rows are split
+    (`num_shards`), where the state lives (`place`), how a step becomes a program
+    (`compile`), and how to get whole arrays back (`gather`). It never sees a loss,
+    an optimizer or a loop. `SingleDevice` is the shortest complete answer.
+    """
+
+    num_shards: int = 1
+    """A batch is split into this many equal parts. The trainer pads batches to a
+    multiple of it, or asks `compile` for a step with whole batches everywhere."""
+
+    @abc.abstractmethod
+    def place(self, state: TrainState) -> TrainState:
+        """A fresh copy of `state` on the devices, in this strategy's layout.
+
+        Every leaf must be a new buffer: the step will overwrite it, and the arrays
+        handed in belong to the user. Arrays may come from host memory or from any
+        other layout. Leaves shaped alike but missing (None) stay missing.
+        """
+
+    @abc.abstractmethod
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> jax.stages.Compiled:
+        """Compiles `step(collectives, *arguments)` for arguments like these.
+
+        Args:
+            step: pure; its first argument is the `Collectives` that fit how this
+                strategy splits the batch.
+            arguments: example values, or `jax.ShapeDtypeStruct`s of them; leaves of an
+                argument `"state"` have a `sharding`.
+            roles: what each argument is.
+            results: what each result is, or the only result. The result `"state"` is
+                laid out as the argument `"state"`.
+            donate: places of arguments whose memory the step may overwrite.
+            split: whether rows are split over the devices. False when rows interact
+                and their number is not divisible: every device then works on the
+                whole batch, and no sum over devices may be taken.
+
+        Returns:
+            A callable with the arguments of `step` less the first.
+        """
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        """Batches as `compile`d steps take them. On one process: as they are.
+
+        Host arrays go straight into the compiled step, which places them in less
+        time than `jax.device_put` takes.
+        """
+        return groups
+
+    def gather(self, tree: PyTree) -> PyTree:
+        """Whole arrays, new and on the default device, from arrays in this layout."""
+        return jax.tree.map(_gather_leaf, tree)
+
+
+def find_devices(devices: int | Sequence[jax.Device] | None) -> list[jax.Device]:
+    """The devices meant: all, the first `devices`, or the ones listed."""
+    available = jax.devices()
+    if devices is None:
+        return available
+    if isinstance(devices, int):
+        if not 1 <= devices <= len(available):
+            raise ValueError(
+                f"`devices`: {devices} asked for, but there are {len(available)}"
+                f" ({available[0].platform}). To fake more on the CPU, call"
+                f' jax.config.update("jax_num_cpu_devices", {max(devices, 1)}) before'
+                " any JAX array is made."
+            )
+        return available[:devices]
+    devices = list(devices)
+    if not devices or not all(isinstance(device, jax.Device) for device in devices):
+        raise TypeError(
+            f"`devices` must be a number or a list of jax.Device; got {devices!r}."
+        )
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"`devices` names a device twice: {devices!r}.")
+    return devices
+
+
+def data_mesh(devices: int | Sequence[jax.Device] | None) -> Mesh:
+    """A mesh of one axis, `"data"`, over the devices.
+
+    Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,
+    dropout keys and reshapes in ordinary models raise.
+    """
+    return Mesh(np.array(find_devices(devices)), (DATA,), axis_types=(AxisType.Auto,))
+
+
+def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
+    """New buffers for every leaf of `tree`, laid out by `shardings`.
+
+    Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
+    would then delete, even with `may_alias=False`.
+    """
+    moved = jax.device_put(tree, shardings)
+    copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=shardings)
+    return copy(moved)
+
+
+def state_shardings(arguments: Sequence[Any], roles: Sequence[Role]) -> PyTree:
+    """The shardings of the argument that has the role `"state"`."""
+    state = arguments[list(roles).index("state")]
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def each(results: Role | tuple[Role, ...], layout: Callable[[Role], Any]) -> Any:
+    """`layout` of one role, or of each of several."""
+    if isinstance(results, tuple):
+        return tuple(layout(role) for role in results)
+    return layout(results)
+
+
+def _gather_leaf(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _gather_leaf(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # np.array waits for the device, and copies: later steps overwrite the buffer.
+    return jnp.asarray(np.array(leaf))

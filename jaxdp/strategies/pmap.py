@@ -1,0 +1,82 @@
+"""Data parallelism by the per-device view: each device runs the step on its share."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..step import AxisCollectives, Collectives, Group, TrainState
+from .base import DATA, DataParallel, Role, data_mesh, each, place_copy
+
+
+class Pmap(DataParallel):
+    """What `jax.pmap` does: every device runs the step on its rows, then sums.
+
+    Inside the step the axis `"data"` is bound, so a loss may call
+    `jax.lax.pmean(x, "data")`. A scalar loss and BatchNorm statistics are per device;
+    scalars are averaged, and so are the running statistics after each step, as torch's
+    DistributedDataParallel keeps one set. `BatchNorm(axis_name=("batch", "data"))`
+    reduces over all devices instead, and gives the numbers of `Sharded`.
+
+    Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
+    state is replicated, never stacked, so checkpoints interchange with `Sharded`.
+
+    Args:
+        devices: how many, or which; all by default.
+    """
+
+    def __init__(self, devices: int | Sequence[jax.Device] | None = None):
+        self.mesh = data_mesh(devices)
+        self.num_shards = self.mesh.size
+
+    def place(self, state: TrainState) -> TrainState:
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return place_copy(state, jax.tree.map(lambda _: whole, state))
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> jax.stages.Compiled:
+        whole = PartitionSpec()
+        rows, batch = (
+            (PartitionSpec(DATA), PartitionSpec(None, DATA))
+            if split
+            else (whole, whole)
+        )
+        collectives = AxisCollectives(DATA, self.num_shards) if split else Collectives()
+
+        def spec_in(role: Role, argument: Any) -> Any:
+            return (
+                [Group(batch, whole) for _ in argument] if role == "groups" else whole
+            )
+
+        in_specs = tuple(map(spec_in, roles, arguments))
+        out_specs = each(results, lambda role: rows if role == "rows" else whole)
+        # check_vma=False is pmap's rule: gradients are of this device's rows only.
+        mapped = jax.shard_map(
+            functools.partial(step, collectives),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        place = functools.partial(NamedSharding, self.mesh)
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        program = jax.jit(
+            mapped,
+            in_shardings=jax.tree.map(place, in_specs, is_leaf=is_spec),
+            out_shardings=jax.tree.map(place, out_specs, is_leaf=is_spec),
+            donate_argnums=donate,
+        )
+        return program.trace(*arguments).lower().compile()
+
+    def __repr__(self) -> str:
+        return f"Pmap({self.num_shards})"

@@ -1,0 +1,50 @@
+"""Everything on one device: the plain answer to the contract."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from ..step import Collectives, TrainState
+from .base import DataParallel, Role, find_devices, place_copy
+
+
+class SingleDevice(DataParallel):
+    """State and batches on one device; the step is `jax.jit` of what is written.
+
+    Args:
+        device: the device, by default the first one.
+    """
+
+    num_shards = 1
+
+    def __init__(self, device: jax.Device | None = None):
+        self.device = find_devices(1 if device is None else [device])[0]
+
+    def place(self, state: TrainState) -> TrainState:
+        sharding = SingleDeviceSharding(self.device)
+        return place_copy(state, jax.tree.map(lambda _: sharding, state))
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> jax.stages.Compiled:
+        here = SingleDeviceSharding(self.device)
+        program = jax.jit(
+            functools.partial(step, Collectives()),
+            in_shardings=here,
+            out_shardings=here,
+            donate_argnums=donate,
+        )
+        return program.trace(*arguments).lower().compile()
+
+    def __repr__(self) -> str:
+        return f"SingleDevice({self.device})"

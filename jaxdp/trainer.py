@@ -1,0 +1,626 @@
+"""The Trainer: fit, validate, predict; the loop in the order things happen."""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from . import checkpoint, checks, losses
+from .callbacks import ProgressBar
+from .callbacks.base import Callback, Hooks
+from .console import say
+from .data import windows
+from .engine import IN_FLIGHT, Engine
+from .history import History
+from .interrupts import Interrupts
+from .limits import Limits, capped
+from .loaders import Source, open_loader
+from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
+from .remat import Remat
+from .step import Batch, Metrics, Steps, TrainState, means_of, new_totals
+from .strategies import DataParallel, Sharded
+
+
+class Trainer:
+    """Trains an Equinox model on batches from any iterable, on any devices.
+
+        trainer = Trainer(model, optax.adam(1e-3), metrics=["accuracy"])
+        history = trainer.fit(train_loader, val_loader, max_epochs=10)
+        trainer.model                                # trained, ready to call
+
+    Args:
+        model: a callable pytree (an Equinox module), applied to one example; the step
+            vmaps it. It is neither modified nor deleted.
+        optimizer: any `optax.GradientTransformation`; `optax.adamw(1e-3)` by default.
+        loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
+            of `jaxdp.losses.LOSSES`, or a callable such as optax's losses. Without it
+            and without `loss_fn`, integer targets get softmax cross-entropy and
+            floating ones the mean squared error.
+        loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
+            that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
+            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools) and
+            `state` (the `eqx.nn.State`). It returns the loss, or `(loss, metrics)`, and
+            the new state last if it takes one. Values shaped `(batch,)` are averaged
+            over real rows; a scalar is taken as the mean over the batch.
+        metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
+            and validation.
+        strategy: where things live and how the step is compiled; `Sharded()`, all
+            devices, by default.
+        callbacks: called in list order.
+        state: the `eqx.nn.State` of `eqx.nn.make_with_state`.
+        filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
+            leaves get no gradient and no optimizer state.
+        precision: "32-true".
+        accumulate_grad_batches: batches per optimizer step, weighted by their rows.
+        gradient_clip_val: largest global norm of the gradient.
+        steps_per_execution: 1.
+        remat: recompute activations in the backward pass: True, a policy of
+            `jax.checkpoint_policies`, or path patterns of submodules.
+        data: with several processes, whether each is given the same loader ("global")
+            or one with its own rows ("local").
+        seed: decides initial shuffling, dropout, everything.
+        reproducible: None.
+        log_every_n_steps: how often loggers see a row.
+        enable_progress_bar: whether to show one.
+        default_root_dir: where callbacks without a path write.
+    """
+
+    def __init__(
+        self,
+        model: PyTree,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        loss: str | losses.Criterion | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        metrics: Sequence[str] | Mapping[str, losses.Criterion] = (),
+        strategy: DataParallel | None = None,
+        callbacks: Sequence[Callback] = (),
+        state: eqx.nn.State | None = None,
+        filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+        precision: str = "32-true",
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        steps_per_execution: int | str = 1,
+        remat: Remat = False,
+        data: str = "global",
+        seed: int = 0,
+        reproducible: str | None = None,
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool = True,
+        default_root_dir: str = "runs",
+    ):
+        checks.check_model(model, must_be_callable=loss_fn is None)
+        checks.check_state(model, state)
+        optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
+        checks.check_optimizer(optimizer)
+        strategy = Sharded() if strategy is None else strategy
+        checks.check_strategy_argument(strategy)
+        checks.check_unavailable("precision", precision, "32-true")
+        checks.check_unavailable("reproducible", reproducible, None)
+        checks.check_unavailable("steps_per_execution", steps_per_execution, 1)
+        checks.check_choice("data", data, ("global", "local"))
+        checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
+        checks.check_count("log_every_n_steps", log_every_n_steps)
+        checks.check_count("seed", seed, least=0)
+        if gradient_clip_val is not None:
+            if not gradient_clip_val > 0:
+                raise ValueError(
+                    "`gradient_clip_val` must be a norm greater than 0, or None for no"
+                    f" clipping; got {gradient_clip_val!r}."
+                )
+            clip = optax.clip_by_global_norm(gradient_clip_val)
+            optimizer = optax.chain(clip, optimizer)
+
+        self.strategy = strategy
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.seed = seed
+        self.log_every_n_steps = log_every_n_steps
+        self.default_root_dir = default_root_dir
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.callbacks = list(checks.check_callbacks(callbacks))
+        if enable_progress_bar and not any(
+            isinstance(callback, ProgressBar) for callback in self.callbacks
+        ):
+            self.callbacks.append(ProgressBar())
+
+        self.global_step = 0
+        self.current_epoch = 0
+        self.examples_seen = 0
+        self.should_stop = False
+        self.history = History()
+        self.is_global_zero = jax.process_index() == 0
+        self.max_epochs: int | None = None
+        self.max_steps: int | None = None
+        self.num_training_batches: int | None = None
+        self.num_val_batches: int | None = None
+        self.metric_names: tuple[str, ...] = ()
+        self.logged_names: tuple[str, ...] = ()
+
+        # What `Callback.setup` may set:
+        self.donate = "state"
+        self.skip_nonfinite = False
+
+        self._model = model
+        self._model_state = state
+        self._parts = checks.split_model(model, filter_spec)
+        self._metrics = losses.find_metrics(metrics)
+        self._objective = _objective_of(loss, loss_fn, metrics, state)
+        self._remat = remat
+        self._hooks = Hooks(self.callbacks)
+        self._interrupts = Interrupts()
+        self._engine: Engine | None = None
+        self._gathered: tuple[Any, tuple[PyTree, Any]] | None = None
+        self._batches_done = 0
+        self._validated_at = -1
+        self._val_metrics: dict[str, float] = {}
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: Any = None,
+        ckpt_path: str | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        check_val_every_n_epoch: int = 1,
+        val_check_interval: int | float | None = None,
+        fast_dev_run: bool | int = False,
+        overfit_batches: int | float | None = None,
+    ) -> History:
+        """Trains until a limit is reached.
+
+            read the first batch, place the state, compile the step
+            while epochs, steps and time are left:
+                for each batch:
+                    step                                  # the device works on it
+                    validate, if an interval is up
+                validate, if the epoch is due
+                append to the history
+
+        Args:
+            train_loader: a torch `DataLoader` or any iterable of batches.
+            val_loader: validated on after each epoch.
+            max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
+                or `max_time` is given.
+            max_steps: optimizer steps in total, earlier fits counted in.
+            max_time: of this fit: "DD:HH:MM:SS", a timedelta, a dict of its arguments,
+                or seconds.
+            ckpt_path: None.
+            limit_train_batches: batches per epoch, or as a float a share of them.
+            limit_val_batches: the same for validation.
+            check_val_every_n_epoch: which epochs end with a validation.
+            val_check_interval: also validate every so many training batches, or as a
+                float after every such share of an epoch.
+            fast_dev_run: run one batch (or so many) of training and validation,
+                without loggers and checkpoints, to find mistakes.
+            overfit_batches: train on the first so many batches (or share of them) over
+                and over, to see whether the model can learn at all.
+
+        Returns:
+            The history of this trainer: means per epoch over real rows.
+        """
+        checks.check_unavailable("ckpt_path", ckpt_path, None)
+        train = open_loader(train_loader, "train_loader", self.seed)
+        val = None
+        if val_loader is not None:
+            val = open_loader(val_loader, "val_loader", self.seed)
+        if fast_dev_run:
+            limit_train_batches = limit_val_batches = int(fast_dev_run)
+            max_epochs, max_steps = self.current_epoch + 1, None
+        if overfit_batches:
+            train = _repeated(train, overfit_batches)
+        limits = Limits(
+            train,
+            val,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_time=max_time,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            val_check_interval=val_check_interval,
+            accumulate=self.accumulate_grad_batches,
+        )
+        if limits.done(self.global_step, self.current_epoch):
+            warnings.warn(
+                f"`fit` has nothing to do: {self.current_epoch} epochs and"
+                f" {self.global_step} steps are done, and `max_epochs`="
+                f"{limits.max_epochs}, `max_steps`={limits.max_steps} are totals."
+                " Raise them to train on.",
+                stacklevel=2,
+            )
+            return self.history
+        self._announce(limits, val)
+        hooks = Hooks(
+            callback
+            for callback in self.callbacks
+            if not (fast_dev_run and callback.skip_in_fast_dev_run)
+        )
+        with self._ending_well(hooks):
+            hooks.setup(self)
+            batches = self._begin(self._windows(train, limits))
+            self._name_what_is_logged(val is not None)
+            hooks.on_fit_start(self)
+            while not self._is_done(limits):
+                hooks.on_train_epoch_start(self)
+                for _ in self._steps(batches, hooks):
+                    if val is not None and limits.interval_is_up(self._batches_done):
+                        self._validate(val, limits, hooks)
+                    if self._is_done(limits):
+                        break
+                if self._batches_done == 0:
+                    warnings.warn(
+                        f"`train_loader` gave no batches in epoch {self.current_epoch}:"
+                        " a generator can be iterated only once. The fit ends here.",
+                        stacklevel=2,
+                    )
+                    break
+                if val is not None and limits.validates_after(self.current_epoch):
+                    self._validate(val, limits, hooks)
+                self._end_epoch(hooks)
+                batches = self._windows(train, limits)
+        return self.history
+
+    def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
+        """One epoch as a generator of steps, for those who want to own the loop.
+
+            for epoch in range(10):
+                for metrics in trainer.steps(loader):
+                    ...
+
+        Callbacks' `setup` and batch hooks run; the other hooks, validation and history
+        are left to the caller. `current_epoch` counts a pass that came to its end.
+
+        Args:
+            train_loader: as for `fit`.
+
+        Yields:
+            The lazy metrics of each optimizer step.
+        """
+        source = open_loader(train_loader, "train_loader", self.seed)
+        with self._interrupts:
+            self._hooks.setup(self)
+            batches = self._begin(self._windows(source))
+            yield from self._steps(batches, self._hooks)
+            self.current_epoch += 1
+
+    def validate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
+
+        The model is in inference mode: no dropout, running statistics in BatchNorm.
+        """
+        source = open_loader(loader, "loader", self.seed)
+        return self._evaluate(source, "val", source.num_batches, self._hooks)
+
+    def test(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Like `validate`, with keys `test_loss` and so on, and without hooks."""
+        source = open_loader(loader, "loader", self.seed)
+        return self._evaluate(source, "test", None, Hooks(()))
+
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Predictions of the model in inference mode.
+
+        Args:
+            loader: as for `fit`; of a tuple batch, `(x, y)` say, `x` is predicted from.
+
+        Returns:
+            NumPy arrays shaped `(rows, ...)`, in the structure of what the model
+            returns: exactly the rows that came, in their order.
+        """
+        source = open_loader(loader, "loader", self.seed)
+        engine = self._ready()
+        waiting: list[tuple[PyTree, int]] = []
+        done: list[PyTree] = []
+
+        def fetch(prediction: PyTree, rows: int) -> None:
+            # Waits for the device, a few batches late.
+            done.append(jax.tree.map(lambda x: np.asarray(x)[:rows], prediction))
+
+        with self._interrupts:
+            for batch in source.epoch(0):
+                x = batch[0] if isinstance(batch, tuple) else batch
+                waiting.append(engine.predict(x))
+                if len(waiting) > IN_FLIGHT:
+                    fetch(*waiting.pop(0))
+                self._interrupts.check()
+        for prediction, rows in waiting:
+            fetch(prediction, rows)
+        if not done:
+            raise ValueError(_no_batches(source))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
+
+    @property
+    def model(self) -> PyTree:
+        """The model as trained so far: a live copy, whole, on the default device."""
+        return self._gather()[0]
+
+    @property
+    def model_state(self) -> eqx.nn.State | None:
+        """The `eqx.nn.State` that belongs to `model`, or None."""
+        return self._gather()[1]
+
+    @property
+    def state(self) -> TrainState:
+        """The placed `TrainState`. The next step overwrites it: copy what you keep."""
+        return self._ready().state
+
+    def save(self, path: str) -> str:
+        """Writes the whole `TrainState` and the counters into the folder `path`.
+
+        Returns:
+            The absolute path. Raises `FileExistsError` if something is there already.
+        """
+        meta = {
+            "global_step": self.global_step,
+            "current_epoch": self.current_epoch,
+            "seed": self.seed,
+            "history": self.history.state_dict(),
+            "callbacks": {
+                f"{index}:{type(callback).__name__}": callback.state_dict()
+                for index, callback in enumerate(self.callbacks)
+            },
+        }
+        return checkpoint.save(path, self.state, meta)
+
+    def load(self, path: str) -> None:
+        """Takes up what `save` wrote, whatever strategy and device count wrote it.
+
+        The callbacks must be the same, in the same order; those that are not keep
+        their present state, with a warning.
+        """
+        state, meta = checkpoint.restore(path, self.state)
+        self._ready().state = self.strategy.place(state)
+        self.global_step = meta["global_step"]
+        self.current_epoch = meta["current_epoch"]
+        self.history.load_state_dict(meta["history"])
+        for index, callback in enumerate(self.callbacks):
+            saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
+            if saved is None:
+                warnings.warn(
+                    f"`load`: {path} has no state for callback number {index}, a"
+                    f" {type(callback).__name__}; it keeps its own.",
+                    stacklevel=2,
+                )
+            else:
+                callback.load_state_dict(saved)
+
+    def compiled_train_step(self) -> jax.stages.Compiled | None:
+        """The compiled train step, or None before there is one."""
+        return None if self._engine is None else self._engine.compiled_train_step()
+
+    # What the public methods are made of, in the order that `fit` uses it.
+
+    @contextlib.contextmanager
+    def _ending_well(self, hooks: Hooks) -> Iterator[None]:
+        """Whatever happens inside: callbacks hear of it, and may close their files."""
+        self.should_stop = False
+        try:
+            with self._interrupts:
+                yield
+        except BaseException as exception:
+            with self._noting(exception):
+                hooks.on_exception(self, exception)
+            with self._noting(exception):
+                hooks.on_fit_end(self)
+            raise
+        hooks.on_fit_end(self)
+
+    @contextlib.contextmanager
+    def _noting(self, exception: BaseException) -> Iterator[None]:
+        """Keeps a second exception from hiding the first."""
+        try:
+            yield
+        except Exception as second:
+            exception.add_note(f"and after that: {type(second).__name__}: {second}")
+
+    def _windows(
+        self, source: Source, limits: Limits | None = None
+    ) -> Iterator[list[Batch]]:
+        """The batches of the current epoch, as many at a time as a step takes."""
+        batches = source.epoch(self.current_epoch)
+        if limits is not None:
+            batches = itertools.islice(batches, limits.train_batches)
+        return windows(batches, self.accumulate_grad_batches)
+
+    def _begin(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Reads the first batch and compiles for it; returns all batches."""
+        first = next(batches, None)
+        if first is None:
+            raise ValueError(
+                "`train_loader` gave no batches. Is the dataset empty, or shorter than"
+                " one batch with drop_last=True, or a limit 0?"
+            )
+        engine = self._ready(first[0])
+        engine.set_options(self.donate, self.skip_nonfinite)
+        engine.prepare("train", first)
+        return itertools.chain([first], batches)
+
+    def _steps(self, batches: Iterable[list[Batch]], hooks: Hooks) -> Iterator[Metrics]:
+        """Takes a step for each of `batches`, and never waits for one."""
+        engine = self._ready()
+        engine.start_epoch()
+        self.examples_seen = self._batches_done = 0
+        for batch_idx, window in enumerate(batches):
+            batch = window[0] if self.accumulate_grad_batches == 1 else window
+            hooks.on_train_batch_start(self, batch, batch_idx)
+            metrics, rows = engine.train(window)
+            self.global_step += 1
+            self.examples_seen += rows
+            self._batches_done += len(window)
+            hooks.on_train_batch_end(self, metrics, batch_idx)
+            self._interrupts.check()
+            yield metrics
+
+    def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
+        """A validation within a fit, once per step at most."""
+        if self._validated_at != self.global_step:
+            cap = limits.val_batches
+            self._val_metrics = self._evaluate(source, "val", cap, hooks)
+            self._validated_at = self.global_step
+
+    def _evaluate(
+        self, source: Source, prefix: str, limit: int | None, hooks: Hooks
+    ) -> dict[str, float]:
+        hooks.on_validation_start(self)
+        totals, batch_idx = new_totals(), -1
+        with self._interrupts:
+            batches = itertools.islice(source.epoch(0), limit)
+            for batch_idx, batch in enumerate(batches):
+                engine = self._ready(batch)
+                totals = engine.evaluate(batch, totals, batch_idx)
+                hooks.on_validation_batch_end(self, batch_idx)
+                self._interrupts.check()
+        if batch_idx < 0:
+            raise ValueError(_no_batches(source))
+        means = means_of(np.asarray(totals), engine.facts["evaluate"].names)
+        metrics = {f"{prefix}_{name}": value for name, value in means.items()}
+        hooks.on_validation_end(self, metrics)
+        return metrics
+
+    def _end_epoch(self, hooks: Hooks) -> None:
+        metrics = self._ready().epoch_means()
+        if self._validated_at == self.global_step:
+            metrics |= self._val_metrics
+        self.history.append(self.current_epoch, metrics)
+        hooks.on_train_epoch_end(self, metrics)
+        self.current_epoch += 1
+
+    def _is_done(self, limits: Limits) -> bool:
+        return self.should_stop or limits.done(self.global_step, self.current_epoch)
+
+    def _announce(self, limits: Limits, val: Source | None) -> None:
+        """What callbacks may read of the fit to come."""
+        self.max_epochs, self.max_steps = limits.max_epochs, limits.max_steps
+        self.num_training_batches = limits.steps_per_epoch
+        self.num_val_batches = None if val is None else limits.val_batches
+
+    def _name_what_is_logged(self, validates: bool) -> None:
+        self.metric_names = self._ready().facts["train"].names
+        val_names = tuple(f"val_{name}" for name in self.metric_names)
+        self.logged_names = self.metric_names + (val_names if validates else ())
+
+    def _ready(self, batch: Batch | None = None) -> Engine:
+        """The engine, its state placed, and with a `batch` its loss decided."""
+        if self._engine is None:
+            params, buffers, static = self._parts
+            key = jax.random.key_data(jax.random.key(self.seed))
+            state = TrainState(
+                params=params,
+                buffers=buffers,
+                model_state=self._model_state,
+                opt_state=_initial(self.optimizer, params),
+                key=key,
+                step=np.int32(0),
+                totals=new_totals(),
+            )
+            self._engine = Engine(
+                Steps(
+                    static,
+                    self._objective,
+                    self.optimizer,
+                    self._hooks.inside_step(),
+                    remat=self._remat,
+                ),
+                self.strategy,
+                state,
+                micro_batches=self.accumulate_grad_batches,
+            )
+        if batch is not None and self._engine.steps.objective is None:
+            name, reason = losses.infer_loss(split_pair(batch)[1])
+            say(f"`loss` is not given: {name!r}, because {reason}")
+            objective = CriterionObjective(losses.LOSSES[name], self._metrics)
+            self._engine.steps = self._engine.steps._replace(objective=objective)
+        return self._engine
+
+    def _gather(self) -> tuple[PyTree, Any]:
+        """The model and its state; gathered once per step."""
+        if self._engine is None:
+            return self._model, self._model_state
+        version = self._engine.version
+        if self._gathered is None or self._gathered[0] is not version:
+            state = self._engine.state
+            params, buffers, model_state = self.strategy.gather(
+                (state.params, state.buffers, state.model_state)
+            )
+            model = eqx.combine(params, buffers, self._parts[2])
+            self._gathered = version, (model, model_state)
+        return self._gathered[1]
+
+
+def _objective_of(
+    loss: Any, loss_fn: Any, metrics: Any, state: Any
+) -> Objective | None:
+    """The objective that the arguments name; None is decided by the first batch."""
+    criteria = losses.find_metrics(metrics)
+    if loss_fn is None:
+        return (
+            None
+            if loss is None
+            else CriterionObjective(losses.find_loss(loss), criteria)
+        )
+    if loss is not None:
+        raise ValueError(
+            "`loss` and `loss_fn` were both given; `loss` is a criterion (prediction,"
+            " target), `loss_fn` computes everything from (model, *batch). Pass one."
+        )
+    if criteria:
+        raise ValueError(
+            f"`metrics`={list(criteria)} can't be computed with `loss_fn`, which keeps"
+            " its predictions to itself; return them from it: (loss, {name: value})."
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
+            + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
+        )
+    objective = LossFnObjective(loss_fn)
+    if objective.takes_state and state is None:
+        raise ValueError(
+            "`loss_fn` takes `state`, but Trainer(state=...) was not given; pass the"
+            " State that eqx.nn.make_with_state returned."
+        )
+    if state is not None and not objective.takes_state:
+        raise ValueError(
+            "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
+            " and return the new state last: (loss, state)."
+        )
+    return objective
+
+
+def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """The optimizer's first state: arrays of fixed dtype, none of them a parameter's.
+
+    Python numbers in a state would become weakly typed arrays, which a step returns
+    strongly typed, and the second step would not fit the first's program.
+    """
+
+    def fixed(leaf: Any) -> Any:
+        array = jnp.asarray(leaf)
+        return jax.lax.convert_element_type(array, array.dtype)
+
+    return jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))(params)
+
+
+def _repeated(source: Source, overfit_batches: int | float) -> Source:
+    """The first batches of a source, kept, as the loader of every epoch."""
+    count = capped("overfit_batches", overfit_batches, source.num_batches)
+    batches = list(itertools.islice(source.epoch(0), count))
+    return Source(batches, source.argument)
+
+
+def _no_batches(source: Source) -> str:
+    return (
+        f"`{source.argument}` gave no batches. Is the dataset empty, the generator"
+        " exhausted, or shorter than one batch with drop_last=True?"
+    )

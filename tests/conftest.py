@@ -1,0 +1,34 @@
+"""Eight faked devices, checked types; tiny models and data."""
+
+import itertools
+import os
+import pathlib
+
+# Before jax is imported: the tests are about many devices, on any machine.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+with install_import_hook("jaxdp", "beartype.beartype"):
+    import jaxdp  # noqa: F401
+
+
+@pytest.fixture
+def getkey():
+    """A new PRNG key at each call, the same ones in every run."""
+    counter = itertools.count()
+    return lambda: jax.random.key(next(counter))
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """The folder with real data sets, or a skip."""
+    folder = os.environ.get("JAXDP_DATA_DIR")
+    if not folder or not pathlib.Path(folder).is_dir():
+        pytest.skip("JAXDP_DATA_DIR names no folder with data sets")
+    return folder

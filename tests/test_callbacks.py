@@ -1,0 +1,448 @@
+"""The callbacks that steer: stopping, time limits, guards, donation, rates."""
+
+import datetime
+import json
+import math
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import (
+    DonateBuffers,
+    EarlyStopping,
+    LearningRateMonitor,
+    NanGuard,
+    Timer,
+)
+from jaxdp.callbacks.monitor import LAG, LateReads, is_better
+from jaxdp.callbacks.timer import parse_duration
+from toys import batches, rows
+
+
+def make_trainer(*callbacks, optimizer=None, **options):
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    options = {"loss": "cross_entropy", "strategy": SingleDevice()} | options
+    return Trainer(
+        model,
+        optimizer,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+class Values(Callback):
+    """Hands `EarlyStopping` made-up values, by overwriting the real ones."""
+
+    def __init__(self, values, name="val_loss"):
+        self.values = list(values)
+        self.name = name
+
+    def on_validation_end(self, trainer, metrics):
+        metrics[self.name] = self.values[trainer.current_epoch]
+
+
+def epochs_until_stopped(values, **options):
+    stopping = EarlyStopping(**options)
+    data = batches(8)
+    trainer = make_trainer(Values(values, stopping.monitor), stopping)
+    history = trainer.fit(data, data, max_epochs=len(values))
+    return len(history.epochs), stopping
+
+
+def test_early_stopping_waits_for_patience_checks_without_improvement():
+    epochs, stopping = epochs_until_stopped([3, 2, 2.5, 2.2, 2.0, 1.9], patience=3)
+    assert epochs == 5
+    assert (stopping.stopped_epoch, stopping.wait_count) == (4, 3)
+    assert stopping.best_score == 2
+    assert stopping.reason == "val_loss did not improve on 2 for 3 checks."
+
+
+def test_early_stopping_counts_from_the_last_improvement():
+    epochs, stopping = epochs_until_stopped([3, 3, 2, 2, 1, 1, 0.5], patience=2)
+    assert epochs == 7 and stopping.stopped_epoch is None
+
+
+def test_early_stopping_maximizes_and_asks_for_min_delta():
+    values = [0.5, 0.6, 0.65, 0.69, 0.9]
+    epochs, stopping = epochs_until_stopped(
+        values, monitor="val_loss", mode="max", patience=2, min_delta=0.1
+    )
+    assert epochs == 3 and stopping.best_score == 0.5
+    epochs, _ = epochs_until_stopped(values, mode="max", patience=2)
+    assert epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "reason"),
+    [
+        ({}, [1.0, math.nan, 1.0], "val_loss is nan, which is not finite"),
+        ({"stopping_threshold": 0.5}, [1, 0.4, 0.3], "0.4, better than the `stopping_"),
+        ({"divergence_threshold": 2}, [1, 3, 1], "3, worse than the `divergence_thr"),
+    ],
+)
+def test_early_stopping_stops_at_once(options, values, reason, capfd):
+    epochs, stopping = epochs_until_stopped(values, **options)
+    assert epochs == 2
+    assert reason in stopping.reason
+    assert f"EarlyStopping: {stopping.reason}" in capfd.readouterr().err
+
+
+def test_early_stopping_can_bear_nan_and_keep_quiet(capfd):
+    values = [1.0, math.nan, 0.5, 0.4]
+    epochs, stopping = epochs_until_stopped(values, check_finite=False, patience=2)
+    assert epochs == 4 and stopping.best_score == 0.4
+    epochs_until_stopped([1.0, 2.0], patience=1, verbose=False)
+    assert "EarlyStopping" not in capfd.readouterr().err
+
+
+def test_early_stopping_watches_training_values_at_epoch_ends():
+    trainer = make_trainer(EarlyStopping("loss", patience=1, min_delta=10.0))
+    history = trainer.fit(batches(8, 8), max_epochs=5)
+    assert history.epochs == [0, 1]
+
+
+def test_early_stopping_leaves_a_validation_outside_of_fit_alone():
+    stopping = EarlyStopping(patience=1)
+    trainer = make_trainer(stopping)
+    trainer.validate(batches(8))
+    assert stopping.best_score is None
+
+
+def test_early_stopping_names_what_is_logged_when_nobody_logs_the_monitor():
+    trainer = make_trainer(EarlyStopping("val_acc"), metrics=["accuracy"])
+    logged = "'loss', 'accuracy', 'val_loss', 'val_accuracy'"
+    with pytest.raises(ValueError, match=rf"monitor='val_acc'.*: {logged}\.$"):
+        trainer.fit(batches(8), batches(8))
+    trainer = make_trainer(EarlyStopping())
+    with pytest.raises(ValueError, match="Names with `val_` need a `val_loader`"):
+        trainer.fit(batches(8))
+
+
+def test_early_stopping_checks_its_arguments():
+    with pytest.raises(ValueError, match=r"mode='up'\)` must be 'min'.*'max'"):
+        EarlyStopping(mode="up")
+    with pytest.raises(ValueError, match=r"patience=-1\)` must be a whole number"):
+        EarlyStopping(patience=-1)
+    with pytest.raises(ValueError, match=r"min_delta=-0.1\)` must be 0 or more"):
+        EarlyStopping(min_delta=-0.1)
+
+
+def test_early_stopping_goes_on_from_its_state():
+    _, stopping = epochs_until_stopped([1.0, 2.0, 3.0], patience=5)
+    state = json.loads(json.dumps(stopping.state_dict(), allow_nan=False))
+    other = EarlyStopping(patience=5)
+    other.load_state_dict(state)
+    assert (other.wait_count, other.best_score) == (2, 1.0)
+    other.best_score = math.inf
+    again = EarlyStopping()
+    again.load_state_dict(json.loads(json.dumps(other.state_dict(), allow_nan=False)))
+    assert again.best_score == math.inf
+
+
+def test_better_is_strict_and_nan_is_never_better():
+    assert is_better("min", 1.0, None) and is_better("min", 1.0, math.nan)
+    assert is_better("min", 1.0, 2.0) and not is_better("min", 2.0, 2.0)
+    assert is_better("max", 2.0, 1.0) and not is_better("max", 1.05, 1.0, 0.1)
+    assert not is_better("min", math.nan, None)
+
+
+def test_late_reads_come_back_in_order_and_lag_steps_late():
+    late = LateReads()
+    seen = []
+    for step in range(1, 21):
+        late.push(step, step, {})
+        seen += [(tag, step) for tag, _ in late.ready(step)]
+    assert seen == [(step - LAG, step) for step in range(1 + LAG, 21)]
+    assert [tag for tag, _ in late.drain()] == list(range(21 - LAG, 21))
+    assert not late
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("00:00:01:30", 90),
+        ("01:02:03:04", 93784),
+        (datetime.timedelta(hours=2), 7200),
+        ({"minutes": 1, "seconds": 0.5}, 60.5),
+        (12.5, 12.5),
+        (0, 0),
+    ],
+)
+def test_durations_are_read_in_every_form(duration, seconds):
+    assert parse_duration(duration) == seconds
+
+
+def test_durations_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"`duration`='8h' must read 'DD:HH:MM:SS'"):
+        Timer("8h")
+    with pytest.raises(ValueError, match="`max_time`={'hour': 1} must have .*'hours'"):
+        parse_duration({"hour": 1}, "max_time")
+    with pytest.raises(ValueError, match="is -1.0 seconds; it must be finite and not"):
+        parse_duration(-1)
+    with pytest.raises(TypeError, match="`duration` is a list, .*'DD:HH:MM:SS' string"):
+        parse_duration([1])
+
+
+class Clock:
+    """In place of `time.monotonic`."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Ticking(Callback):
+    """Every step takes a second, every validation ten."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self.clock.now += 1
+
+    def on_validation_batch_end(self, trainer, batch_idx):
+        self.clock.now += 10
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_timer_stops_the_fit_when_its_time_is_up(clock, capfd):
+    timer = Timer("00:00:00:05")
+    trainer = make_trainer(Ticking(clock), timer)
+    trainer.fit(batches(*[4] * 20), max_epochs=3)
+    assert 5 <= trainer.global_step <= 6
+    assert timer.time_elapsed() >= 5
+    assert "Timer: the 0:00:05 of `duration` are over" in capfd.readouterr().err
+
+
+def test_timer_measures_training_and_validation(clock):
+    timer = Timer()
+    trainer = make_trainer(Ticking(clock), timer)
+    assert timer.time_elapsed() == 0 and timer.start_time() is None
+    trainer.fit(batches(4, 4, 4), batches(4, 4), max_epochs=2)
+    assert timer.time_elapsed("train") == 2 * (3 + 20)
+    assert timer.time_elapsed("validate") == 40
+    assert timer.time_remaining() is None
+    assert timer.end_time() - timer.start_time() == 46
+    with pytest.raises(ValueError, match="`stage`='test' must be 'train' or"):
+        timer.time_elapsed("test")
+
+
+def test_timer_counts_the_time_of_earlier_runs(clock):
+    timer = Timer(30)
+    make_trainer(Ticking(clock), timer).fit(batches(4, 4, 4), max_epochs=4)
+    state = json.loads(json.dumps(timer.state_dict()))
+    resumed = Timer(14)
+    resumed.load_state_dict(state)
+    assert resumed.time_elapsed() == 12 and resumed.time_remaining() == 2
+    trainer = make_trainer(Ticking(clock), resumed)
+    trainer.fit(batches(*[4] * 20))
+    assert 2 <= trainer.global_step <= 3
+
+
+def poisoned(*bad, count=12, value=np.nan):
+    data = batches(*[8] * count)
+    for i in bad:
+        data[i][0][3, 1] = value
+    return data
+
+
+def test_nan_guard_stops_and_keeps_the_last_good_model():
+    trainer = make_trainer(NanGuard(), strategy=Sharded())
+    message = (
+        r"epoch 0, step 12 \(batch_idx 11\): the loss was nan, and so was every"
+        r" gradient. The update was not applied"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit(poisoned(11))
+    good = make_trainer(strategy=Sharded())
+    good.fit(poisoned()[:11])
+    for leaf, expected in zip(
+        jax.tree.leaves(trainer.model), jax.tree.leaves(good.model), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+def test_nan_guard_finds_a_bad_step_in_the_middle_some_steps_later():
+    trainer = make_trainer(NanGuard())
+    with pytest.raises(FloatingPointError, match=r"step 2 \(batch_idx 1\)"):
+        trainer.fit(poisoned(1, count=40))
+    assert trainer.global_step == 2 + LAG
+    assert np.isfinite(trainer.model.weight).all()
+
+
+def sqrt_loss(model, x, y):
+    # The gradient of sqrt at 0 is infinite, though the loss is 0 in that place.
+    bias = model.bias - jax.lax.stop_gradient(model.bias)
+    return jnp.sqrt(jnp.abs(bias)).sum() + jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def test_nan_guard_names_the_gradients_that_were_not_finite():
+    trainer = make_trainer(NanGuard(), loss_fn=sqrt_loss, loss=None)
+    message = (
+        r"the loss was finite \(.*\), and NaN or infinity was in the gradient of bias"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit(batches(8))
+
+
+def test_nan_guard_skips_and_warns_and_the_epoch_is_that_of_the_good_steps():
+    guard = NanGuard("skip")
+    trainer = make_trainer(guard)
+    with pytest.warns(
+        UserWarning, match=r"step 4 \(batch_idx 3\).*skipped this update"
+    ):
+        history = trainer.fit(poisoned(3))
+    assert guard.skipped_steps == [4]
+    data = poisoned()
+    good = make_trainer()
+    expected = good.fit(data[:3] + data[4:])
+    np.testing.assert_array_equal(trainer.model.weight, good.model.weight)
+    assert history["loss"] == expected["loss"]
+
+
+def test_nan_guard_gives_up_after_max_skips_in_a_row():
+    guard = NanGuard("skip", max_skips=2)
+    with pytest.warns(UserWarning, match="skipped"):
+        make_trainer(guard).fit(poisoned(1, 2, 4, 5, 9))
+    assert guard.skipped_steps == [2, 3, 5, 6, 10]
+    trainer = make_trainer(NanGuard("skip", max_skips=2))
+    message = "makes 3 steps in a row without an update, more than `max_skips`=2"
+    with pytest.raises(FloatingPointError, match=message):
+        with pytest.warns(UserWarning, match="skipped"):
+            trainer.fit(poisoned(1, 2, 3))
+
+
+def test_nan_guard_changes_nothing_in_a_run_that_is_well():
+    guarded, plain = make_trainer(NanGuard()), make_trainer()
+    assert guarded.fit(poisoned())["loss"] == plain.fit(poisoned())["loss"]
+
+
+def test_nan_guard_checks_its_arguments():
+    with pytest.raises(ValueError, match=r"action='halt'\)` must be 'stop'.*'skip'"):
+        NanGuard("halt")
+    with pytest.raises(ValueError, match=r"max_skips=-1\)` must be 0 or more"):
+        NanGuard(max_skips=-1)
+
+
+@pytest.mark.parametrize("what", ["state", "all"])
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded])
+def test_donated_state_is_overwritten(what, strategy):
+    donate = DonateBuffers(what)
+    trainer = make_trainer(
+        donate, optimizer=optax.adam(1e-3), strategy=strategy(), metrics=["accuracy"]
+    )
+    trainer.fit(batches(16, 16))
+    report = donate.report
+    assert report["donated_bytes"] == report["aliased_bytes"] > 3 * 15 * 4
+    assert report["not_aliased"] == []
+
+
+def test_nothing_is_overwritten_when_nothing_is_donated():
+    donate = DonateBuffers("none")
+    kept = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            kept.append(trainer.state)
+
+    make_trainer(donate, Keep()).fit(batches(8, 8))
+    assert donate.report == {"donated_bytes": 0, "aliased_bytes": 0, "not_aliased": []}
+    assert not kept[0].params.weight.is_deleted()
+
+
+def test_a_donated_leaf_that_is_not_overwritten_is_named():
+    class Grows(Callback):
+        """Asks about another program than the real one."""
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            def step(leaves, x):
+                keep = [leaf.astype(jnp.bfloat16) for leaf in leaves[:1]]
+                return [*keep, *leaves[1:]], x.sum()
+
+            leaves = jax.tree.leaves(trainer.state)
+            with pytest.warns(UserWarning, match="donated buffers were not usable"):
+                program = jax.jit(step, donate_argnums=0).lower(leaves, leaves[0])
+            compiled = program.compile()
+            trainer.compiled_train_step = lambda: compiled
+
+    donate = DonateBuffers()
+    trainer = make_trainer(Grows(), donate)
+    with pytest.warns(UserWarning, match=r"1 of the leaves .*: params\.weight\.$"):
+        trainer.fit(batches(8))
+    assert donate.report["not_aliased"] == ["params.weight"]
+    assert donate.report["donated_bytes"] - donate.report["aliased_bytes"] == 48
+
+
+def test_donate_buffers_lists_its_choices():
+    with pytest.raises(ValueError, match="must be one of 'state', 'all', 'none'"):
+        DonateBuffers("everything")
+
+
+class Rates(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        names = [name for name in metrics if name.startswith("lr")]
+        self.seen.append({name: float(metrics[name]) for name in names})
+
+
+SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
+STEPS = [1e-2, 9e-3, 8e-3, 7e-3]
+LABELS = eqx.tree_at(
+    lambda model: (model.weight, model.bias),
+    eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+    ("w", "b"),
+)
+
+
+def rates_of(optimizer, monitor=None, **options):
+    rates = Rates()
+    monitor = LearningRateMonitor() if monitor is None else monitor
+    trainer = make_trainer(monitor, rates, optimizer=optimizer, **options)
+    trainer.fit(batches(8, 8, 8, 8))
+    return {name: [seen[name] for seen in rates.seen] for name in rates.seen[0]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    {
+        "adam": lambda s: optax.adam(s),
+        "momentum": lambda s: optax.sgd(s, momentum=0.9),
+        "lamb": lambda s: optax.lamb(s),
+        "clipped": lambda s: optax.chain(optax.clip_by_global_norm(1.0), optax.lion(s)),
+        "by hand": lambda s: optax.chain(
+            optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -s(count))
+        ),
+        "named": lambda s: optax.named_chain(
+            ("z", optax.clip(1.0)), ("a", optax.adam(s))
+        ),
+        "injected": lambda s: optax.inject_hyperparams(optax.adamw)(learning_rate=s),
+        "injected lr": lambda s: optax.inject_hyperparams(
+            lambda lr: optax.chain(optax.clip(1.0), optax.adam(lr))
+        )(lr=s),
+        "wrapped": lambda s: optax.apply_if_finite(optax.flatten(optax.adam(s)), 3),
+        "scaled before": lambda s: optax.chain(optax.scale(8.0), optax.adam(s)),
+        "decayed": lambda s: optax.adamw(s, weight_decay=0.1, mask=lambda p: p),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_the_rate_of_a_schedule_is_found_and_is_the_one_of_this_step(make):
+    optimizer = make[1](SCHEDULE)
+    if make[0] == "decayed":
+        optimizer = optax.adamw(SCHEDULE)
+    assert rates_of(optimizer) == {"lr": pytest.approx(STEPS)}

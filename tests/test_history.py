@@ -1,0 +1,158 @@
+"""The record of a run: its mapping, its files, its pictures."""
+
+import csv
+import json
+import math
+import sys
+
+import pytest
+
+from jaxdp.history import History, Panel, _smoothed, draw, save_figure
+
+
+def make_history(epochs=3):
+    history = History()
+    for epoch in range(epochs):
+        metrics = {"loss": 2.0 * 0.8**epoch, "accuracy": 1 - 0.7**epoch}
+        if epoch % 2 == 1:
+            metrics["val_loss"] = 2.1 * 0.82**epoch
+        history.append(epoch, metrics)
+    return history
+
+
+def test_every_list_is_as_long_as_epochs_with_nan_where_nothing_was_measured():
+    history = make_history(4)
+    assert history.epochs == [0, 1, 2, 3]
+    assert [len(history[name]) for name in history] == [4, 4, 4]
+    assert [math.isnan(value) for value in history["val_loss"]] == [True, False] * 2
+    assert all(isinstance(value, float) for value in history["loss"])
+
+
+def test_a_history_is_a_mapping_of_names():
+    history = make_history()
+    assert list(history) == list(history.keys()) == ["loss", "accuracy", "val_loss"]
+    assert "val_loss" in history and "val_accuracy" not in history
+    assert len(history) == 3
+    assert dict(history)["accuracy"] == history["accuracy"]
+
+
+def test_what_is_returned_is_a_copy():
+    history = make_history()
+    history["loss"].clear()
+    assert len(history["loss"]) == 3
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(KeyError, match=r"history\['acc'\].*known names: 'loss', 'acc"):
+        make_history()["acc"]
+    with pytest.raises(KeyError, match="known names: none yet"):
+        History()["loss"]
+
+
+def test_the_same_epoch_again_overwrites_and_an_earlier_one_is_refused():
+    history = make_history()
+    history.append(2, {"loss": 0.5})
+    assert history.epochs == [0, 1, 2] and history["loss"][-1] == 0.5
+    assert history["accuracy"][-1] == pytest.approx(0.51)
+    with pytest.raises(ValueError, match="`epoch`=1 comes before the last one, 2"):
+        history.append(1, {"loss": 0.5})
+
+
+def test_csv_has_a_row_per_epoch_and_empty_cells_for_nan(tmp_path):
+    path = tmp_path / "new" / "history.csv"
+    make_history(2).to_csv(path)
+    rows = list(csv.reader(path.read_text().splitlines()))
+    assert rows[0] == ["epoch", "loss", "accuracy", "val_loss"]
+    assert rows[1] == ["0", "2.0", "0.0", ""]
+    assert [float(cell) for cell in rows[2]] == pytest.approx([1, 1.6, 0.3, 1.722])
+
+
+def test_state_is_strict_json_and_comes_back_exactly():
+    history = make_history()
+    history.append(3, {"loss": math.inf, "accuracy": 0.1 + 0.2})
+    text = json.dumps(history.state_dict(), allow_nan=False)
+    loaded = make_history(1)
+    loaded.load_state_dict(json.loads(text))
+    assert loaded.epochs == history.epochs
+    assert repr(loaded) == repr(history)
+    assert loaded["loss"][-1] == math.inf and loaded["accuracy"][-1] == 0.1 + 0.2
+
+
+def test_repr_shows_first_best_and_last_epoch():
+    history = make_history(1000)
+    history.append(1000, {"loss": 3.0, "val_loss": 3.0})
+    lines = repr(history).splitlines()
+    assert lines[0] == "History(1001 epochs)"
+    assert lines[1].split() == ["epoch", "loss", "accuracy", "val_loss"]
+    first_cells = [line.split()[0] for line in lines[2:]]
+    assert first_cells == ["0", "...", "999", "1000"]
+    assert lines[4].endswith("<- best val_loss")
+    assert lines[-1].split() == ["1000", "3", "-", "3"]
+    assert repr(History()) == "History(no epochs yet)"
+    assert repr(make_history(1)).splitlines()[0] == "History(1 epoch)"
+
+
+def test_plot_draws_training_and_validation_of_a_metric_together(tmp_path):
+    path = tmp_path / "deep" / "curves.png"
+    figure = make_history(6).plot(path)
+    loss, accuracy = figure.axes
+    assert loss.get_xlabel() == accuracy.get_xlabel() == "epoch"
+    assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy")
+    curves = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
+    assert list(curves) == ["training", "validation"]
+    assert [x for x, _ in curves["training"]] == [1, 2, 3, 4, 5, 6]
+    assert [x for x, _ in curves["validation"]] == [2, 4, 6]
+    figure.draw_without_rendering()
+    assert all(tick == round(tick) for tick in loss.get_xticks())
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
+
+
+def test_plot_shows_in_a_notebook_and_leaves_pyplot_alone(monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    figure = make_history().plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_plot_of_one_epoch_and_of_none():
+    assert len(make_history(1).plot().axes) == 2
+    assert make_history(1).plot().axes[0].lines[0].get_marker() == "o"
+    assert History().plot().axes == []
+
+
+def test_plot_can_save_other_formats(tmp_path):
+    make_history().plot(tmp_path / "curves.pdf")
+    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "curves.png"
+    path.write_text("old")
+    figure = make_history().plot()
+    monkeypatch.setattr(figure, "savefig", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_figure(figure, path)
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_curves_over_several_decades_get_a_log_axis():
+    wide = [(x, 10.0**-x) for x in range(6)]
+    figure = draw(
+        {"loss": Panel(wide, []), "rate": Panel([(0, 1), (1, 2)], [])}, "epoch"
+    )
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear"]
+
+
+def test_smoothing_keeps_constants_and_slopes_and_calms_noise():
+    assert _smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    slope = [0.5 * x for x in range(400)]
+    assert _smoothed(slope) == pytest.approx(slope)
+    noise = [(-1.0) ** x for x in range(400)]
+    assert max(abs(_smoothed(noise)[20:-20])) < 0.06
+
+
+def test_missing_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[examples\]"'):
+        make_history().plot()

@@ -1,0 +1,404 @@
+"""The whole: numbers, rows, what is the user's, compilations, syncs."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
+
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+
+RAGGED = (16, 16, 16, 16, 5)
+STRATEGIES = {
+    "sharded1": lambda: Sharded(1),
+    "sharded2": lambda: Sharded(2),
+    "sharded4": lambda: Sharded(4),
+    "sharded8": lambda: Sharded(),
+    "pmap1": lambda: Pmap(1),
+    "pmap2": lambda: Pmap(2),
+    "pmap4": lambda: Pmap(4),
+    "pmap8": lambda: Pmap(),
+}
+
+
+def quiet(model, *args, **kwargs):
+    return Trainer(model, *args, enable_progress_bar=False, **kwargs)
+
+
+def run(strategy, model=None, epochs=10, data=None, **kwargs):
+    """Losses of every step (50 by default), and the trainer."""
+    recorder = Recorder()
+    trainer = quiet(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2),
+        strategy=strategy,
+        callbacks=[recorder, *kwargs.pop("callbacks", ())],
+        loss=kwargs.pop("loss", "cross_entropy" if "loss_fn" not in kwargs else None),
+        **kwargs,
+    )
+    trainer.fit(batches(*RAGGED) if data is None else data, max_epochs=epochs)
+    return np.array(recorder.losses), trainer
+
+
+@pytest.fixture(scope="module")
+def single():
+    return run(SingleDevice(), metrics=["accuracy"])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single):
+    losses, trainer = run(STRATEGIES[name](), metrics=["accuracy"])
+    assert len(losses) == 50
+    np.testing.assert_allclose(losses, single[0], rtol=1e-5)
+    np.testing.assert_allclose(trainer.history["loss"], single[1].history["loss"], 1e-5)
+    assert trainer.history["accuracy"] == pytest.approx(single[1].history["accuracy"])
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_losses_equal_a_hand_written_loop(strategy):
+    model, data = Mlp(jax.random.key(0), rate=0.0), batches(*RAGGED)
+    trained, expected = hand_written(model, optax.adam(1e-2), data, 3, cross_entropy)
+    losses, trainer = run(strategy(), model, epochs=3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(trained, eqx.is_array)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_makes_a_difference_and_the_seed_decides_it():
+    first, _ = run(SingleDevice(), epochs=1)
+    again, _ = run(SingleDevice(), epochs=1)
+    other, _ = run(SingleDevice(), epochs=1, seed=1)
+    without, _ = run(SingleDevice(), Mlp(jax.random.key(0), rate=0.0), epochs=1)
+    assert (first == again).all()
+    assert (first != other).all()
+    assert (first != without).all()
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_metrics_and_predictions_count_every_row_once(strategy):
+    data = batches(16, 16, 3)
+    model = Mlp(jax.random.key(0))
+    trainer = quiet(model, loss="cross_entropy", metrics=["accuracy"], strategy=strategy())
+    found = trainer.validate(data)
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    logits = jax.vmap(eqx.nn.inference_mode(model))(x)
+    assert found["val_loss"] == pytest.approx(
+        float(cross_entropy(eqx.nn.inference_mode(model), x, y)), rel=1e-6
+    )
+    assert found["val_accuracy"] == pytest.approx(
+        (np.asarray(logits).argmax(1) == y).mean(), rel=1e-6
+    )
+    assert trainer.test(data) == {
+        "test_loss": found["val_loss"],
+        "test_accuracy": found["val_accuracy"],
+    }
+    predicted = trainer.predict(data)
+    assert isinstance(predicted, np.ndarray)
+    np.testing.assert_allclose(predicted, logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(trainer.predict([x for x, _ in data]), predicted)
+
+
+def test_padding_is_a_copy_of_real_rows_and_never_poisons_gradients():
+    """log(x) is infinite at zero: padding with zeros would give NaN."""
+
+    class Log(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return jnp.log(x) @ self.weight
+
+    x = np.random.default_rng(0).uniform(1, 2, (13, 4)).astype(np.float32)
+    trainer = quiet(Log(jnp.ones((4, 1))), loss="mse")
+    trainer.fit([(x, np.ones((13, 1), np.float32))], max_epochs=2)
+    assert np.isfinite(trainer.model.weight).all()
+    assert np.isfinite(trainer.history["loss"]).all()
+
+
+@pytest.mark.parametrize("strategy", [Sharded, lambda: Sharded(4), lambda: Sharded(3)])
+def test_batch_norm_has_global_statistics_under_sharded(strategy):
+    def norm_run(strategy):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        losses, trainer = run(strategy, model, epochs=3, state=state)
+        return losses, trainer
+
+    expected, single = norm_run(SingleDevice())
+    losses, trainer = norm_run(strategy())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(trainer.model_state),
+        jax.tree.leaves(single.model_state),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    found, wanted = (t.validate(batches(16, 5)) for t in (trainer, single))
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_batch_norm_with_ragged_tail_equals_a_hand_written_loop():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.adam(1e-2)
+    opt_state, expected = optimizer.init(params), []
+    for x, y in batches(*RAGGED):
+
+        def loss(params, state, x=x, y=y):
+            net = eqx.combine(params, static)
+            logits, state = jax.vmap(
+                net, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+            )(x, state)
+            value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return value, state
+
+        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = eqx.apply_updates(params, updates)
+        expected.append(float(value))
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    losses, _ = run(Sharded(), model, epochs=1, state=state)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_batch_norm_under_pmap_is_per_device_or_global_on_request():
+    def norm_run(strategy, axis_name):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), axis_name)
+        return run(strategy, model, epochs=2, state=state)[0]
+
+    alone = norm_run(SingleDevice(), "batch")
+    own = norm_run(Pmap(), "batch")
+    # All but the ragged tail of the first epoch differ from global statistics.
+    assert np.abs(own / alone - 1).max() > 1e-3
+    both = ("batch", "data")
+    np.testing.assert_allclose(norm_run(Pmap(), both), alone, rtol=1e-5)
+    np.testing.assert_allclose(norm_run(Sharded(), both), alone, rtol=1e-5)
+    np.testing.assert_allclose(norm_run(SingleDevice(), both), alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_accumulated_batches_equal_one_large_batch(strategy):
+    """Dropout included: a row's key depends on its place in the whole step's rows."""
+    small = batches(8, 8, 5, 8, 8, 5)
+    large = [
+        tuple(np.concatenate(part) for part in zip(*small[i : i + 3], strict=True))
+        for i in (0, 3)
+    ]
+    expected, reference = run(SingleDevice(), epochs=3, data=large)
+    losses, trainer = run(strategy(), epochs=3, data=small, accumulate_grad_batches=3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert trainer.global_step == 6
+    # Four batches are one step of three and one of the batch that is left.
+    losses, trainer = run(
+        strategy(), epochs=1, data=small[:4], accumulate_grad_batches=3
+    )
+    assert trainer.global_step == 2
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
+
+
+def test_accumulation_keeps_rows_that_interact_at_their_true_size():
+    def loss_fn(model, x, y):
+        return cross_entropy(model, x, y)
+
+    model = Mlp(jax.random.key(0), rate=0.0)
+    small = batches(8, 8, 5)
+    large = [tuple(np.concatenate(part) for part in zip(*small, strict=True))]
+    expected, _ = run(SingleDevice(), model, epochs=3, data=large, loss_fn=loss_fn)
+    losses, _ = run(
+        Sharded(4), model, epochs=3, data=small, loss_fn=loss_fn,
+        accumulate_grad_batches=3,
+    )  # fmt: skip
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, lambda: Sharded(1), Pmap])
+@pytest.mark.parametrize("own", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[2])])
+def test_the_users_model_is_never_deleted_or_changed(strategy, own):
+    model = jax.tree.map(lambda x: own(x) if eqx.is_array(x) else x, Mlp(jax.random.key(0)))
+    before = jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model)
+    run(strategy(), model, epochs=1)
+    assert eqx.tree_equal(
+        jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model), before
+    )
+
+
+@pytest.mark.parametrize("optimizer", [
+    optax.contrib.schedule_free_adamw(1e-2),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
+    optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    optax.contrib.muon(1e-2),
+    optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
+])  # fmt: skip
+def test_optimizers_whose_state_holds_parameters_or_numbers_compile_once(optimizer):
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    traces = []
+
+    def loss_fn(model, x, y):
+        traces.append(1)
+        logits = jax.vmap(model)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    trainer = quiet(model, optimizer, loss_fn=loss_fn)
+    trainer.fit(batches(16, 16, 16), max_epochs=3)
+    assert np.isfinite(trainer.history["loss"]).all()
+    assert len(traces) == 1
+
+
+def test_trainer_model_is_live_during_and_after_a_fit_and_after_an_error():
+    kept = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            kept.append(trainer.model)
+            if len(kept) == 4:
+                raise RuntimeError("stop here")
+
+    trainer = quiet(Mlp(jax.random.key(0)), loss="cross_entropy", callbacks=[Keep()])
+    with pytest.raises(RuntimeError, match="stop here") as caught:
+        trainer.fit(batches(*RAGGED))
+    assert any("Keep in on_train_batch_end" in note for note in caught.value.__notes__)
+    weights = [np.asarray(model.first.weight) for model in [*kept, trainer.model]]
+    assert not (weights[0] == weights[3]).all()
+    np.testing.assert_array_equal(weights[3], weights[4])
+    trainer.model(jnp.ones(4), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_a_fit_traces_its_step_once_whatever_the_tail(strategy):
+    traces = []
+
+    def loss_fn(model, x, y, keys):
+        traces.append(x.shape)
+        logits = jax.vmap(model)(x, key=keys)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    _, trainer = run(strategy(), epochs=3, loss_fn=loss_fn)
+    assert len(traces) == 1
+    trainer.fit(batches(*RAGGED), max_epochs=5)
+    assert len(traces) == 1
+
+
+def test_rows_that_interact_cost_one_more_trace_for_the_tail():
+    traces = []
+
+    def loss_fn(model, x, y):
+        traces.append(x.shape)
+        return cross_entropy(eqx.nn.inference_mode(model), x, y)
+
+    run(Sharded(), epochs=3, loss_fn=loss_fn)
+    assert traces == [(16, 4), (5, 4)]
+
+
+def test_the_loop_reads_no_value_from_the_device(monkeypatch):
+    """On the CPU the transfer guard sees no device-to-host reads, so they are counted."""
+    from jax._src.array import ArrayImpl
+
+    reads, steps = [], []
+    original = ArrayImpl._value
+
+    def counted(self):
+        reads.append(self.shape)
+        return original.fget(self)
+
+    class Count(Callback):
+        def on_train_epoch_start(self, trainer):
+            reads.clear()
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            steps.append(len(reads))
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(counted))
+    model = Mlp(jax.random.key(0))
+    trainer = Trainer(model, loss="cross_entropy", callbacks=[Count()])
+    trainer.fit(batches(*[16] * 30), max_epochs=2)
+    assert len(steps) == 60
+    assert not any(steps), reads
+
+
+def test_donated_state_is_overwritten_in_place():
+    _, trainer = run(Sharded(), epochs=1)
+    state = trainer.state
+    trainer.fit(batches(*RAGGED), max_epochs=2)
+    # An epoch starts with new totals; everything else is handed from step to step.
+    carried = jax.tree.leaves(state._replace(totals=None))
+    assert all(leaf.is_deleted() for leaf in carried)
+    memory = trainer.compiled_train_step().memory_analysis()
+    held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(trainer.state))
+    assert memory.alias_size_in_bytes == held
+
+
+def test_frozen_leaves_stay_bit_equal_and_out_of_the_optimizer():
+    model = Mlp(jax.random.key(0))
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.last.weight, spec, True)
+    _, trainer = run(Sharded(), model, epochs=2, filter_spec=spec)
+    assert (trainer.model.first.weight == model.first.weight).all()
+    assert not (trainer.model.last.weight == model.last.weight).all()
+    shapes = {leaf.shape for leaf in jax.tree.leaves(trainer.state.opt_state)}
+    assert shapes == {(), (3, 16)}
+
+
+def test_shared_parameters_stay_shared():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self, key):
+            keys = jax.random.split(key)
+            pair = eqx.nn.Linear(4, 4, key=keys[0]), eqx.nn.Linear(4, 4, key=keys[1])
+            self.shared = eqx.nn.Shared(
+                pair, lambda pair: pair[1].weight, lambda pair: pair[0].weight
+            )
+
+        def __call__(self, x):
+            first, second = self.shared()
+            return second(jax.nn.relu(first(x)))[:3]
+
+    _, trainer = run(Sharded(), Tied(jax.random.key(0)), epochs=2)
+    first, second = trainer.model.shared()
+    assert (first.weight == second.weight).all()
+
+
+def test_steps_gives_the_loop_to_the_caller():
+    expected, _ = run(SingleDevice(), epochs=2)
+    trainer = quiet(Mlp(jax.random.key(0)), optax.adam(1e-2), loss="cross_entropy")
+    found = []
+    for _ in range(2):
+        found += [float(m["loss"]) for m in trainer.steps(batches(*RAGGED))]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert (trainer.global_step, trainer.current_epoch) == (10, 2)
+
+
+@pytest.mark.parametrize("remat", [True, "last", jax.checkpoint_policies.dots_saveable])
+def test_remat_changes_no_number(remat):
+    expected, _ = run(SingleDevice(), epochs=2)
+    losses, _ = run(SingleDevice(), epochs=2, remat=remat)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_gradient_clipping_is_by_global_norm():
+    clip = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
+    model = Mlp(jax.random.key(0), rate=0.0)
+    _, expected = hand_written(model, clip, batches(16, 16), 2, cross_entropy)
+    recorder = Recorder()
+    quiet(
+        model, optax.sgd(1.0), loss="cross_entropy", gradient_clip_val=0.01,
+        callbacks=[recorder],
+    ).fit(batches(16, 16), max_epochs=2)  # fmt: skip
+    np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
+
+
+def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
+    """2**24 + 1 is not a float32; sums must not stop growing there."""
+    from jaxdp.step import _add, means_of, new_totals
+
+    totals = jnp.asarray(new_totals()).at[0, :2].set(2.0**24)
+    one = jnp.ones(1)
+    for _ in range(64):
+        totals = jax.jit(_add)(totals, one[0], one * 3)
+    assert means_of(np.asarray(totals), ["loss"])["loss"] == pytest.approx(
+        (2**24 + 192) / (2**24 + 64), rel=1e-12
+    )

@@ -1,0 +1,108 @@
+"""Tiny models, data and hand-written loops that the tests share."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp import Callback
+
+
+class Mlp(eqx.Module):
+    """4 -> 16 -> 3 with dropout, an activation leaf, an int buffer and a bool one."""
+
+    first: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+    offsets: jax.Array
+    flags: jax.Array
+    activation: callable
+
+    def __init__(self, key, rate=0.3):
+        keys = jax.random.split(key)
+        self.first = eqx.nn.Linear(4, 16, key=keys[0])
+        self.dropout = eqx.nn.Dropout(rate)
+        self.last = eqx.nn.Linear(16, 3, key=keys[1])
+        self.offsets = jnp.arange(3)
+        self.flags = jnp.array([True, False])
+        self.activation = jax.nn.gelu
+
+    def __call__(self, x, *, key=None):
+        x = self.dropout(self.activation(self.first(x)), key=key)
+        shift = jax.lax.stop_gradient(self.offsets).astype(x.dtype)
+        return self.last(x) + jnp.where(self.flags[0], shift, -shift)
+
+
+class NormNet(eqx.Module):
+    """4 -> 8 -> BatchNorm -> 3."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key, axis_name="batch"):
+        keys = jax.random.split(key)
+        # No bias: BatchNorm takes it out again, and Adam would follow rounding errors.
+        self.first = eqx.nn.Linear(4, 8, use_bias=False, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(8, axis_name=axis_name, mode="batch")
+        self.last = eqx.nn.Linear(8, 3, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jax.nn.relu(x)), state
+
+
+def rows(count, seed=0):
+    """`count` rows of x (4 floats) and y (one of three classes)."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, 4)).astype(np.float32)
+    y = (x.sum(axis=1) > 0).astype(np.int32) + (x[:, 0] > 0.5).astype(np.int32)
+    return x, y
+
+
+def batches(*sizes, seed=0):
+    """Batches of the given sizes over distinct rows."""
+    x, y = rows(sum(sizes), seed)
+    stops = np.cumsum(sizes)
+    return [(x[b - n : b], y[b - n : b]) for n, b in zip(sizes, stops, strict=True)]
+
+
+class Recorder(Callback):
+    """Keeps every step's loss."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.losses.append(float(metrics["loss"]))
+
+
+def hand_written(model, optimizer, data, epochs, loss_of):
+    """Plain JAX: the model, and the loss of every step.
+
+    `loss_of(model, x, y)` is the mean loss of a batch.
+    """
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, x, y):
+        def loss(params):
+            return loss_of(eqx.combine(params, static), x, y)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(epochs):
+        for x, y in data:
+            params, state, value = step(params, state, x, y)
+            losses.append(float(value))
+    return eqx.combine(params, static), losses
+
+
+def cross_entropy(model, x, y):
+    logits = jax.vmap(model)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
