@@ -48,7 +48,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Runs a few steps, and returns their losses, the step time and the memory."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     choices = ["single", "sharded", "pmap"]
     parser.add_argument("--strategy", choices=choices, default="sharded")
     parser.add_argument("--depth", type=int, default=8, help="hidden layers")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 import torch
-from matplotlib import cm
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -67,37 +67,45 @@ def draw_placement(trainer: Trainer, path: Path) -> None:
     """Draws a column per device, a row per array, and in it what is held there."""
     state, step = trainer.state, trainer.compiled_train_step()
     assert step is not None  # the trainer has been trained
-
-    def as_placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        # The step takes its batch behind an axis of micro-batches: left out here.
-        rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows)
-
-    shapes, shardings = step.in_avals[0][1][0], step.input_shardings[0][1][0]
-    batch = jax.tree.map(as_placed, shapes.batch, shardings.batch)
+    # The step takes the state, then batches shaped (micro-batches, rows, ...).
+    batch, split = (x[0][1][0].batch for x in (step.in_avals, step.input_shardings))
+    arrays = {"batch": batch, "model": state.params, "optimizer": state.opt_state}
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    shardings = [*split, *(leaf.sharding for _, leaf in leaves[len(split) :])]
     names, texts, colors = [], [], []
-    held = {"batch": batch, "model": state.params, "optimizer": state.opt_state}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(held):
-        size = " x ".join(map(str, leaf.shape)) or "scalar"
-        names.append(f"{jax.tree_util.keystr(keys, simple=True, separator='.')}  {size} ")
-        places = leaf.sharding.devices_indices_map(leaf.shape).values()
-        parts = [place[0].indices(leaf.shape[0]) if place else None for place in places]
-        whole = [part is None or part[:2] == (0, leaf.shape[0]) for part in parts]
-        texts.append([])
-    figure = Figure(figsize=(11, 0.2 * len(names) + 0.6), dpi=120)
-    axes = figure.add_axes((0.27, 0.01, 0.72, 0.93))
-    axes.axis("off")
+    for (keys, leaf), sharding in zip(leaves, shardings, strict=True):
+        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+        names.append(f"{name}  {' x '.join(map(str, leaf.shape)) or 'scalar'} ")
+        places = sharding.devices_indices_map(leaf.shape).values()
+        held = [describe(place, leaf.shape) for place in places]
+        texts.append([text for text, _ in held])
+        colors.append([color for _, color in held])
+    figure = Figure(figsize=(10, 0.22 * len(names)), dpi=120)
+    axes = figure.add_subplot()
+    axes.set_axis_off()
     axes.set_title(f"What each device holds: {trainer.strategy}")
     devices = [str(device) for device in jax.devices()]
-    table = axes.table(texts, colors, "center", None, names, colLabels=devices)
+    labels = {"rowLabels": names, "rowLoc": "right", "colLabels": devices}
+    table = axes.table(texts, colors, "center", **labels, loc="upper center")
+    table.scale(1, 1.15)
     for cell in table.get_celld().values():
         cell.set_edgecolor("white")
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def describe(place: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[str, Any]:
+    """What part of an array is at `place`, in words, and a color for it."""
+    for index, size in zip(place, shape, strict=True):
+        start, stop, _ = index.indices(size)
+        if stop - start < size:
+            color = colormaps["Set3"](start // (stop - start))
+            return f"rows {start} to {stop - 1}", color
+    return "whole", "0.92"
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains, tests the best epoch, and returns what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("runs/digits"))
     args = parser.parse_args(argv)
@@ -111,18 +119,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     trainer = Trainer(
         LeNet(jax.random.key(0)),
         optax.adam(rate),
+        loss="cross_entropy",
         metrics=["accuracy"],
         strategy=Sharded(),
         callbacks=[best, CSVLogger(args.output)],
     )
     history = trainer.fit(loader, DataLoader(val, 75), max_epochs=args.epochs)
+    print(history)
     history.plot(args.output / "curves.png")
     draw_placement(trainer, args.output / "placement.png")
 
     trainer.load(best.best_model_path)
     tested = trainer.test(DataLoader(test, 100))
-    print(f"{history}\ntest accuracy of the best epoch: {tested['test_accuracy']:.4f}")
-    print(f"written to {args.output}:", *sorted(p.name for p in args.output.iterdir()))
+    print(f"test accuracy of the best epoch: {tested['test_accuracy']:.4f}")
+    print(f"the best epoch's checkpoint: {best.best_model_path}")
+    print(f"the log:                     {args.output / 'metrics.csv'}")
+    print(f"the curves:                  {args.output / 'curves.png'}")
+    print(f"which device holds what:     {args.output / 'placement.png'}")
     return {"trainer": trainer, "history": history, "test": tested}
 
 

@@ -10,7 +10,6 @@ stay that. The full size holds 536 MB of weights per device and wants accelerato
 import argparse
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,23 +33,14 @@ def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.sum((predict(params, inputs) - targets) ** 2, axis=-1)
 
 
-class Network(eqx.Module):
-    """The weights, and what to do with them."""
-
-    params: Params
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return predict(self.params, x)
-
-
-def make_network(sizes: list[int], key: jax.Array) -> Network:
+def make_params(sizes: list[int], key: jax.Array) -> Params:
     """Weights scaled by the root of their inputs, and normal biases."""
     params = []
     for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
         key, weight_key, bias_key = jax.random.split(key, 3)
         weight = jax.random.normal(weight_key, (inputs, outputs)) / np.sqrt(inputs)
         params.append((weight, jax.random.normal(bias_key, (outputs,))))
-    return Network(params)
+    return params
 
 
 def make_batch(rows: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,13 +50,9 @@ def make_batch(rows: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.nda
     return x, random.normal(size=(rows, outputs)).astype(np.float32)
 
 
-def loss_fn(model: Network, x: jax.Array, y: jax.Array) -> jax.Array:
-    return loss(model.params, x, y)
-
-
 def main(argv: list[str] | None = None) -> tuple[Trainer, Any]:
     """Trains, and returns the trainer and its history: one epoch is one step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to fake")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=1024)
@@ -76,16 +62,16 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, Any]:
     jax.config.update("jax_num_cpu_devices", args.devices)
     sizes = [784, args.width, args.width, args.width, 10]
     trainer = Trainer(
-        make_network(sizes, jax.random.key(0)),
+        make_params(sizes, jax.random.key(0)),
         optax.sgd(1e-5),
-        loss_fn=loss_fn,
+        loss_fn=loss,
         strategy=Sharded(args.devices),
         enable_progress_bar=False,
     )
     batch = make_batch(args.batch_size, sizes[0], sizes[-1])
     history = trainer.fit([batch], max_epochs=args.steps)
 
-    weight = trainer.state.params.params[0][0]
+    weight = trainer.state.params[0][0]
     print(f"{trainer.strategy}: the first weight {weight.shape} is on")
     print(f"  {len(weight.sharding.device_set)} devices, {weight.sharding.spec}")
     print(f"loss {history['loss'][0]:.4f} -> {history['loss'][-1]:.4f}")

@@ -49,7 +49,7 @@ def batches(
 
 def main(argv: list[str] | None = None) -> tuple[Trainer, list[float]]:
     """Trains, and returns the trainer and the loss of every step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to fake")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1000)

@@ -84,8 +84,9 @@ def restore(path: str, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
                 f"`path`: {path} has format {meta.get('format')!r} and this version of"
                 f" jaxdp reads format {FORMAT}; use the version that wrote it."
             )
-        stored = checkpointer.item_metadata(path).state
-        _check_same(path, _shapes(wanted), _shapes(stored))
+        with ocp.StandardCheckpointer() as reader:
+            stored = reader.metadata(os.path.join(path, "state")).item_metadata
+        _check_same(path, _shapes(wanted), _shapes(stored.tree))
         read = checkpointer.restore(
             path, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         )

@@ -9,7 +9,9 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from . import losses
 from .callbacks.base import Callback
+from .objective import CriterionObjective, LossFnObjective, Objective
 from .strategies import DataParallel
 from .tree import leaf_path
 
@@ -131,8 +133,8 @@ def split_model(
         found = len(jax.tree.leaves(arrays))
         raise ValueError(
             f"`model` has no trainable parameters: {found} arrays,"
-            f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected by"
-            " `filter_spec`."
+            f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected"
+            " by `filter_spec`."
         )
     seen: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -162,6 +164,46 @@ def check_state(model: PyTree, state: Any) -> None:
     if stateful and state is None:
         raise ValueError(
             "`model` has stateful layers (BatchNorm or the like) but `state` is None;"
-            " make both together, `model, state = eqx.nn.make_with_state(Net)(...)`, and"
-            " pass Trainer(model, state=state)."
+            " make both together, `model, state = eqx.nn.make_with_state(Net)(...)`,"
+            " and pass Trainer(model, state=state)."
         )
+
+
+def choose_objective(
+    loss: Any, loss_fn: Any, metrics: Any, state: Any
+) -> Objective | None:
+    """The objective that the arguments name; None is decided by the first batch."""
+    criteria = losses.find_metrics(metrics)
+    if loss_fn is None:
+        return (
+            None
+            if loss is None
+            else CriterionObjective(losses.find_loss(loss), criteria)
+        )
+    if loss is not None:
+        raise ValueError(
+            "`loss` and `loss_fn` were both given; `loss` is a criterion (prediction,"
+            " target), `loss_fn` computes everything from (model, *batch). Pass one."
+        )
+    if criteria:
+        raise ValueError(
+            f"`metrics`={list(criteria)} can't be computed with `loss_fn`, which keeps"
+            " its predictions to itself; return them from it: (loss, {name: value})."
+        )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
+            + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
+        )
+    objective = LossFnObjective(loss_fn)
+    if objective.takes_state and state is None:
+        raise ValueError(
+            "`loss_fn` takes `state`, but Trainer(state=...) was not given; pass the"
+            " State that eqx.nn.make_with_state returned."
+        )
+    if state is not None and not objective.takes_state:
+        raise ValueError(
+            "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
+            " and return the new state last: (loss, state)."
+        )
+    return objective

@@ -10,8 +10,14 @@ class _Stderr(logging.Handler):
     """To the present `sys.stderr`, unless the program has set up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            print(f"jaxdp: {record.getMessage()}", file=sys.stderr)
+        if logging.getLogger().handlers:
+            return
+        text = f"jaxdp: {record.getMessage()}"
+        tqdm = sys.modules.get("tqdm.std")
+        if tqdm is not None:  # so that the line is not written over a bar
+            tqdm.tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr)
 
 
 if not _logger.handlers:

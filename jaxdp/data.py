@@ -41,7 +41,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     if type(batch) is list:
         batch = tuple(batch)
     leaves, treedef = jax.tree.flatten(batch)
-    wide = jax.config.jax_enable_x64
+    wide = jax.config.read("jax_enable_x64")
     arrays = []
     for index, leaf in enumerate(leaves):
         array = _as_numpy(leaf)
@@ -229,9 +229,9 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     if not fits:
         worst = array.flat[np.abs(array).argmax()]
         raise ValueError(
-            f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst}, which"
-            f" does not fit into {dtype}, which JAX computes in. Rescale or re-index the"
-            ' values, or call jax.config.update("jax_enable_x64", True).'
+            f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst},"
+            f" which does not fit into {dtype}, which JAX computes in. Rescale or"
+            ' re-index the values, or call jax.config.update("jax_enable_x64", True).'
         )
     return narrowed
 

@@ -87,7 +87,9 @@ class History(Mapping[str, list[float]]):
             panel = panels.setdefault(name.removeprefix(VALIDATION), Panel([], []))
             is_validation = name.startswith(VALIDATION)
             (panel.validation if is_validation else panel.training).extend(points)
-        figure = draw(panels, "epoch", limits=(x[0], x[-1]) if x else None)
+        figure = draw(
+            panels, "epoch", limits=(float(x[0]), float(x[-1])) if x else None
+        )
         if path is not None:
             save_figure(figure, path)
         return figure
@@ -238,13 +240,13 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> np.ndarray:
-    """Means over a window of about a twentieth of the curve, narrower at its ends."""
+    """Means over a window of a tenth of the curve, cut off where the curve ends."""
     count = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     place = np.arange(count)
-    # As far to the left as to the right, so that a falling curve is not lifted.
-    reach = np.minimum(np.minimum(place, count - 1 - place), count // 40)
-    return (sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1)
+    first = np.maximum(place - count // 20, 0)
+    last = np.minimum(place + count // 20, count - 1)
+    return (sums[last + 1] - sums[first]) / (last + 1 - first)
 
 
 def _matplotlib() -> tuple[Any, Any]:

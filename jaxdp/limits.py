@@ -5,7 +5,7 @@ from typing import Any
 
 from .callbacks.timer import parse_duration
 from .checks import check_count
-from .loaders import Source
+from .loaders import Source, capped, check_share
 
 
 class Limits:
@@ -44,10 +44,10 @@ class Limits:
             None if self.seconds is None else time.monotonic() + self.seconds
         )
         self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.val_batches = (
-            None if val is None
-            else capped("limit_val_batches", limit_val_batches, val.num_batches)
-        )  # fmt: skip
+        self.val_batches = None
+        if val is not None:
+            cap = capped("limit_val_batches", limit_val_batches, val.num_batches)
+            self.val_batches = _least(val.num_batches, cap)
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches
         )
@@ -76,9 +76,10 @@ class Limits:
         periods, self._periods = self._periods, batches_done // self.val_interval
         return self._periods > periods
 
-    def validates_after(self, epoch: int) -> bool:
-        """Whether epoch number `epoch` has a validation."""
-        return (epoch + 1) % self.check_val_every_n_epoch == 0
+    def epoch_is_due(self, epoch: int) -> bool:
+        """Whether epoch number `epoch` ends with a validation."""
+        every = self.check_val_every_n_epoch
+        return self.val_interval is None and (epoch + 1) % every == 0
 
     def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
         if interval is None:
@@ -98,36 +99,7 @@ class Limits:
                 " of an epoch, so there would be no validation; use"
                 " `check_val_every_n_epoch` for less than one per epoch."
             )
-        return interval
-
-
-def check_share(name: str, limit: Any) -> None:
-    """Raises unless `limit` is None, a number of batches or a share of them."""
-    if limit is None or isinstance(limit, int) and not isinstance(limit, bool):
-        if limit is not None and limit < 0:
-            raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
-    elif not isinstance(limit, float):
-        raise TypeError(
-            f"`{name}` must be an int (batches) or a float (share of them); got"
-            f" {limit!r} of type {type(limit).__name__}."
-        )
-    elif not 0 <= limit <= 1:
-        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
-
-
-def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
-    """`limit` in batches: a float is a share of the `available` ones."""
-    check_share(name, limit)
-    if not isinstance(limit, float):
-        return limit
-    if limit == 1.0:
-        return None
-    if available is None:
-        raise ValueError(
-            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
-            " not known; pass a number of batches."
-        )
-    return int(available * limit)
+        return int(interval)
 
 
 def _least(*counts: int | None) -> int | None:

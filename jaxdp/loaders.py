@@ -33,7 +33,7 @@ class Source:
         argument: how the user calls it, for messages.
     """
 
-    def __init__(self, loader: Iterable[Any], argument: str):
+    def __init__(self, loader: Any, argument: str):
         self.loader = loader
         self.argument = argument
 
@@ -50,6 +50,18 @@ class Source:
         # An iterator may write every batch into the same memory; a list can't.
         copy = not isinstance(self.loader, Sequence)
         return self._converted(iter(self.loader), epoch, copy)
+
+    def first(self, share: int | float) -> list[Batch]:
+        """The first batches of epoch 0: so many, or as a float such a share."""
+        count = capped("overfit_batches", share, self.num_batches)
+        return list(itertools.islice(self.epoch(0), count))
+
+    def gave_nothing(self) -> str:
+        """What to say when an epoch has no batches."""
+        return (
+            f"`{self.argument}` gave no batches. Is the dataset empty, shorter than one"
+            " batch with drop_last=True, a generator exhausted, or a limit 0?"
+        )
 
     def _converted(self, batches: Iterator[Any], epoch: int, copy: bool) -> Any:
         for batch_idx in itertools.count():
@@ -173,14 +185,14 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
             return TorchSource(loader, argument, seed)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
-                f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which gives"
-                " single examples; wrap it: torch.utils.data.DataLoader(dataset,"
+                f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
+                " gives single examples; wrap it: torch.utils.data.DataLoader(dataset,"
                 " batch_size)."
             )
     if hasattr(loader, "dtype") or isinstance(loader, str | bytes | dict):
         raise TypeError(
-            f"`{argument}` is a {type(loader).__name__}, not an iterable of batches; pass"
-            " a DataLoader, a list or a generator of (x, y) batches."
+            f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
+            " pass a DataLoader, a list or a generator of (x, y) batches."
         )
     if not isinstance(loader, Iterable):
         raise TypeError(
@@ -232,8 +244,8 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         from torch.utils.data import get_worker_info
 
-        info = get_worker_info()
-        vars(info)["dataset"] = info.dataset.dataset
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
@@ -316,8 +328,8 @@ def _safe_start_method(loader: Any) -> Iterator[None]:
     """Starts worker processes by "forkserver" where the default would be "fork".
 
     A fork of a process that runs JAX's threads can deadlock in the child. A loader that
-    names its own `multiprocessing_context` keeps it. The server imports torch once, so
-    that workers start in tenths of a second.
+    names its own `multiprocessing_context` keeps it. The server imports torch and this
+    module once, so that workers start in tenths of a second.
     """
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     ours = (
@@ -336,10 +348,39 @@ def _safe_start_method(loader: Any) -> Iterator[None]:
             ' `if __name__ == "__main__":`.'
         )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.utils.data"])
+    context.set_forkserver_preload([__name__, "torch.utils.data"])
     loader.multiprocessing_context = context
     try:
         yield
     finally:
         if not loader.persistent_workers:
             loader.multiprocessing_context = None
+
+
+def check_share(name: str, limit: Any) -> None:
+    """Raises unless `limit` is None, a number of batches or a share of them."""
+    if limit is None or isinstance(limit, int) and not isinstance(limit, bool):
+        if limit is not None and limit < 0:
+            raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    elif not isinstance(limit, float):
+        raise TypeError(
+            f"`{name}` must be an int (batches) or a float (share of them); got"
+            f" {limit!r} of type {type(limit).__name__}."
+        )
+    elif not 0 <= limit <= 1:
+        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
+
+
+def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
+    """`limit` in batches: a float is a share of the `available` ones."""
+    check_share(name, limit)
+    if limit is None or isinstance(limit, int):
+        return limit
+    if limit == 1.0:  # all of them, however many come
+        return None
+    if available is None:
+        raise ValueError(
+            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
+            " not known; pass a number of batches."
+        )
+    return int(available * limit)

@@ -192,9 +192,7 @@ def per_row(values: Array) -> Array:
     )
 
 
-def broadcasts_silently(
-    criterion: Criterion, prediction: Any, target: Any
-) -> tuple[int, ...] | None:
+def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> Any:
     """The shape that `criterion` blows `(batch, 1)` against `(batch,)` up to, if so.
 
     Two arrays that differ only in axes of size one are nearly always meant to
@@ -202,23 +200,22 @@ def broadcasts_silently(
     such an array really arises inside the criterion is it reported: a criterion
     that squeezes or indexes first is right.
     """
-    shapes = getattr(prediction, "shape", None), getattr(target, "shape", None)
-    if None in shapes or shapes[0] == shapes[1]:
+    left, right = getattr(prediction, "shape", None), getattr(target, "shape", None)
+    if left is None or right is None or left == right:
         return None
-    squeezed = [tuple(size for size in shape if size != 1) for shape in shapes]
-    if squeezed[0] != squeezed[1]:
+    if [n for n in left if n != 1] != [n for n in right if n != 1]:
         return None
     try:
-        grown = jnp.broadcast_shapes(*shapes)
+        grown = jnp.broadcast_shapes(left, right)
     except ValueError:
         return None
-    if grown in shapes:
+    if grown in (left, right):
         return None
     jaxpr = jax.make_jaxpr(criterion)(prediction, target)
     return grown if _makes_shape(jaxpr.jaxpr, grown) else None
 
 
-def _makes_shape(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+def _makes_shape(jaxpr: Any, shape: Any) -> bool:
     for equation in jaxpr.eqns:
         if any(getattr(out.aval, "shape", None) == shape for out in equation.outvars):
             return True
@@ -240,7 +237,7 @@ def _metric_name(metric: str | Criterion) -> str:
     return name
 
 
-def _is_integer(array: Array) -> bool:
+def _is_integer(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.integer)
 
 

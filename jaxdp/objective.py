@@ -75,19 +75,23 @@ class CriterionObjective:
         return Values(values, model_state, prediction.shape[-1] if labelled else None)
 
     def _value(
-        self, name: str, criterion: losses.Criterion, prediction: PyTree, target: PyTree,
+        self,
+        name: str,
+        criterion: losses.Criterion,
+        prediction: PyTree,
+        target: PyTree,
         rows: int,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
         if criterion not in losses.LOSSES.values():
             grown = losses.broadcasts_silently(criterion, prediction, target)
             if grown is not None:
                 raise ValueError(
                     f"{argument}: predictions of shape {prediction.shape} and targets"
-                    f" of shape {target.shape} were broadcast to {grown}, which compares"
-                    " every row with every other. Make the shapes equal, for example"
-                    " with `prediction.squeeze(-1)` in the model or `y[:, None]` in the"
-                    " data."
+                    f" of shape {target.shape} were broadcast to {grown}, which"
+                    " compares every row with every other. Make the shapes equal, for"
+                    " example with `prediction.squeeze(-1)` in the model or"
+                    " `y[:, None]` in the data."
                 )
         value = jnp.asarray(criterion(prediction, target))
         if value.shape and value.shape[0] != rows:
@@ -124,8 +128,8 @@ class LossFnObjective:
         if with_state:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
-                    f"`loss_fn` takes `state`, so it must return (loss, state) or (loss,"
-                    f" metrics, state); got {_describe(result)}."
+                    "`loss_fn` takes `state`, so it must return (loss, state) or"
+                    f" (loss, metrics, state); got {_describe(result)}."
                 )
             *result, model_state = result
             result = result[0] if len(result) == 1 else tuple(result)
@@ -249,8 +253,8 @@ def _value_of(name: str, value: Any, rows: int) -> Array:
 def _floating(argument: str, name: str, value: Array) -> Array:
     if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
-            f"{argument} has dtype {value.dtype} and can't be differentiated; it must be"
-            " floating point."
+            f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
+            " be floating point."
         )
     return value if name == "loss" else value.astype(jnp.float32)
 
@@ -278,12 +282,15 @@ def _binding(
     """
     for name in names:
         if name not in bound:
-            call = jax.vmap(
-                lambda _, call=call: call(), in_axes=None, out_axes=None,
-                axis_size=1, axis_name=name,
-            )  # fmt: skip
-            call = functools.partial(call, None)
+            call = _in_axis_of_one(call, name)
     return call()
+
+
+def _in_axis_of_one(call: Callable[[], Any], name: str) -> Callable[[], Any]:
+    mapped = jax.vmap(
+        lambda _: call(), in_axes=None, out_axes=None, axis_size=1, axis_name=name
+    )
+    return functools.partial(mapped, None)
 
 
 def _describe(value: Any) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, PyTree
 
 from . import objective as objectives
 from .objective import Objective, Rows
@@ -44,12 +44,12 @@ class TrainState(NamedTuple):
     model_state: PyTree
     """The `eqx.nn.State`, or None."""
     opt_state: PyTree
-    key: UInt32[Array, "..."]
-    """Raw data of the seed's PRNG key (a typed key would take jit's slow path)."""
-    step: Int[Array, ""]
-    """Number of completed optimizer steps."""
-    totals: Float[Array, "2 metrics"]
-    """Sums over this epoch: real rows, then each metric; see `_add`."""
+    key: Any
+    """uint32, raw data of the seed's PRNG key. (A typed one takes jit's slow path.)"""
+    step: Any
+    """int32 `()`. Number of completed optimizer steps."""
+    totals: Any
+    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see `_add`."""
 
     @property
     def weights(self) -> "Weights":
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     params: PyTree
     buffers: PyTree
     model_state: PyTree
-    key: UInt32[Array, "..."]
+    key: Any
 
 
 class Facts(NamedTuple):
@@ -109,7 +109,8 @@ class Metrics(Mapping[str, Any]):
 
     @classmethod
     def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
-        return cls(facts, *children)
+        means, inside = children
+        return cls(facts, means, inside)
 
 
 class Group(NamedTuple):
@@ -117,9 +118,9 @@ class Group(NamedTuple):
 
     batch: PyTree
     """Leaves `(micro_batches, rows, ...)`."""
-    counts: Int[Array, "micro_batches blocks"]
-    """Real rows in each equal block of a micro-batch's rows. A block is what one
-    process loaded; its real rows come first, then its padding."""
+    counts: Any
+    """int32 `(micro_batches, blocks)`: real rows in each equal block of a micro-batch's
+    rows. A block is what one process loaded, its real rows first, then its padding."""
 
 
 class Collectives:
@@ -133,7 +134,7 @@ class Collectives:
     axis_name: str | None = None
     num_shards: int = 1
 
-    def row_ids(self, rows: int) -> Int[Array, "rows"]:
+    def row_ids(self, rows: int) -> Int[Array, " rows"]:
         """Places in the global batch of the `rows` rows that this step sees."""
         return jnp.arange(rows)
 
@@ -142,7 +143,7 @@ class Collectives:
         return params
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients of this step's rows to gradients of all rows, held as params are."""
+        """Sums gradients of all devices' rows; held as params are."""
         return gradients
 
     def sum(self, values: PyTree) -> PyTree:
@@ -166,7 +167,7 @@ class AxisCollectives(Collectives):
         self.axis_name = axis_name
         self.num_shards = num_shards
 
-    def row_ids(self, rows: int) -> Int[Array, "rows"]:
+    def row_ids(self, rows: int) -> Int[Array, " rows"]:
         return jax.lax.axis_index(self.axis_name) * rows + jnp.arange(rows)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
@@ -185,7 +186,8 @@ class Steps(NamedTuple):
 
     static: PyTree
     """The leaves of the model that are not arrays."""
-    objective: Objective
+    objective: Objective | None
+    """None until a batch shows which loss fits; prediction needs none."""
     optimizer: optax.GradientTransformationExtraArgs
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
@@ -199,15 +201,18 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
+        objective = self.objective
+        assert objective is not None
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        total = sum(group.counts.sum() for group in groups).astype(jnp.float32)
+        total = jnp.stack([group.counts.sum() for group in groups]).sum()
+        total = total.astype(jnp.float32)
 
         def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = self._model(collectives.gather(params), state.buffers)
                 model = remat_submodules(model, self.remat)
                 rows = _rows(collectives, step_key, micro)
-                found = self.objective(
+                found = objective(
                     model, model_state, micro.batch, rows, _bound(collectives)
                 )
                 _check_depends(found.values["loss"], params)
@@ -266,10 +271,13 @@ class Steps(NamedTuple):
         group: Group,
     ) -> tuple[Float[Array, "2 metrics"], Metrics]:
         """`totals` with the sums of one batch added, in inference mode."""
-        key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED))
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
+        )
         micro = _first(group)
         rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
         model = self._model(collectives.gather(weights.params), weights.buffers)
+        assert self.objective is not None
         found = self.objective(
             eqx.nn.inference_mode(model),
             weights.model_state,
@@ -287,7 +295,9 @@ class Steps(NamedTuple):
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
         """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
-        key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED))
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
+        )
         micro = _first(group)
         rows = _rows(collectives, key, micro)
         model = self._model(collectives.gather(weights.params), weights.buffers)
@@ -304,6 +314,34 @@ class Steps(NamedTuple):
         return eqx.combine(params, buffers, self.static)
 
 
+def first_state(
+    params: PyTree,
+    buffers: PyTree,
+    model_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+) -> TrainState:
+    """The state before any step; not placed yet."""
+
+    def fixed(leaf: Any) -> Array:
+        # A Python number in an optimizer's state would be a weakly typed array; a step
+        # returns it strongly typed, and the second step would not fit the first's
+        # program.
+        array = jnp.asarray(leaf)
+        return jax.lax.convert_element_type(array, array.dtype)
+
+    init = jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))
+    return TrainState(
+        params=params,
+        buffers=buffers,
+        model_state=model_state,
+        opt_state=init(params),
+        key=jax.random.key_data(jax.random.key(seed)),
+        step=np.int32(0),
+        totals=new_totals(),
+    )
+
+
 def new_totals() -> np.ndarray:
     """The zero that `TrainState.totals` starts an epoch from."""
     return np.zeros((2, MAX_METRICS + 1), np.float32)
@@ -312,6 +350,8 @@ def new_totals() -> np.ndarray:
 def means_of(totals: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
     sums = totals[0].astype(np.float64) - totals[1].astype(np.float64)
+    if sums[0] == 0:  # every step of the epoch was skipped
+        return dict.fromkeys(names, float("nan"))
     return {name: float(sums[1 + i] / sums[0]) for i, name in enumerate(names)}
 
 
@@ -319,7 +359,7 @@ class _Micro(NamedTuple):
     """One micro-batch inside the step, and how many real rows came before it."""
 
     batch: PyTree
-    counts: Int[Array, "blocks"]
+    counts: Int[Array, " blocks"]
     rows_before: Int[Array, ""]
 
 
@@ -335,7 +375,7 @@ class _Summed:
 
     @classmethod
     def tree_unflatten(cls, facts: Facts, children: Any) -> "_Summed":
-        return cls(*children, facts)
+        return cls(children[0], facts)
 
 
 def _over_micro_batches(
@@ -394,7 +434,9 @@ def _rows(collectives: Collectives, key: Any, micro: _Micro) -> Rows:
 
 def _batch_key(collectives: Collectives, key: Any, micro: _Micro) -> Any:
     """One key for a micro-batch, and another on every device that sees a share."""
-    key = jax.random.fold_in(key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32))
+    key = jax.random.fold_in(
+        key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
+    )
     if collectives.num_shards > 1:
         key = jax.random.fold_in(key, collectives.row_ids(1)[0])
     return key
@@ -413,7 +455,8 @@ def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
     names = tuple(found.values)
     if len(names) > MAX_METRICS:
         raise ValueError(
-            f"`loss_fn` returned {len(names)} values; at most {MAX_METRICS} can be kept."
+            f"`loss_fn` returned {len(names)} values; at most {MAX_METRICS} can be"
+            " kept."
         )
     scalars = any(value.ndim == 0 for value in found.values.values())
     return Facts(names, scalars or stateful, found.num_classes)

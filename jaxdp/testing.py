@@ -1,1 +1,166 @@
+"""What a strategy must do, as a check that anyone can run on one of their own."""
 
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from .callbacks.base import Callback
+from .strategies import DataParallel, SingleDevice
+from .trainer import Trainer
+
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss from that of one device, in float32."""
+
+
+def fake_devices(count: int) -> None:
+    """Makes the CPU look like `count` devices. Call it before any use of JAX.
+
+    Raises:
+        RuntimeError: if JAX has started its devices already.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def check_strategy(
+    strategy: DataParallel,
+    model: PyTree | None = None,
+    batches: Sequence[tuple[Any, Any]] | None = None,
+) -> None:
+    """Checks that `strategy` keeps the promises that every strategy makes.
+
+    50 steps with dropout, ragged batches and accumulation give the losses of one
+    device; validation and prediction count every row once; the user's model stays
+    whole; the step is traced once; checkpoints interchange with `SingleDevice`.
+
+    Args:
+        strategy: an instance.
+        model: what to train; by default a small MLP with dropout, 4 -> 32 -> 3.
+        batches: `(x, y)` batches for it, integer labels; one should be ragged. Ten
+            epochs are trained.
+
+    Raises:
+        AssertionError: naming the promise that is broken, with the numbers.
+    """
+    model = _Dropped(jax.random.key(0)) if model is None else model
+    batches = _toy_batches() if batches is None else batches
+    expected = _train(SingleDevice(), model, batches)
+    found = _train(strategy, model, batches)
+
+    for leaf in jax.tree.leaves(model):
+        assert not (isinstance(leaf, jax.Array) and leaf.is_deleted()), (
+            "your model is yours: `place` handed out the user's own buffer, and a step"
+            " overwrote it. Copy in `place`, for example with jnp.copy inside jax.jit."
+        )
+    _same("the loss of step", found.losses, expected.losses)
+    assert found.traces == expected.traces, (
+        f"one compile: the step was traced {found.traces} times, and"
+        f" {expected.traces} on one device"
+    )
+    _same(
+        "the loss of accumulated step",
+        _train(strategy, model, batches, accumulate=2).losses,
+        _train(SingleDevice(), model, batches, accumulate=2).losses,
+    )
+    metrics = [run.trainer.validate(batches) for run in (found, expected)]
+    for name in metrics[1]:
+        _same(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
+    predictions = [run.trainer.predict(batches) for run in (found, expected)]
+    assert predictions[0].shape == predictions[1].shape, (
+        f"every row once: `predict` gave {predictions[0].shape} for"
+        f" {predictions[1].shape[0]} rows"
+    )
+    np.testing.assert_allclose(*predictions, rtol=1e-3, atol=1e-4)
+    _check_checkpoints(strategy, model, batches, found.trainer)
+
+
+class _Run(Callback):
+    """A short training, its losses, and how often its step was traced."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.traces = 0
+        self.trainer: Any = None
+
+    def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
+        self.losses.append(float(metrics["loss"]))
+
+
+def _train(
+    strategy: DataParallel, model: PyTree, batches: Any, accumulate: int = 1
+) -> _Run:
+    run = _Run()
+
+    def loss(prediction: Any, target: Any) -> Any:
+        run.traces += 1
+        return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+
+    run.trainer = Trainer(
+        model,
+        optax.adam(1e-2),
+        loss=loss,
+        metrics=["accuracy"],
+        strategy=strategy,
+        callbacks=[run],
+        accumulate_grad_batches=accumulate,
+        enable_progress_bar=False,
+    )
+    run.trainer.fit(batches, max_epochs=10 if accumulate == 1 else 2)
+    return run
+
+
+def _same(what: str, found: Sequence[float], expected: Sequence[float]) -> None:
+    assert len(found) == len(expected), f"{what}: {len(found)} values, {len(expected)}"
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert abs(ours - theirs) <= TOLERANCE * abs(theirs), (
+            f"same numbers anywhere: {what} number {step} is {ours!r}, and on one"
+            f" device {theirs!r}; {TOLERANCE} relative is allowed"
+        )
+
+
+def _check_checkpoints(
+    strategy: DataParallel, model: PyTree, batches: Any, trainer: Trainer
+) -> None:
+    trained = eqx.filter(trainer.model, eqx.is_array)
+    with tempfile.TemporaryDirectory() as folder:
+        path = trainer.save(f"{folder}/saved")
+        for other in (SingleDevice(), strategy):
+            fresh = Trainer(
+                model,
+                optax.adam(1e-2),
+                loss="cross_entropy",
+                strategy=other,
+                callbacks=[_Run()],
+                enable_progress_bar=False,
+            )
+            fresh.load(path)
+            restored = eqx.filter(fresh.model, eqx.is_array)
+            assert eqx.tree_equal(trained, restored), (
+                f"checkpoints interchange: saved under {strategy}, the model is another"
+                f" one when loaded under {other}"
+            )
+
+
+class _Dropped(eqx.Module):
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key: Any):
+        self.mlp = eqx.nn.MLP(4, 3, 32, 1, key=key)
+        self.dropout = eqx.nn.Dropout(0.3)
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        return self.mlp(self.dropout(x, key=key))
+
+
+def _toy_batches() -> list[tuple[Any, Any]]:
+    generator = np.random.default_rng(0)
+    sizes = (16, 16, 16, 16, 5)
+    x = [generator.normal(size=(size, 4)).astype(np.float32) for size in sizes]
+    return [(part, (part.sum(axis=1) > 0).astype(np.int32) + 1) for part in x]

@@ -8,7 +8,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -21,11 +20,19 @@ from .data import windows
 from .engine import IN_FLIGHT, Engine
 from .history import History
 from .interrupts import Interrupts
-from .limits import Limits, capped
+from .limits import Limits
 from .loaders import Source, open_loader
-from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
+from .objective import CriterionObjective, split_pair
 from .remat import Remat
-from .step import Batch, Metrics, Steps, TrainState, means_of, new_totals
+from .step import (
+    Batch,
+    Metrics,
+    Steps,
+    TrainState,
+    first_state,
+    means_of,
+    new_totals,
+)
 from .strategies import DataParallel, Sharded
 
 
@@ -129,7 +136,8 @@ class Trainer:
         if enable_progress_bar and not any(
             isinstance(callback, ProgressBar) for callback in self.callbacks
         ):
-            self.callbacks.append(ProgressBar())
+            # First, so that it has cleared its line before the others print.
+            self.callbacks.insert(0, ProgressBar())
 
         self.global_step = 0
         self.current_epoch = 0
@@ -152,14 +160,14 @@ class Trainer:
         self._model_state = state
         self._parts = checks.split_model(model, filter_spec)
         self._metrics = losses.find_metrics(metrics)
-        self._objective = _objective_of(loss, loss_fn, metrics, state)
+        self._objective = checks.choose_objective(loss, loss_fn, metrics, state)
         self._remat = remat
         self._hooks = Hooks(self.callbacks)
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._gathered: tuple[Any, tuple[PyTree, Any]] | None = None
         self._batches_done = 0
-        self._validated_at = -1
+        self._epochs_done = 0
         self._val_metrics: dict[str, float] = {}
 
     def fit(
@@ -219,7 +227,7 @@ class Trainer:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
-            train = _repeated(train, overfit_batches)
+            train = Source(train.first(overfit_batches), train.argument)
         limits = Limits(
             train,
             val,
@@ -249,7 +257,7 @@ class Trainer:
         )
         with self._ending_well(hooks):
             hooks.setup(self)
-            batches = self._begin(self._windows(train, limits))
+            batches = self._begin(train, limits)
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
             while not self._is_done(limits):
@@ -266,7 +274,7 @@ class Trainer:
                         stacklevel=2,
                     )
                     break
-                if val is not None and limits.validates_after(self.current_epoch):
+                if val is not None and limits.epoch_is_due(self.current_epoch):
                     self._validate(val, limits, hooks)
                 self._end_epoch(hooks)
                 batches = self._windows(train, limits)
@@ -291,9 +299,9 @@ class Trainer:
         source = open_loader(train_loader, "train_loader", self.seed)
         with self._interrupts:
             self._hooks.setup(self)
-            batches = self._begin(self._windows(source))
+            batches = self._begin(source)
             yield from self._steps(batches, self._hooks)
-            self.current_epoch += 1
+            self.current_epoch = self._epochs_done = self.current_epoch + 1
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
@@ -337,7 +345,7 @@ class Trainer:
         for prediction, rows in waiting:
             fetch(prediction, rows)
         if not done:
-            raise ValueError(_no_batches(source))
+            raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
 
     @property
@@ -363,7 +371,7 @@ class Trainer:
         """
         meta = {
             "global_step": self.global_step,
-            "current_epoch": self.current_epoch,
+            "current_epoch": self._epochs_done,
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -371,7 +379,9 @@ class Trainer:
                 for index, callback in enumerate(self.callbacks)
             },
         }
-        return checkpoint.save(path, self.state, meta)
+        path = checkpoint.save(path, self.state, meta)
+        self._hooks.on_save_checkpoint(self, path)
+        return path
 
     def load(self, path: str) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
@@ -382,7 +392,7 @@ class Trainer:
         state, meta = checkpoint.restore(path, self.state)
         self._ready().state = self.strategy.place(state)
         self.global_step = meta["global_step"]
-        self.current_epoch = meta["current_epoch"]
+        self.current_epoch = self._epochs_done = meta["current_epoch"]
         self.history.load_state_dict(meta["history"])
         for index, callback in enumerate(self.callbacks):
             saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
@@ -433,14 +443,14 @@ class Trainer:
             batches = itertools.islice(batches, limits.train_batches)
         return windows(batches, self.accumulate_grad_batches)
 
-    def _begin(self, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    def _begin(
+        self, source: Source, limits: Limits | None = None
+    ) -> Iterator[list[Batch]]:
         """Reads the first batch and compiles for it; returns all batches."""
+        batches = self._windows(source, limits)
         first = next(batches, None)
         if first is None:
-            raise ValueError(
-                "`train_loader` gave no batches. Is the dataset empty, or shorter than"
-                " one batch with drop_last=True, or a limit 0?"
-            )
+            raise ValueError(source.gave_nothing())
         engine = self._ready(first[0])
         engine.set_options(self.donate, self.skip_nonfinite)
         engine.prepare("train", first)
@@ -451,6 +461,7 @@ class Trainer:
         engine = self._ready()
         engine.start_epoch()
         self.examples_seen = self._batches_done = 0
+        self._val_metrics = {}
         for batch_idx, window in enumerate(batches):
             batch = window[0] if self.accumulate_grad_batches == 1 else window
             hooks.on_train_batch_start(self, batch, batch_idx)
@@ -463,11 +474,8 @@ class Trainer:
             yield metrics
 
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
-        """A validation within a fit, once per step at most."""
-        if self._validated_at != self.global_step:
-            cap = limits.val_batches
-            self._val_metrics = self._evaluate(source, "val", cap, hooks)
-            self._validated_at = self.global_step
+        """A validation within a fit; the epoch's metrics have the last one's."""
+        self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -482,19 +490,18 @@ class Trainer:
                 hooks.on_validation_batch_end(self, batch_idx)
                 self._interrupts.check()
         if batch_idx < 0:
-            raise ValueError(_no_batches(source))
+            raise ValueError(source.gave_nothing())
         means = means_of(np.asarray(totals), engine.facts["evaluate"].names)
         metrics = {f"{prefix}_{name}": value for name, value in means.items()}
         hooks.on_validation_end(self, metrics)
         return metrics
 
     def _end_epoch(self, hooks: Hooks) -> None:
-        metrics = self._ready().epoch_means()
-        if self._validated_at == self.global_step:
-            metrics |= self._val_metrics
+        metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
+        self._epochs_done = self.current_epoch + 1
         hooks.on_train_epoch_end(self, metrics)
-        self.current_epoch += 1
+        self.current_epoch = self._epochs_done
 
     def _is_done(self, limits: Limits) -> bool:
         return self.should_stop or limits.done(self.global_step, self.current_epoch)
@@ -514,15 +521,8 @@ class Trainer:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
             params, buffers, static = self._parts
-            key = jax.random.key_data(jax.random.key(self.seed))
-            state = TrainState(
-                params=params,
-                buffers=buffers,
-                model_state=self._model_state,
-                opt_state=_initial(self.optimizer, params),
-                key=key,
-                step=np.int32(0),
-                totals=new_totals(),
+            state = first_state(
+                params, buffers, self._model_state, self.optimizer, self.seed
             )
             self._engine = Engine(
                 Steps(
@@ -556,71 +556,3 @@ class Trainer:
             model = eqx.combine(params, buffers, self._parts[2])
             self._gathered = version, (model, model_state)
         return self._gathered[1]
-
-
-def _objective_of(
-    loss: Any, loss_fn: Any, metrics: Any, state: Any
-) -> Objective | None:
-    """The objective that the arguments name; None is decided by the first batch."""
-    criteria = losses.find_metrics(metrics)
-    if loss_fn is None:
-        return (
-            None
-            if loss is None
-            else CriterionObjective(losses.find_loss(loss), criteria)
-        )
-    if loss is not None:
-        raise ValueError(
-            "`loss` and `loss_fn` were both given; `loss` is a criterion (prediction,"
-            " target), `loss_fn` computes everything from (model, *batch). Pass one."
-        )
-    if criteria:
-        raise ValueError(
-            f"`metrics`={list(criteria)} can't be computed with `loss_fn`, which keeps"
-            " its predictions to itself; return them from it: (loss, {name: value})."
-        )
-    if not callable(loss_fn):
-        raise TypeError(
-            f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
-            + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
-        )
-    objective = LossFnObjective(loss_fn)
-    if objective.takes_state and state is None:
-        raise ValueError(
-            "`loss_fn` takes `state`, but Trainer(state=...) was not given; pass the"
-            " State that eqx.nn.make_with_state returned."
-        )
-    if state is not None and not objective.takes_state:
-        raise ValueError(
-            "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
-            " and return the new state last: (loss, state)."
-        )
-    return objective
-
-
-def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """The optimizer's first state: arrays of fixed dtype, none of them a parameter's.
-
-    Python numbers in a state would become weakly typed arrays, which a step returns
-    strongly typed, and the second step would not fit the first's program.
-    """
-
-    def fixed(leaf: Any) -> Any:
-        array = jnp.asarray(leaf)
-        return jax.lax.convert_element_type(array, array.dtype)
-
-    return jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))(params)
-
-
-def _repeated(source: Source, overfit_batches: int | float) -> Source:
-    """The first batches of a source, kept, as the loader of every epoch."""
-    count = capped("overfit_batches", overfit_batches, source.num_batches)
-    batches = list(itertools.islice(source.epoch(0), count))
-    return Source(batches, source.argument)
-
-
-def _no_batches(source: Source) -> str:
-    return (
-        f"`{source.argument}` gave no batches. Is the dataset empty, the generator"
-        " exhausted, or shorter than one batch with drop_last=True?"
-    )

@@ -146,10 +146,11 @@ def test_curves_over_several_decades_get_a_log_axis():
 
 def test_smoothing_keeps_constants_and_slopes_and_calms_noise():
     assert _smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    assert len(_smoothed([1.0])) == 1
     slope = [0.5 * x for x in range(400)]
-    assert _smoothed(slope) == pytest.approx(slope)
+    assert _smoothed(slope)[20:-20] == pytest.approx(slope[20:-20])
     noise = [(-1.0) ** x for x in range(400)]
-    assert max(abs(_smoothed(noise)[20:-20])) < 0.06
+    assert max(abs(_smoothed(noise))) < 0.05
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch):

@@ -84,7 +84,9 @@ def test_dropout_makes_a_difference_and_the_seed_decides_it():
 def test_metrics_and_predictions_count_every_row_once(strategy):
     data = batches(16, 16, 3)
     model = Mlp(jax.random.key(0))
-    trainer = quiet(model, loss="cross_entropy", metrics=["accuracy"], strategy=strategy())
+    trainer = quiet(
+        model, loss="cross_entropy", metrics=["accuracy"], strategy=strategy()
+    )
     found = trainer.validate(data)
     x, y = (np.concatenate(part) for part in zip(*data, strict=True))
     logits = jax.vmap(eqx.nn.inference_mode(model))(x)
@@ -215,9 +217,13 @@ def test_accumulation_keeps_rows_that_interact_at_their_true_size():
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, lambda: Sharded(1), Pmap])
-@pytest.mark.parametrize("own", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[2])])
+@pytest.mark.parametrize(
+    "own", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[2])]
+)
 def test_the_users_model_is_never_deleted_or_changed(strategy, own):
-    model = jax.tree.map(lambda x: own(x) if eqx.is_array(x) else x, Mlp(jax.random.key(0)))
+    model = jax.tree.map(
+        lambda x: own(x) if eqx.is_array(x) else x, Mlp(jax.random.key(0))
+    )
     before = jax.tree.map(lambda x: np.array(x) if eqx.is_array(x) else x, model)
     run(strategy(), model, epochs=1)
     assert eqx.tree_equal(

@@ -115,7 +115,7 @@ class Hooks:
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
         return tuple(
-            callback.inside_step
+            getattr(callback, "inside_step")  # noqa: B009
             for callback in self.callbacks
             if hasattr(callback, "inside_step")
         )

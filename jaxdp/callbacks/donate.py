@@ -8,6 +8,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from ..tree import leaf_path
 from .base import Callback
 
 _CHOICES: Final = ("state", "all", "none")
@@ -71,19 +72,26 @@ class DonateBuffers(Callback):
 
 def _report(compiled: Any, state: Any, *, donated: bool) -> dict[str, Any]:
     """Compares the bytes of `state` on a device with what the program aliases."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    size = sum(_bytes_per_device(leaf) for _, leaf in leaves) if donated else 0
-    aliased = int(compiled.memory_analysis().alias_size_in_bytes)
-    missing = []
-    if aliased < size:
-        # Printing a large program takes a while, so only when something is amiss.
-        numbers = _aliased_arguments(compiled)
+    sizes = {
+        leaf_path(path): _bytes_per_device(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if donated
+    }
+    total, missing = sum(sizes.values()), []
+    if total != compiled.memory_analysis().alias_size_in_bytes:
+        # Printing a large program takes a while, so only when something is amiss, or
+        # when a batch is donated too and a result has its shape after all.
+        overwritten = _aliased_arguments(compiled)
         missing = [
-            jax.tree_util.keystr(path).removeprefix(".")
-            for index, (path, leaf) in enumerate(leaves)
-            if index not in numbers and leaf.size
+            path
+            for index, (path, size) in enumerate(sizes.items())
+            if size and index not in overwritten
         ]
-    return {"donated_bytes": size, "aliased_bytes": aliased, "not_aliased": missing}
+    return {
+        "donated_bytes": total,
+        "aliased_bytes": total - sum(sizes[path] for path in missing),
+        "not_aliased": missing,
+    }
 
 
 def _bytes_per_device(leaf: jax.Array) -> int:

@@ -142,7 +142,9 @@ class LivePlot(Callback):
         panels = {"loss": Panel([], [], self._steps), **self._panels}
         if "loss" in self._panels:
             panels["loss"] = self._panels["loss"]._replace(steps=self._steps)
-        figure = draw(panels, "optimizer step", limits=(0, trainer.global_step))
+        figure = draw(
+            panels, "optimizer step", limits=(0.0, float(trainer.global_step))
+        )
         save_figure(figure, self._file(trainer))
         self._show(figure)
         self._drawn = time.monotonic()

@@ -17,6 +17,8 @@ from .monitor import LateReads, announce
 _VALIDATION: Final = "val_"
 _EPOCH: Final = "epoch_"
 
+Number = int | float
+
 
 class Logger(Callback):
     """What all loggers share: when to log what. A subclass says how, in `log`.
@@ -41,7 +43,7 @@ class Logger(Callback):
         self._active = False
         self._validation: tuple[int, dict[str, float]] | None = None
 
-    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
         raise NotImplementedError
 
@@ -168,7 +170,7 @@ class CSVLogger(Logger):
         ]
         self._widen([*trainer.metric_names, *epoch_names])
 
-    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._widen(values)
         row = {"epoch": epoch, "step": step, **values}
         if self._file is None:
@@ -259,7 +261,7 @@ class TensorBoardLogger(Logger):
         writer_type, self._event, self._summary = _tensorboard()
         self._writer = writer_type(str(folder))
 
-    def log(self, epoch: int, step: int, values: dict[str, float]) -> None:
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         tagged = [
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in {"epoch": epoch, **values}.items()
@@ -274,7 +276,7 @@ class TensorBoardLogger(Logger):
         self._writer = None
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:
     """The single numbers in a step's metrics. Waits for that step."""
     values = {name: np.asarray(metrics[name]) for name in metrics}
     return {name: _number(value) for name, value in values.items() if value.ndim == 0}
@@ -304,7 +306,7 @@ def _kind(column: str) -> int:
     return 3 if column.startswith(_VALIDATION) else 1
 
 
-def _number(value: np.ndarray) -> float:
+def _number(value: np.ndarray) -> Number:
     if value.dtype.kind in "iub":
         return int(value)
     # Through text, so that a float32 0.1 is 0.1 and not 0.10000000149011612.
@@ -313,7 +315,7 @@ def _number(value: np.ndarray) -> float:
 
 def _step_of(row: list[str]) -> float:
     try:
-        return int(row[1])
+        return float(row[1])
     except (IndexError, ValueError):
         return float("inf")
 

@@ -19,8 +19,7 @@ class ModelCheckpoint(Callback):
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
-        monitor: name of an epoch metric, such as "val_loss". A "val_..." value is judged
-            after each validation, others at the end of each epoch.
+        monitor: name of an epoch metric, such as "val_loss".
         mode: whether "min" or "max" of it is best.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its value.
@@ -47,7 +46,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
     ):
-        check_mode(mode)
+        check_mode("ModelCheckpoint", mode)
         if save_top_k < -1:
             raise ValueError(
                 f"`save_top_k` must be -1 (all), 0 (none) or a number to keep; got"
@@ -159,7 +158,6 @@ class ModelCheckpoint(Callback):
         for old in removed:
             shutil.rmtree(old, ignore_errors=True)
         self._saved_at = time.monotonic()
-        trainer.notify_saved(path)
 
     @property
     def _mode(self) -> str:

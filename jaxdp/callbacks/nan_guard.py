@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..tree import leaf_path
 from .base import Callback
 from .monitor import LateReads
 
@@ -62,9 +63,7 @@ class NanGuard(Callback):
         self, grads: PyTree, updates: PyTree, state: Any
     ) -> dict[str, Array]:
         paths = jax.tree_util.tree_leaves_with_path(grads)
-        self._leaves = tuple(
-            jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths
-        )
+        self._leaves = tuple(leaf_path(path) for path, _ in paths)
         return {_FLAGS: jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in paths])}
 
     def on_fit_start(self, trainer: Any) -> None:

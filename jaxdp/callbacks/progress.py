@@ -6,13 +6,22 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from typing import IO, Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from .base import Callback
 from .monitor import LAG, in_notebook
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
+
+
+@runtime_checkable
+class Output(Protocol):
+    """What can be printed to: an open text file, or something like it."""
+
+    def write(self, text: str, /) -> Any: ...
+
+    def flush(self) -> Any: ...
 
 
 class ProgressBar(Callback):
@@ -27,14 +36,14 @@ class ProgressBar(Callback):
     Args:
         refresh_per_second: how often the bar is drawn at most.
         every_n_seconds: time between two lines where the output is no terminal.
-        file: where to; None means `sys.stderr` at the time of the fit.
+        file: where to; None means `sys.stderr`, and `sys.stdout` in a notebook.
     """
 
     def __init__(
         self,
         refresh_per_second: float = 10.0,
         every_n_seconds: float = 30.0,
-        file: IO[str] | None = None,
+        file: Output | None = None,
     ):
         for name, value in {
             "refresh_per_second": refresh_per_second,
@@ -45,7 +54,7 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: IO[str] | None = None
+        self._out: Output | None = None
         self._bar_type: Any = None
         self._interval = every_n_seconds
         self._train = _Pass()
@@ -142,9 +151,13 @@ class ProgressBar(Callback):
         else:
             run.draw(", ".join(facts))
 
-    def _find_output(self, trainer: Any) -> IO[str] | None:
-        out = sys.stderr if self.file is None else self.file
-        return out if trainer.is_global_zero else None
+    def _find_output(self, trainer: Any) -> Output | None:
+        if not trainer.is_global_zero:
+            return None
+        if self.file is not None:
+            return self.file
+        # Notebooks show stderr on red ground, as if something had failed.
+        return sys.stdout if in_notebook() else sys.stderr
 
     def _open(self, run: "_Pass") -> None:
         if self._bar_type is None:
@@ -253,7 +266,7 @@ def _total(trainer: Any) -> int | None:
     return min(totals, default=None)
 
 
-def _find_bar_type(out: IO[str] | None) -> Any:
+def _find_bar_type(out: Output | None) -> Any:
     """The kind of bar that suits the output, or None for plain lines."""
     if out is None:
         return None

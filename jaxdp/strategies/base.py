@@ -15,6 +15,9 @@ from ..step import Group, TrainState
 DATA: Final = "data"
 """Name of the mesh axis that a batch's rows are split over."""
 
+Devices = int | Sequence[Any] | None
+"""Which devices: the first so many, the `jax.Device`s listed, or all."""
+
 Role = Literal["state", "groups", "rows", "whole"]
 """What an argument or a result of a step is.
 
@@ -89,7 +92,7 @@ class DataParallel(abc.ABC):
         return jax.tree.map(_gather_leaf, tree)
 
 
-def find_devices(devices: int | Sequence[jax.Device] | None) -> list[jax.Device]:
+def find_devices(devices: Devices) -> list[Any]:
     """The devices meant: all, the first `devices`, or the ones listed."""
     available = jax.devices()
     if devices is None:
@@ -113,7 +116,7 @@ def find_devices(devices: int | Sequence[jax.Device] | None) -> list[jax.Device]
     return devices
 
 
-def data_mesh(devices: int | Sequence[jax.Device] | None) -> Mesh:
+def data_mesh(devices: Devices) -> Mesh:
     """A mesh of one axis, `"data"`, over the devices.
 
     Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,

@@ -1,14 +1,14 @@
 """Data parallelism by the per-device view: each device runs the step on its share."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..step import AxisCollectives, Collectives, Group, TrainState
-from .base import DATA, DataParallel, Role, data_mesh, each, place_copy
+from .base import DATA, DataParallel, Devices, Role, data_mesh, each, place_copy
 
 
 class Pmap(DataParallel):
@@ -27,7 +27,7 @@ class Pmap(DataParallel):
         devices: how many, or which; all by default.
     """
 
-    def __init__(self, devices: int | Sequence[jax.Device] | None = None):
+    def __init__(self, devices: Devices = None):
         self.mesh = data_mesh(devices)
         self.num_shards = self.mesh.size
 

@@ -1,7 +1,7 @@
 """Data parallelism by sharding: `jax.jit` sees global arrays, XLA communicates."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +10,16 @@ from jaxtyping import Array, PyTree
 
 from ..step import Collectives, Group, TrainState
 from ..tree import leaf_path
-from .base import DATA, DataParallel, Role, data_mesh, each, place_copy, state_shardings
+from .base import (
+    DATA,
+    DataParallel,
+    Devices,
+    Role,
+    data_mesh,
+    each,
+    place_copy,
+    state_shardings,
+)
 
 
 class Sharded(DataParallel):
@@ -29,7 +38,7 @@ class Sharded(DataParallel):
 
     def __init__(
         self,
-        devices: int | Sequence[jax.Device] | None = None,
+        devices: Devices = None,
         mesh: Mesh | None = None,
     ):
         if mesh is None:
@@ -81,7 +90,7 @@ class Sharded(DataParallel):
         def inherited(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
             keys = tuple(map(str, path))
             for start in range(len(keys)):
-                shape, spec = specs.get(keys[start:], (None, None))
+                shape, spec = specs.get(keys[start:], (None, PartitionSpec()))
                 if shape == leaf.shape:
                     return NamedSharding(self.mesh, spec)
             return self._whole

@@ -20,7 +20,7 @@ class SingleDevice(DataParallel):
 
     num_shards = 1
 
-    def __init__(self, device: jax.Device | None = None):
+    def __init__(self, device: Any = None):
         self.device = find_devices(1 if device is None else [device])[0]
 
     def place(self, state: TrainState) -> TrainState:

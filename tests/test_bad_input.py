@@ -1,0 +1,287 @@
+"""Mistakes a user makes: each an error that says what to change, before training."""
+
+import os
+import signal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches
+
+from jaxdp import Callback, Sharded, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+
+
+def mlp():
+    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+
+
+def make(model=None, *args, **kwargs):
+    kwargs.setdefault("enable_progress_bar", False)
+    return Trainer(mlp() if model is None else model, *args, **kwargs)
+
+
+class Unknown:
+    pass
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"model": eqx.nn.MLP}, TypeError, "`model` is the class MLP, not an instance"),
+        ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
+        ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 a"),
+        ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
+        ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
+        ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
+        ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of"),
+        ({"loss": "l3"}, ValueError, "no loss named 'l3'; known names are binary_cross"),
+        ({"loss": 3}, TypeError, "`loss`: got 3 of type int"),
+        ({"metrics": ["acc"]}, ValueError, "no metric named 'acc'; known names are acc"),
+        ({"metrics": {"loss": "mse"}}, ValueError, "the name 'loss' is taken"),
+        ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
+        ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
+        ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from it"),
+        ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
+        ({"loss_fn": lambda model, state: 0}, ValueError, r"`loss_fn` takes `state`, but"),
+        ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an instan"),
+        ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
+        ({"precision": "bf16-mixed"}, NotImplementedError, "`precision`='bf16-mixed' is"),
+        ({"steps_per_execution": 4}, NotImplementedError, "`steps_per_execution`=4 is"),
+        ({"reproducible": "bitwise"}, NotImplementedError, "`reproducible`='bitwise'"),
+        ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
+        ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
+        ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be a norm"),
+        ({"seed": -1}, ValueError, "`seed` must be 0 or more; got -1"),
+        ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
+        ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be a callable"),
+        ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
+    ],
+)  # fmt: skip
+def test_constructor_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def test_torch_and_flax_things_are_named():
+    torch = pytest.importorskip("torch")
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"`model` is a torch module \(Linear\)"):
+        make(linear)
+    with pytest.raises(TypeError, match="`optimizer` is torch's SGD"):
+        make(None, torch.optim.SGD(linear.parameters(), 0.1))
+    Flax = type("Module", (), {"__module__": "flax.linen.module"})
+    with pytest.raises(TypeError, match="`model` is a flax module"):
+        make(Flax())
+
+
+def test_one_array_in_two_places_is_refused():
+    model = mlp()
+    model = eqx.tree_at(lambda m: m.layers[1].bias, model, jnp.ones(8))
+    model = eqx.tree_at(lambda m: m.layers[0].bias, model, model.layers[1].bias)
+    with pytest.raises(ValueError, match=r"layers\[0\].bias and as layers\[1\].bias"):
+        make(model)
+
+
+def test_a_stateful_model_needs_its_state():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    with pytest.raises(ValueError, match="`state` is None; make both together"):
+        make(model)
+    with pytest.raises(TypeError, match="`state` must be the eqx.nn.State"):
+        make(model, state={})
+    with pytest.raises(ValueError, match="`loss_fn` has no parameter named `state`"):
+        make(model, state=state, loss_fn=lambda model, x, y: 0)
+
+
+def x_y(x, y):
+    return [(np.asarray(x), np.asarray(y))]
+
+
+X = np.ones((8, 4), np.float32)
+Y = np.zeros(8, np.int32)
+
+
+@pytest.mark.parametrize(
+    "settings, loader, error, message",
+    [
+        ({}, [], ValueError, "`train_loader` gave no batches. Is the dataset empty"),
+        ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
+        ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
+        ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
+        ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
+        ({}, [X], TypeError, r"`loss` and `metrics` need batches \(x, y\); got an array"),
+        ({}, [{"x": X, "y": Y}], TypeError, "got a dict with keys"),
+        ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
+        ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of shape"),
+        ({"loss": "cross_entropy"}, x_y(X, Y[:, None]), ValueError, "one axis more"),
+        ({"loss": lambda p, t: p[:2]}, x_y(X, Y), ValueError, r"\(8,\), or a scalar"),
+        ({"loss": lambda p, t: p.argmax(1)}, x_y(X, Y), TypeError, "int32 and can't be"),
+        ({"loss": lambda p, t: (p.argmax(1) == t).astype(float)}, x_y(X, Y), ValueError,
+         "does not depend on any trained parameter"),
+        ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on any"),
+        ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
+        ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str, not an arr"),
+        ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), 3)}, [X], TypeError, "a dict"),
+        ({"loss_fn": lambda m, x, y: 0}, [X], TypeError, r"has 1 element\(s\)"),
+        ({"loss_fn": eqx.filter_value_and_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
+         TypeError, "must be passed unwrapped"),
+        ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), {"loss": 1.0})}, [X],
+         ValueError, "a metric named 'loss'"),
+    ],
+)  # fmt: skip
+def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
+    trainer = make(**settings)
+    with pytest.raises(error, match=message):
+        trainer.fit(loader)
+    trainer.model(jnp.ones(4))
+
+
+@pytest.mark.parametrize("criterion", [
+    lambda p, t: (p - t) ** 2,
+    lambda p, t: ((p - t) ** 2).mean(),
+])  # fmt: skip
+def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion):
+    model = eqx.nn.Linear(4, 1, key=jax.random.key(0))
+    target = X[:, 0]
+    with jax.numpy_rank_promotion("allow"):
+        message = (
+            r"shape \(8, 1\) and targets of shape \(8,\) were broadcast to \(8, 8\)"
+        )
+        with pytest.raises(ValueError, match=message):
+            make(model, loss=criterion).fit([(X, target)])
+        with pytest.raises(ValueError, match="'mse' got predictions of shape"):
+            make(model).fit([(X, target)])
+        # A criterion that makes the shapes equal itself is right.
+        make(model, loss=lambda p, t: (p[:, 0] - t) ** 2).fit([(X, target)])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"ckpt_path": "last"}, "`ckpt_path`='last' is not available"),
+        ({"max_epochs": -2}, "`max_epochs` must be 0 or more"),
+        ({"max_steps": 1.5}, "`max_steps` must be an int"),
+        ({"limit_train_batches": 1.5}, "as a share must be from 0.0 to 1.0"),
+        ({"limit_train_batches": -1}, "must be 0 or more batches"),
+        ({"val_check_interval": 9}, "more than the 2 batches"),
+        ({"check_val_every_n_epoch": 0}, "must be 1 or more"),
+        ({"limit_train_batches": 0}, "gave no batches"),
+    ],
+)
+def test_fit_refuses_arguments(settings, message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        make().fit(batches(8, 8), batches(8), **settings)
+
+
+def test_shares_need_a_length():
+    with pytest.raises(ValueError, match="length of the loader is not known"):
+        make().fit((batch for batch in batches(8)), limit_train_batches=0.5)
+
+
+def test_a_batch_that_changes_mid_run_is_named_and_the_model_kept():
+    trainer = make()
+    data = [(X, Y), (X[:, :2], Y)]
+    message = r"batch\[0\] was float32 \(rows, 4\), is float32 \(rows, 2\)"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(data)
+    assert trainer.global_step == 1
+    assert not (trainer.model.layers[0].weight == mlp().layers[0].weight).all()
+
+
+def test_an_unlogged_monitor_is_refused_before_training(tmp_path):
+    trainer = make(callbacks=[ModelCheckpoint(tmp_path, monitor="val_loss")])
+    with pytest.raises(ValueError, match="what is logged: 'loss'") as caught:
+        trainer.fit(batches(8))
+    assert "val_loader" in str(caught.value)
+    assert trainer.global_step == 0
+
+
+class Watching(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_exception(self, trainer, exception):
+        self.seen.append(type(exception))
+
+    def on_fit_end(self, trainer):
+        self.seen.append("end")
+
+
+class CtrlC(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
+    watching = Watching()
+    trainer = make(callbacks=[CtrlC(), watching])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches(*[8] * 10))
+    assert trainer.global_step == 3
+    assert watching.seen == [KeyboardInterrupt, "end"]
+    trainer.model(jnp.ones(4))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer.fit(batches(8, 8), max_epochs=2)
+
+
+def test_a_callback_that_raises_is_named_in_every_hook():
+    hooks = [
+        "setup", "on_fit_start", "on_train_epoch_start", "on_train_batch_start",
+        "on_train_batch_end", "on_validation_start", "on_validation_batch_end",
+        "on_validation_end", "on_train_epoch_end", "on_fit_end",
+    ]  # fmt: skip
+    for name in hooks:
+
+        def raising(self, *arguments):
+            raise ZeroDivisionError("from the callback")
+
+        watching = Watching()
+        broken = type("Broken", (Callback,), {name: raising})()
+        trainer = make(callbacks=[watching, broken])
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.fit(batches(8), batches(8))
+        assert f"raised by the callback Broken in {name}" in caught.value.__notes__
+        assert name == "on_fit_end" or watching.seen == [ZeroDivisionError, "end"]
+        trainer.model(jnp.ones(4))
+
+
+def test_a_second_exception_does_not_hide_the_first():
+    class Worse(Callback):
+        def on_exception(self, trainer, exception):
+            raise OSError("disk full")
+
+    trainer = make(callbacks=[Worse()])
+    with pytest.raises(ValueError, match="labels must be") as caught:
+        trainer.fit(x_y(X, Y + 5))
+    assert any("disk full" in note for note in caught.value.__notes__)
+
+
+def test_nothing_to_do_is_said():
+    trainer = make()
+    trainer.fit(batches(8))
+    with pytest.warns(UserWarning, match="`fit` has nothing to do: 1 epochs"):
+        trainer.fit(batches(8))
+
+
+def test_an_exhausted_generator_ends_the_fit_with_a_warning():
+    trainer = make()
+    with pytest.warns(UserWarning, match="gave no batches in epoch 1"):
+        trainer.fit((batch for batch in batches(8, 8)), max_epochs=3)
+    assert trainer.global_step == 2
+    assert len(trainer.history["loss"]) == 1
+
+
+def test_the_inferred_loss_is_said_once(caplog):
+    trainer = make()
+    trainer.fit(batches(8, 8), max_epochs=2)
+    trainer.fit(batches(8, 8), max_epochs=4)
+    assert caplog.text.count("'cross_entropy', because targets are integers") == 1
+
+
+def test_beliefs_about_dropout_models_hold_without_a_key():
+    """A model whose __call__ has no `key` is called without one."""
+    make(Mlp(jax.random.key(0)).first, loss="mse").fit([(X, np.ones((8, 16)))])

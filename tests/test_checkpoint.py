@@ -1,0 +1,156 @@
+"""Saving and loading the whole trainer."""
+
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, Recorder, batches
+
+from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+
+DATA = batches(16, 16, 5)
+
+
+def make(strategy=None, optimizer=None, model=None, callbacks=(), **kwargs):
+    return Trainer(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2) if optimizer is None else optimizer,
+        loss="cross_entropy",
+        strategy=strategy,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **kwargs,
+    )
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, lambda: Sharded(3)])
+def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path):
+    whole = Recorder()
+    make(strategy(), callbacks=[whole]).fit(DATA, max_epochs=4)
+    first, second = Recorder(), Recorder()
+    trainer = make(strategy(), callbacks=[first])
+    trainer.fit(DATA, max_epochs=2)
+    path = trainer.save(tmp_path / "saved")
+    again = make(strategy(), callbacks=[second])
+    again.load(path)
+    assert (again.global_step, again.current_epoch) == (6, 2)
+    assert again.history["loss"] == trainer.history["loss"]
+    for ours, theirs in zip(leaves(again), leaves(trainer), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    again.fit(DATA, max_epochs=4)
+    assert first.losses + second.losses == whole.losses
+
+
+def test_plain_orbax_reads_a_checkpoint(tmp_path):
+    import orbax.checkpoint as ocp
+
+    trainer = make()
+    trainer.fit(DATA)
+    path = trainer.save(str(tmp_path / "saved"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.restore(f"{path}/state")
+    np.testing.assert_array_equal(
+        stored["params"]["first.weight"], trainer.model.first.weight
+    )
+    assert not list((tmp_path / "saved").rglob("*.pkl"))
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path):
+    with pytest.raises(FileExistsError, match="exists already; pass a new folder"):
+        make().save(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        make().load(tmp_path / "nothing")
+
+
+def test_another_model_or_optimizer_is_shown_leaf_by_leaf(tmp_path):
+    path = make().save(tmp_path / "saved")
+    other = make(model=eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match="layers.*the checkpoint has nothing"):
+        other.load(path)
+    with pytest.raises(ValueError, match="opt_state.*the trainer nothing"):
+        make(optimizer=optax.sgd(0.1)).load(path)
+    wide = eqx.tree_at(lambda m: m.last.bias, Mlp(jax.random.key(0)), jax.numpy.ones(4))
+    with pytest.raises(
+        ValueError, match=r"last.bias: the checkpoint has float32\(3,\)"
+    ):
+        make(model=wide).load(path)
+
+
+def folders(path):
+    return sorted(int(child.name) for child in path.iterdir())
+
+
+def test_model_checkpoint_keeps_the_best_by_a_monitor(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2)
+    trainer = make(callbacks=[checkpoint])
+    history = trainer.fit(DATA, batches(16, seed=1), max_epochs=6)
+    scores = dict(zip(range(3, 19, 3), history["val_loss"], strict=True))
+    best = sorted(scores, key=scores.get)[:2]
+    assert folders(tmp_path) == sorted(best)
+    assert checkpoint.best_model_path == str(tmp_path / str(best[0]))
+    assert checkpoint.best_model_score == scores[best[0]]
+    trainer.load(checkpoint.best_model_path)
+    assert trainer.global_step == best[0]
+    found = trainer.validate(batches(16, seed=1))
+    assert found["val_loss"] == pytest.approx(scores[best[0]], rel=1e-6)
+
+
+def test_model_checkpoint_by_steps_keeps_the_newest(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=3)
+    saved = []
+
+    class Saved(Recorder):
+        def on_save_checkpoint(self, trainer, path):
+            saved.append(path)
+
+    trainer = make(callbacks=[checkpoint, Saved()])
+    trainer.fit(DATA, max_epochs=4)
+    assert folders(tmp_path) == [8, 10, 12]
+    assert checkpoint.last_model_path == str(tmp_path / "12") == saved[-1]
+    assert len(saved) == 6
+
+
+@pytest.mark.parametrize("top_k, last, kept", [
+    (-1, False, [3, 6, 9]), (0, False, []), (0, True, [9]), (1, False, [9]),
+])  # fmt: skip
+def test_model_checkpoint_counts(tmp_path, top_k, last, kept):
+    callback = ModelCheckpoint(tmp_path, save_top_k=top_k, save_last=last)
+    make(callbacks=[callback]).fit(DATA, max_epochs=3)
+    assert folders(tmp_path) == kept
+
+
+def test_model_checkpoint_is_remembered_across_a_load(tmp_path):
+    first = ModelCheckpoint(tmp_path / "run", monitor="loss")
+    trainer = make(callbacks=[first])
+    trainer.fit(DATA, max_epochs=3)
+    path = trainer.save(tmp_path / "saved")
+    second = ModelCheckpoint(tmp_path / "run", monitor="loss")
+    make(callbacks=[second]).load(path)
+    assert second.best_model_score == first.best_model_score
+    meta = json.loads((tmp_path / "saved" / "meta" / "metadata").read_text())
+    assert meta["global_step"] == 9
+
+
+def test_model_checkpoint_refuses_what_it_cannot_do(tmp_path):
+    with pytest.raises(ValueError, match="must be 'min'"):
+        ModelCheckpoint(tmp_path, mode="lowest")
+    with pytest.raises(ValueError, match="`save_top_k` must be -1"):
+        ModelCheckpoint(tmp_path, save_top_k=-2)
+    with pytest.raises(ValueError, match="`every_n_epochs` must be 1 or more"):
+        ModelCheckpoint(tmp_path, every_n_epochs=0)
+    (tmp_path / "file").write_text("")
+    trainer = make(callbacks=[ModelCheckpoint(tmp_path / "file")])
+    with pytest.raises(OSError, match="`dirpath`: checkpoints can't be written to"):
+        trainer.fit(DATA)
+    assert trainer.global_step == 0

@@ -1,0 +1,145 @@
+"""Batches on their way to the step: converted, narrowed, checked, padded."""
+
+import collections
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxdp.data import Packer, check_labels, num_rows, to_host, windows
+
+
+def test_lists_become_tuples_and_nested_batches_keep_their_structure():
+    Pair = collections.namedtuple("Pair", "x y")
+    x = np.ones((3, 2), np.float32)
+    assert isinstance(to_host([x, x]), tuple)
+    nested = to_host({"a": (x, {"b": jnp.asarray(x)}), "c": Pair(x, x)})
+    assert nested["a"][1]["b"].shape == (3, 2)
+    assert isinstance(nested["c"], Pair)
+    assert num_rows(nested) == 3
+
+
+def test_arrays_are_not_copied_unless_asked():
+    x = np.ones((3, 2), np.float32)
+    assert np.shares_memory(to_host((x,))[0], x)
+    assert not np.shares_memory(to_host((x,), copy=True)[0], x)
+
+
+def test_torch_tensors_share_memory_and_keep_their_dtype():
+    torch = pytest.importorskip("torch")
+    x = torch.arange(6, dtype=torch.float32, requires_grad=True).reshape(3, 2)
+    host = to_host((x, x.to(torch.bfloat16), x > 2, x.to(torch.uint8)))
+    assert host[0].ctypes.data == x.data_ptr()
+    assert [str(leaf.dtype) for leaf in host] == [
+        "float32", "bfloat16", "bool", "uint8",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(host[1], np.arange(6).reshape(3, 2))
+    assert host[1].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    "wide, narrow",
+    [("int64", "int32"), ("uint64", "uint32"), ("float64", "float32")],
+)
+def test_64_bits_are_narrowed_on_the_host(wide, narrow):
+    host = to_host((np.array([1, 2, 3], wide),))[0]
+    assert host.dtype == narrow
+    np.testing.assert_array_equal(host, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        (2**40 + 5, "int64"),
+        (-(2**31) - 1, "int64"),
+        (2**33, "uint64"),
+        (1e300, "float64"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(value, dtype):
+    with pytest.raises(
+        ValueError, match=rf"batch\['id'\] is {dtype} and has the value"
+    ):
+        to_host({"id": np.array([1, value], dtype)})
+
+
+def test_infinities_and_nans_pass():
+    host = to_host((np.array([np.inf, np.nan, -np.inf, 1.0]),))[0]
+    np.testing.assert_array_equal(host, [np.inf, np.nan, -np.inf, 1.0])
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [["a", "b"], np.array(["a", "b"]), np.array([None, None]), object()],
+)
+def test_leaves_that_are_no_numbers_are_named(leaf):
+    with pytest.raises(TypeError, match=r"batch\['name'\]"):
+        to_host({"x": np.ones(2, np.float32), "name": leaf})
+
+
+def test_leaves_that_disagree_on_rows_are_listed():
+    with pytest.raises(ValueError, match=r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"):
+        to_host((np.ones((4, 2)), np.ones(3)))
+    with pytest.raises(ValueError, match="leading axis of one or more rows"):
+        to_host((np.ones((0, 2)), np.ones(0)))
+    with pytest.raises(ValueError, match="leading axis of one or more rows"):
+        to_host({"x": np.ones(2), "rate": 0.5})
+
+
+def test_labels_outside_the_classes_are_refused():
+    check_labels((np.ones(2), np.array([0, 9])), 10)
+    for bad in (-1, 10):
+        with pytest.raises(ValueError, match=f"0 to 9.*labels from .*{bad}|{bad} to"):
+            check_labels((np.ones(2), np.array([3, bad])), 10)
+
+
+def test_short_batches_are_padded_with_their_own_first_row_and_counted():
+    packer = Packer(4, "train")
+    full = packer.pack([(np.arange(8.0),)])
+    short = packer.pack([(np.arange(3.0) + 5,)])
+    assert full.shape == short.shape
+    np.testing.assert_array_equal(
+        short.groups[0].batch[0], [[5.0, 6.0, 7.0, 5.0, 5.0, 5.0, 5.0, 5.0]]
+    )
+    np.testing.assert_array_equal(short.groups[0].counts, [[3]])
+    assert short.rows == 3
+
+
+def test_sizes_are_rounded_up_to_the_devices():
+    assert Packer(4, "train").pack([(np.ones(13),)]).shape == (True, ((1, 16),))
+
+
+def test_rows_that_interact_keep_their_size():
+    packer = Packer(4, "train")
+    packer.rows_interact = True
+    assert packer.pack([(np.ones(8),)]).shape == (True, ((1, 8),))
+    assert packer.pack([(np.ones(6),)]).shape == (False, ((1, 6),))
+    sizes = [8, 8, 6, 8]
+    packed = packer.pack([(np.ones(size),) for size in sizes])
+    assert packed.shape == (False, ((2, 8), (1, 6), (1, 8)))
+    assert packed.rows == 30
+
+
+def test_a_window_with_places_left_is_filled_with_empty_batches():
+    packed = Packer(1, "train").pack([(np.ones(4),)], slots=3)
+    assert packed.shape == (True, ((3, 4),))
+    np.testing.assert_array_equal(packed.groups[0].counts, [[4], [0], [0]])
+
+
+def test_a_batch_that_changes_is_named_leaf_by_leaf():
+    packer = Packer(1, "train")
+    packer.pack([{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.int32)}])
+    with pytest.raises(ValueError) as caught:
+        packer.pack([{"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}])
+    for part in (
+        "batch['x'] was float32 (rows, 2), is float32 (rows, 3)",
+        "batch['y'] was int32 (rows, -), is float32 (rows, -)",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="structure"):
+        packer.pack([{"x": np.ones((4, 2), np.float32)}])
+
+
+def test_windows_cut_batches_into_steps():
+    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]

@@ -1,0 +1,276 @@
+"""Every example, at toy size, against the same thing written out in plain JAX."""
+
+import re
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def plain_jax():
+    """Examples add biases as everyone does, by implicit broadcasting."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def train_by_hand(model, optimizer, batches, loss_of):
+    """The trained model and every step's loss, on one device."""
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, opt_state, x, y):
+        loss, grads = eqx.filter_value_and_grad(loss_of)(model, x, y)
+        params = eqx.filter(model, eqx.is_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    losses = []
+    for x, y in batches:
+        model, opt_state, loss = step(model, opt_state, np.asarray(x), np.asarray(y))
+        losses.append(float(loss))
+    return model, losses
+
+
+def cross_entropy(model, x, y):
+    logits = jax.nn.log_softmax(jax.vmap(model)(x))
+    return -jnp.take_along_axis(logits, y[:, None], axis=1).mean()
+
+
+def accuracy(model, x, y):
+    return float((jax.vmap(model)(np.asarray(x)).argmax(-1) == np.asarray(y)).mean())
+
+
+def assert_same_weights(found, expected, rtol=1e-4, atol=1e-6):
+    found, expected = (eqx.filter(model, eqx.is_array) for model in (found, expected))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), found, expected
+    )
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_its_docstring_has_its_command_and_it_is_short(path):
+    text = path.read_text()
+    assert f"    python examples/{path.name}" in text.split('"""')[1]
+    assert len(text.splitlines()) <= 150
+
+
+def test_equinox_autoparallel_equals_a_hand_written_loop():
+    import equinox_autoparallel as example
+
+    trainer, losses = example.main(["--steps", "30"])
+
+    batches = example.batches(example.make_data(), 16)
+    first_30 = (batch for _, batch in zip(range(30), batches, strict=False))
+    model, expected = train_by_hand(
+        example.make_model(), optax.adam(3e-4), first_30, example.compute_loss
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_weights(trainer.model, model)
+    assert len(trainer.state.params.layers[0].weight.sharding.device_set) == 8
+
+
+def test_distributed_arrays_equals_a_hand_written_loop():
+    import distributed_arrays as example
+
+    trainer, history = example.main(["--width", "64", "--batch-size", "96"])
+
+    sizes = [784, 64, 64, 64, 10]
+    x, y = example.make_batch(96, 784, 10)
+
+    @jax.jit
+    def step(params):
+        def mean_loss(params):
+            outputs = x
+            for weight, bias in params[:-1]:
+                outputs = jnp.maximum(outputs @ weight + bias, 0)
+            weight, bias = params[-1]
+            errors = outputs @ weight + bias - y
+            return jnp.mean(jnp.sum(errors**2, axis=-1))
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        return loss, jax.tree.map(lambda p, g: p - 1e-5 * g, params, grads)
+
+    params, expected = example.make_params(sizes, jax.random.key(0)), []
+    for _ in range(30):
+        loss, params = step(params)
+        expected.append(float(loss))
+    np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
+    assert_same_weights(trainer.model, params)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize("strategy", ["single", "sharded", "pmap"])
+def test_big_mlp_equals_a_hand_written_loop(strategy, capsys):
+    import big_mlp as example
+
+    size = ["--depth", "3", "--width", "16", "--batch-size", "64", "--steps", "5"]
+    found = example.main(["--strategy", strategy, *size])
+
+    model = example.make_model(3, 16)
+    _, expected = train_by_hand(
+        model, optax.adam(1e-4), example.make_batches(64, 6), cross_entropy
+    )
+    np.testing.assert_allclose(found["losses"], expected, rtol=1e-5)
+    weights = sum(
+        leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    )
+    assert 3 * weights <= found["state_bytes"] <= 3 * weights + 1000
+    printed = capsys.readouterr().out
+    assert "step time" in printed and "step: arguments" in printed
+
+
+def test_digits_equals_a_hand_written_loop(tmp_path, capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+    import digits as example
+
+    train, val, test = (
+        torch.utils.data.TensorDataset(*(part[:200] for part in dataset.tensors))
+        for dataset in example.load_data()
+    )
+    monkeypatch.setattr(example, "load_data", lambda: (train, val, test))
+    found = example.main(["--epochs", "1", "--output", str(tmp_path)])
+
+    loader = torch.utils.data.DataLoader(
+        train, 64, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    rows = [len(y) for _, y in loader]
+    loader.generator.manual_seed(0)
+    rate = optax.cosine_decay_schedule(5e-3, len(loader))
+    model = example.LeNet(jax.random.key(0))
+    model, losses = train_by_hand(model, optax.adam(rate), loader, cross_entropy)
+
+    history = found["history"]
+    assert history["loss"] == pytest.approx([np.average(losses, weights=rows)], 1e-5)
+    x, y = (part.numpy() for part in val.tensors)
+    assert history["val_loss"] == pytest.approx(
+        [float(cross_entropy(model, x, y))], 1e-4
+    )
+    assert history["val_accuracy"] == pytest.approx([accuracy(model, x, y)])
+    assert found["test"]["test_accuracy"] == pytest.approx(
+        accuracy(model, *test.tensors)
+    )
+
+    printed = capsys.readouterr().out
+    for name in ("curves.png", "placement.png", "metrics.csv", "checkpoints"):
+        assert (tmp_path / name).exists()
+        assert name in printed
+
+
+def write_idx(path, array):
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def small_fashion(tmp_path):
+    """A folder like the real one, with 300 and 60 random images."""
+    random = np.random.default_rng(0)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, rows in (("train", 300), ("t10k", 60)):
+        labels = random.integers(0, 10, rows)
+        images = random.integers(0, 20, (rows, 28, 28)) + 20 * labels[:, None, None]
+        write_idx(raw / f"{part}-images-idx3-ubyte", images)
+        write_idx(raw / f"{part}-labels-idx1-ubyte", labels)
+    return tmp_path
+
+
+@pytest.fixture
+def no_torchvision(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_fashion_mnist_equals_a_hand_written_loop(
+    small_fashion, devices, no_torchvision
+):
+    torch = pytest.importorskip("torch")
+    import fashion_mnist as example
+
+    folder = str(small_fashion)
+    output = str(small_fashion / "out")
+    trainer, history = example.main(
+        ["--data", folder, "--output", output, "--epochs", "2", "--devices", devices]
+    )
+
+    loader = torch.utils.data.DataLoader(
+        example.load(folder, train=True),
+        256,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    model = example.LeNet(jax.random.key(0))
+    twice = (batch for _ in range(2) for batch in loader)
+    model, losses = train_by_hand(model, optax.sgd(0.2), twice, cross_entropy)
+
+    epochs = np.reshape(losses, (2, 2))
+    expected = np.average(epochs, axis=1, weights=[256, 44])
+    np.testing.assert_allclose(history["loss"], expected, rtol=1e-5)
+    assert_same_weights(trainer.model, model, atol=1e-7)
+    x, y = example.load(folder, train=False).tensors
+    assert history["val_accuracy"][-1] == pytest.approx(accuracy(model, x, y))
+    assert trainer.strategy.num_shards == int(devices)
+
+
+def test_fashion_mnist_reads_the_same_with_and_without_torchvision(
+    small_fashion, monkeypatch
+):
+    pytest.importorskip("torch")
+    import fashion_mnist as example
+    import torchvision_shim
+
+    with pytest.MonkeyPatch.context() as without:
+        without.setitem(sys.modules, "torchvision.datasets", None)
+        plain = example.load(str(small_fashion), train=True)
+    torchvision_shim.import_or_skip()
+    monkeypatch.setattr(example, "read_idx", None)  # would fail if it were called
+    through = example.load(str(small_fashion), train=True)
+    for found, expected in zip(through.tensors, plain.tensors, strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_fashion_mnist_has_the_same_curve_on_one_device_and_two(real_data, tmp_path):
+    pytest.importorskip("torch")
+    import fashion_mnist as example
+
+    short = ["--data", real_data, "--epochs", "1", "--batches", "5"]
+    one, two = (
+        example.main([*short, "--output", str(tmp_path), "--devices", devices])[1]
+        for devices in ("1", "2")
+    )
+    for name in ("loss", "val_loss", "val_accuracy"):
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-5)
+
+
+def code_blocks(page):
+    return re.findall(
+        r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_code_on_the_ladder_page_runs():
+    """The page asserts its own claims, one rung after the other."""
+    namespace = {}
+    for block in code_blocks(ROOT / "docs" / "ladder.md"):
+        exec(block, namespace)
+    assert {"convolve", "Trainer", "history"} <= namespace.keys()
+
+
+def test_the_code_in_the_readme_runs(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    blocks = code_blocks(ROOT / "README.md")
+    assert blocks
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)

@@ -1,0 +1,65 @@
+"""Arrows between modules go down only, and heavy packages wait until needed."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import jaxdp
+
+PACKAGE = pathlib.Path(jaxdp.__file__).parent
+ORDER = [
+    ["console", "tree", "losses", "history"],
+    ["objective", "remat"],
+    ["step"],
+    ["strategies", "data", "checkpoint", "callbacks"],
+    ["loaders", "engine", "checks", "interrupts"],
+    ["limits"],
+    ["trainer"],
+    ["testing"],
+    ["__init__"],
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def room(path):
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Rooms of the package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parent
+            for _ in range(node.level - 1):
+                base = base.parent
+            names = [node.module] if node.module else [a.name for a in node.names]
+            for name in names:
+                target = base.joinpath(*name.split("."))
+                yield room(target)
+
+
+def test_every_module_imports_only_what_is_below_it():
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {other}"
+        for path in PACKAGE.rglob("*.py")
+        for other in imports(path)
+        if other != room(path)
+        and LEVEL[other] >= LEVEL[room(path)]
+        # Siblings of one level may not know each other either, but for these:
+        and (room(path), other) not in {("loaders", "data")}
+    ]
+    assert not wrong
+
+
+def test_heavy_packages_are_not_imported_with_the_package():
+    code = (
+        "import sys, jaxdp; print([name for name in ('torch', 'orbax', 'tqdm',"
+        " 'matplotlib', 'tensorboard') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""

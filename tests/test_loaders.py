@@ -1,0 +1,251 @@
+"""Batches from torch loaders and other iterables: the same as plain iteration."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from jaxdp.loaders import Source, TorchSource, _seed_of, open_loader  # noqa: E402
+
+
+class Squares(Dataset):
+    """Item i is (i, i*i), and a random number when asked for one."""
+
+    def __init__(self, count=23, noisy=False):
+        self.count = count
+        self.noisy = noisy
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if self.noisy:
+            return i, float(torch.rand(())), np.random.rand(), random.random()
+        return i, np.float32(i * i)
+
+
+class Many(Squares):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, 20, step))
+
+
+class Pairs:
+    """A batch sampler that draws from torch's global generator as it goes."""
+
+    def __iter__(self):
+        for _ in range(5):
+            yield torch.randint(0, 23, (4,)).tolist()
+
+    def __len__(self):
+        return 5
+
+
+def collate_sum(items):
+    return {"sum": np.array([sum(item) for item in items])}
+
+
+def flat(batches):
+    return [[np.asarray(leaf) for leaf in batch] for batch in batches]
+
+
+def assert_same(ours, theirs):
+    ours, theirs = flat(ours), flat(theirs)
+    assert len(ours) == len(theirs)
+    for mine, yours in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, yours, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+TENSORS = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
+
+
+@pytest.mark.parametrize(
+    "dataset", [Squares(), Many(), TENSORS, Subset(TENSORS, range(3, 20))]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4},
+        {"batch_size": 4, "shuffle": True},
+        {"batch_size": 4, "shuffle": True, "drop_last": True},
+        {"batch_size": 4, "sampler": RandomSampler(range(17), replacement=True)},
+        {"batch_size": 4, "sampler": WeightedRandomSampler([0.1] * 17, 30)},
+        {"batch_size": 4, "sampler": [5, 3, 1, 1, 2]},
+        {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
+    ],
+)  # fmt: skip
+def test_batches_are_those_of_plain_iteration(dataset, options):
+    loader = DataLoader(dataset, **options)
+    source = open_loader(loader, "train_loader", seed=7)
+    for epoch in range(2):
+        ours = list(source.epoch(epoch))
+        torch.manual_seed(_seed_of(7, epoch))
+        assert_same(ours, loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaders_own_generator_is_respected(workers):
+    def make():
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(Squares(), 4, shuffle=True, generator=generator)
+
+    theirs = make()
+    ours = open_loader(make(), "train_loader", seed=7)
+    for epoch in range(3):
+        assert_same(ours.epoch(epoch), theirs)
+
+
+def test_a_sampler_that_draws_as_it_goes_is_seeded_too():
+    loader = DataLoader(Squares(), batch_sampler=Pairs())
+    source = open_loader(loader, "train_loader", seed=1)
+    first = flat(source.epoch(0))
+    torch.rand(3)
+    assert_same(source.epoch(0), first)
+    assert any(
+        (a[0] != b[0]).any() for a, b in zip(flat(source.epoch(1)), first, strict=True)
+    )
+
+
+def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_alone():
+    loader = DataLoader(Squares(), 4, shuffle=True)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    orders = {
+        (seed, epoch): tuple(
+            np.concatenate([b[0] for b in TorchSource(loader, "x", seed).epoch(epoch)])
+        )
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(set(orders.values())) == 4
+    assert (torch.get_rng_state() == before[0]).all()
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
+def test_random_augmentations_are_the_same_for_any_number_of_workers():
+    epochs = {
+        workers: [
+            flat(open_loader(
+                DataLoader(Squares(16, noisy=True), 4, shuffle=True, num_workers=workers),
+                "train_loader", seed=5,
+            ).epoch(epoch))
+            for epoch in range(2)
+        ]
+        for workers in (0, 1, 2)
+    }  # fmt: skip
+    for epoch in range(2):
+        assert_same(epochs[0][epoch], epochs[1][epoch])
+        assert_same(epochs[0][epoch], epochs[2][epoch])
+    assert (epochs[0][0][0][1] != epochs[0][1][0][1]).all()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_give_the_same_batches_without_fork_warnings(persistent):
+    loader = DataLoader(Squares(), 4, num_workers=2, persistent_workers=persistent)
+    source = open_loader(loader, "train_loader", seed=0)
+    plain = DataLoader(Squares(), 4)
+    for epoch in range(2):
+        assert_same(source.epoch(epoch), plain)
+    assert loader.multiprocessing_context is None
+
+
+def test_iterable_datasets_are_iterated():
+    for workers in (0, 2):
+        loader = DataLoader(Stream(), 4, num_workers=workers)
+        source = open_loader(loader, "train_loader", seed=0)
+        seen = np.concatenate([batch for batch in source.epoch(0)])
+        assert sorted(seen) == list(range(20))
+    assert source.num_batches is None
+
+
+def test_loaders_without_batching_give_what_the_dataset_holds():
+    whole = DataLoader([np.full((3, 2), i) for i in range(4)], batch_size=None)
+    batches = list(open_loader(whole, "train_loader", seed=0).epoch(0))
+    assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
+
+
+def test_a_collate_fn_is_used():
+    loader = DataLoader(Squares(6), 3, collate_fn=collate_sum)
+    batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+    np.testing.assert_array_equal(batches[1]["sum"], [12, 20, 30])
+
+
+def test_set_epoch_is_called_on_samplers_that_have_it():
+    class Shuffled:
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([self.epoch] * 4)
+
+        def __len__(self):
+            return 4
+
+    loader = DataLoader(Squares(), 4, sampler=Shuffled())
+    source = open_loader(loader, "train_loader", seed=0)
+    assert [int(next(source.epoch(epoch))[0][0]) for epoch in (3, 5)] == [3, 5]
+
+
+def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():
+    def reusing():
+        buffer = np.zeros(2, np.float32)
+        for i in range(4):
+            buffer[:] = i
+            yield (buffer,)
+
+    batches = list(Source(reusing(), "train_loader").epoch(0))
+    assert [int(batch[0][0]) for batch in batches] == [0, 1, 2, 3]
+
+
+def test_an_iterator_goes_on_from_epoch_to_epoch():
+    source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
+    for epoch in range(2):
+        got = [int(b[0][0]) for b in itertools.islice(source.epoch(epoch), 3)]
+        assert got == [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]
+
+
+def test_errors_say_where_in_the_data_they_arose():
+    class Broken(Squares):
+        def __getitem__(self, i):
+            if i == 9:
+                raise RuntimeError("item nine is bad")
+            return super().__getitem__(i)
+
+    source = open_loader(DataLoader(Broken(), 4), "train_loader", seed=0)
+    with pytest.raises(RuntimeError, match="item nine is bad") as caught:
+        list(source.epoch(1))
+    assert caught.value.__notes__ == ["in batch 2 of epoch 1 of `train_loader`"]
+
+
+@pytest.mark.parametrize(
+    "loader, message",
+    [
+        (Squares(), "a torch Dataset, which gives single examples; wrap it"),
+        (np.ones(3), "not an iterable of batches"),
+        ({"x": 1}, "not an iterable of batches"),
+        (3, "can't be iterated"),
+    ],
+)
+def test_what_is_no_loader_is_refused(loader, message):
+    with pytest.raises(TypeError, match=message):
+        open_loader(loader, "train_loader", seed=0)

@@ -1,0 +1,357 @@
+"""What loggers and the live plot write, when, and what they leave alone."""
+
+import csv
+import json
+import sys
+import time
+import types
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import (
+    CSVLogger,
+    LearningRateMonitor,
+    LivePlot,
+    NanGuard,
+    TensorBoardLogger,
+)
+from jaxdp.callbacks import live_plot as live_plot_module
+from jaxdp.callbacks.loggers import scalars
+from jaxdp.callbacks.monitor import LAG
+
+
+def make_trainer(*callbacks, **options):
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    options = {"log_every_n_steps": 2, "metrics": ["accuracy"]} | options
+    return Trainer(
+        model,
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 100)),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def read(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.seen = {}
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.seen[trainer.global_step] = metrics
+
+
+def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
+    losses = Losses()
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(LearningRateMonitor(), logger, losses)
+    history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=2)
+    assert logger.path == tmp_path / "metrics.csv"
+    rows = read(logger.path)
+    assert list(rows[0]) == [
+        *("epoch", "step", "loss", "accuracy", "lr"),
+        *("epoch_loss", "epoch_accuracy", "val_loss", "val_accuracy"),
+    ]
+    places = [(row["epoch"], row["step"], row["loss"] != "") for row in rows]
+    first = [("0", "2", True), ("0", "4", True), ("0", "5", False)]
+    second = [("1", "6", True), ("1", "8", True), ("1", "10", True), ("1", "10", False)]
+    assert places == first + second
+    for row in rows:
+        if row["loss"]:
+            step = int(row["step"])
+            assert np.float32(row["loss"]) == losses.seen[step]["loss"]
+            assert float(row["lr"]) == pytest.approx(0.1 * (1 - (step - 1) / 100))
+            assert row["epoch_loss"] == row["val_loss"] == ""
+        else:
+            epoch = int(row["epoch"])
+            assert float(row["epoch_loss"]) == history["loss"][epoch]
+            assert float(row["val_accuracy"]) == history["val_accuracy"][epoch]
+            assert row["lr"] == ""
+
+
+def test_a_second_fit_of_the_trainer_goes_on_in_the_same_table(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8), max_epochs=1)
+    trainer.fit(batches(8, 8), max_epochs=2)
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_later_validation_loader_widens_the_table(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8), max_epochs=1)
+    trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
+    assert [row["val_loss"] != "" for row in rows] == [False, False, False, True]
+    assert rows[0]["loss"] and rows[1]["epoch_loss"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
+    logger = CSVLogger(tmp_path, "log.csv")
+    for _ in range(3):
+        make_trainer(logger).fit(batches(8, 8))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["log.1.csv", "log.2.csv", "log.csv"]
+    assert "CSVLogger: the table of" in caplog.text
+    assert f"is now {tmp_path / 'log.2.csv'}" in caplog.text
+    assert [row["step"] for row in read(tmp_path / "log.1.csv")] == ["2", "2"]
+
+
+def resume(trainer, step):
+    """As if a checkpoint of `step` had been loaded."""
+    for callback in trainer.callbacks:
+        callback.load_state_dict(json.loads(json.dumps(callback.state_dict())))
+    trainer.global_step = step
+
+
+def test_a_resumed_run_goes_on_in_the_table_from_its_step(tmp_path, caplog):
+    make_trainer(CSVLogger(tmp_path)).fit(batches(*[8] * 4), batches(8))
+    trainer = make_trainer(CSVLogger(tmp_path))
+    resume(trainer, 4)
+    trainer.fit(batches(*[8] * 4), batches(8))
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "4", "4", "6", "8", "8"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+    trainer = make_trainer(CSVLogger(tmp_path))
+    resume(trainer, 3)
+    trainer.fit(batches(8, 8))
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "4", "5"]
+    assert len(read(tmp_path / "metrics.1.csv")) == 6
+    assert "metrics.1.csv" in caplog.text
+
+
+def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
+    trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
+    rows = read(tmp_path / "metrics.csv")
+    seen = [
+        (row["step"], row["val_loss"] != "", row["epoch_loss"] != "") for row in rows
+    ]
+    assert ("2", True, False) in seen and ("4", True, False) in seen
+    assert sum(epoch for *_, epoch in seen) == 1
+    assert len({row["val_loss"] for row in rows if row["val_loss"]}) == len(
+        [row for row in rows if row["val_loss"]]
+    )
+
+
+def test_a_validation_outside_of_fit_is_not_logged(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer.validate(batches(8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
+    path = tmp_path / "metrics.csv"
+    written = []
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            written.append(len(read(path)) if path.exists() else 0)
+            if trainer.global_step == 15:
+                raise RuntimeError("the cable was pulled")
+
+    trainer = make_trainer(CSVLogger(tmp_path), Fails(), log_every_n_steps=1)
+    with pytest.raises(RuntimeError, match="the cable"):
+        trainer.fit(batches(*[8] * 20))
+    assert written == [max(step - LAG, 0) for step in range(1, 16)]
+    assert [row["step"] for row in read(path)] == [str(i) for i in range(1, 16)]
+
+
+def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
+    class Broken(dict):
+        def __getitem__(self, name):
+            raise ValueError("the device is gone")
+
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(logger)
+    trainer.fit(batches(8, 8))
+    logger.on_fit_start(trainer)
+    logger.on_train_batch_end(trainer, Broken(loss=1.0), 0)
+    logger.on_exception(trainer, RuntimeError())
+    logger.on_fit_end(trainer)
+
+
+def test_values_that_are_no_scalars_are_left_out(tmp_path):
+    trainer = make_trainer(NanGuard(), CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8))
+    row = read(tmp_path / "metrics.csv")[0]
+    assert list(row)[:5] == ["epoch", "step", "loss", "accuracy", "skipped"]
+    assert row["skipped"] == "0"
+
+
+def test_scalars_keep_their_kind_and_their_short_form():
+    values = {
+        "loss": np.float32(0.1),
+        "count": np.int32(3),
+        "skipped": np.True_,
+        "norms": np.ones(3),
+    }
+    assert scalars(values) == {"loss": 0.1, "count": 3, "skipped": 1}
+
+
+def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
+    trainer.fit(batches(8, 8))
+    names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
+    assert names == {"metrics.csv", "curves.png"}
+
+
+@pytest.mark.parametrize(
+    "make", [CSVLogger, TensorBoardLogger, lambda path: LivePlot(path / "a.png")]
+)
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_training(tmp_path, make):
+    (tmp_path / "file").write_text("in the way")
+    losses = Losses()
+    trainer = make_trainer(make(tmp_path / "file" / "deeper"), losses)
+    with pytest.raises(OSError, match=r"dirpath='.*deeper'\)`: cannot write there \("):
+        trainer.fit(batches(8))
+    assert losses.seen == {}
+
+
+def test_a_trial_run_writes_nothing(tmp_path):
+    callbacks = (
+        CSVLogger(tmp_path),
+        TensorBoardLogger(tmp_path),
+        LivePlot(tmp_path / "a"),
+    )
+    make_trainer(*callbacks).fit(batches(8, 8), fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_processes_write_nothing(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path), LivePlot(tmp_path / "curves.png"))
+    trainer.is_global_zero = False
+    trainer.fit(batches(8, 8), batches(8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    trainer = make_trainer(TensorBoardLogger(tmp_path / "tb"))
+    history = trainer.fit(batches(*[8] * 4), batches(8))
+    (path,) = (tmp_path / "tb").iterdir()
+    found = {}
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            number = value.tensor.float_val[0]
+            found.setdefault(value.tag, []).append((event.step, number))
+    assert [step for step, _ in found["loss"]] == [2, 4]
+    assert found["val_loss"] == [(4, pytest.approx(history["val_loss"][0]))]
+    assert found["epoch_loss"] == [(4, pytest.approx(history["loss"][0]))]
+
+
+def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+    name = "tensorboard.summary.writer.event_file_writer"
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[loggers\]"'):
+        make_trainer(TensorBoardLogger(tmp_path)).fit(batches(8))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every picture that is drawn: its panels, as lists of points."""
+    pictures = []
+    real = live_plot_module.draw
+
+    def draw(panels, *args, **kwargs):
+        if panels:
+            kept = {k: [list(curve) for curve in panel] for k, panel in panels.items()}
+            pictures.append(kept)
+        return real(panels, *args, **kwargs)
+
+    monkeypatch.setattr(live_plot_module, "draw", draw)
+    return pictures
+
+
+def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
+    path = tmp_path / "new" / "live.png"
+    losses = Losses()
+    trainer = make_trainer(LivePlot(path), losses)
+    history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
+    training, validation, steps = drawn[-1]["loss"]
+    assert steps == [(s, float(m["loss"])) for s, m in losses.seen.items()]
+    assert training == list(zip([5, 10, 15], history["loss"], strict=True))
+    assert validation == list(zip([5, 10, 15], history["val_loss"], strict=True))
+    assert list(drawn[-1]) == ["loss", "accuracy"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["live.png"]
+
+
+def test_the_live_plot_draws_every_few_seconds_and_reads_late(
+    tmp_path, drawn, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Tick(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            now[0] += 1.0
+
+    trainer = make_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
+    trainer.fit(batches(*[8] * 35))
+    assert [len(picture["loss"][2]) for picture in drawn] == [
+        11 - LAG,
+        22 - LAG,
+        33 - LAG,
+        35,
+    ]
+
+
+def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
+    plot = LivePlot(tmp_path / "a.png")
+    make_trainer(plot).fit(batches(*[8] * 45))
+    assert [step for step, _ in plot._steps] == [8, 16, 24, 32, 40]
+
+
+def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
+    trainer = make_trainer(NanGuard(), LivePlot(tmp_path / "a.png"))
+    data = batches(*[8] * 12)
+    data[1][0][:] = np.nan
+    with pytest.raises(FloatingPointError):
+        trainer.fit(data)
+    steps = drawn[-1]["loss"][2]
+    assert [step for step, _ in steps] == [1, *range(3, 10)]
+    with pytest.raises(ValueError, match=r"every_n_seconds=-1.0\)` must be 0 or more"):
+        LivePlot(every_n_seconds=-1.0)
+
+
+def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, image):
+            shown.append(("update", image))
+
+    def display(image, display_id):
+        shown.append(("display", image))
+        return Handle()
+
+    core = types.SimpleNamespace(Image=lambda data, format: data)
+    monkeypatch.setattr(live_plot_module, "in_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "IPython.core.display", core)
+    monkeypatch.setitem(
+        sys.modules, "IPython.display", types.SimpleNamespace(display=display)
+    )
+    trainer = make_trainer(LivePlot(tmp_path / "a.png", every_n_seconds=0.0))
+    trainer.fit(batches(8, 8), max_epochs=2)
+    assert [kind for kind, _ in shown] == ["display", *["update"] * (len(shown) - 1)]
+    assert len(shown) > 1 and shown[-1][1].startswith(b"\x89PNG")

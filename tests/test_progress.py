@@ -1,0 +1,295 @@
+"""What the progress bar shows, on a terminal, in a file and in a notebook."""
+
+import io
+import re
+import subprocess
+import sys
+import time
+import types
+import warnings
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import ProgressBar
+from jaxdp.callbacks import progress as progress_module
+from jaxdp.callbacks.monitor import LAG
+from jaxdp.callbacks.progress import _clock, _rounded
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """In place of `time.perf_counter`; every step takes a second, validation two."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Ticking(Callback):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self.clock.now += 1
+
+    def on_validation_batch_end(self, trainer, batch_idx):
+        self.clock.now += 2
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress_module.time, "perf_counter", clock)
+    return clock
+
+
+def make_trainer(*callbacks, **options):
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    return Trainer(
+        model,
+        optax.sgd(0.1),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def drawn(out):
+    """The successive states of the line that bars are drawn on."""
+    return [
+        part.strip() for part in re.split(r"[\r\n]", out.getvalue()) if part.strip()
+    ]
+
+
+def test_a_terminal_sees_where_the_epoch_is(clock):
+    out = Terminal()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), metrics=["accuracy"])
+    history = trainer.fit(batches(*[8] * 12), batches(8), max_epochs=2)
+    lines = drawn(out)
+    assert "epoch 1/2 |" in lines[0] and " 0/12 [" in lines[0]
+    last = [line for line in lines if line.startswith("epoch 1/2 |")][-1]
+    assert " 12/12 [" in last
+    assert "1.00 batches/s, 8.00 examples/s]" in last
+    summary = [line for line in lines if line.startswith("epoch 2/2:")]
+    assert summary == [
+        "epoch 2/2: 0:14, 1.00 batches/s, 8.00 examples/s,"
+        f" loss {history['loss'][1]:.4g}, accuracy {history['accuracy'][1]:.4g},"
+        f" val_loss {history['val_loss'][1]:.4g},"
+        f" val_accuracy {history['val_accuracy'][1]:.4g}"
+    ]
+    assert any(line.startswith("validating") for line in lines)
+
+
+def test_the_loss_shown_is_one_of_some_steps_ago(clock):
+    out = Terminal()
+    reads = []
+
+    class Spy(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            number = trainer.global_step
+            real = type(metrics).__getitem__
+
+            class Watched(type(metrics)):
+                def __getitem__(self, name):
+                    reads.append((number, trainer.global_step))
+                    return real(self, name)
+
+            metrics.__class__ = Watched
+
+    trainer = make_trainer(Ticking(clock), Spy(), ProgressBar(file=out))
+    trainer.fit(batches(*[8] * 20))
+    assert reads and all(now - number == LAG for number, now in reads)
+    assert re.search(r"loss \d", out.getvalue())
+
+
+def test_bars_are_drawn_ten_times_a_second_at_most(monkeypatch):
+    out = Terminal()
+    draws = []
+    real = progress_module._Pass.draw
+    monkeypatch.setattr(
+        progress_module._Pass,
+        "draw",
+        lambda self, text: (draws.append(time.perf_counter()), real(self, text))[1],
+    )
+    make_trainer(ProgressBar(file=out)).fit(batches(*[8] * 400))
+    assert 1 <= len(draws) <= 3 + 10 * (draws[-1] - draws[0])
+    assert (np.diff(draws) > 0.09).all()
+
+
+def test_a_step_that_draws_nothing_costs_a_microsecond():
+    bar = ProgressBar(file=io.StringIO())
+    trainer = types.SimpleNamespace()
+    bar._next = time.perf_counter() + 1000
+    hook = bar.on_train_batch_end
+    function = getattr(hook, "__wrapped__", None)  # Without the tests' type checks.
+    call = hook if function is None else lambda *args: function(bar, *args)
+    best = min(_time_per_call(call, trainer) for _ in range(5))
+    assert best < 3e-6
+
+
+def _time_per_call(call, trainer, count=10_000):
+    start = time.perf_counter()
+    for i in range(count):
+        call(trainer, {}, i)
+    return (time.perf_counter() - start) / count
+
+
+def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
+    out = io.StringIO()
+    bar = ProgressBar(file=out, every_n_seconds=10.0)
+    trainer = make_trainer(Ticking(clock), bar)
+    trainer.fit(batches(*[8] * 25), batches(*[8] * 8), max_epochs=1)
+    assert "\r" not in out.getvalue()
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(
+        r"epoch 1/1: 11/25 batches \(44%\), 0:14 left, loss [\d.]+,"
+        r" 1.00 batches/s, 8.00 examples/s",
+        lines[0],
+    )
+    assert lines[1].startswith("epoch 1/1: 21/25 batches (84%), 4.0 s left, loss ")
+    assert lines[2].startswith("validating: ")
+    assert re.fullmatch(
+        r"epoch 1/1: 0:41, 1.00 batches/s, .* val_loss [\d.]+", lines[-1]
+    )
+    assert len(lines) == 4
+
+
+def test_unknown_lengths_and_max_steps_are_shown_for_what_they_are(clock):
+    out = Terminal()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    trainer.fit((batch for batch in batches(*[8] * 5)), max_epochs=1)
+    assert any(line.startswith("epoch 1/1 5 batches [") for line in drawn(out))
+    out.truncate(0)
+    trainer.fit(batches(*[8] * 5), max_steps=8, max_epochs=-1)
+    assert any(line.startswith("epoch 2 |") and " 3/3 [" in line for line in drawn(out))
+
+
+def test_an_exception_leaves_the_line_empty(clock):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            if batch_idx == 4:
+                raise RuntimeError("no")
+
+    out = Terminal()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out), Fails())
+    with pytest.raises(RuntimeError):
+        trainer.fit(batches(*[8] * 8))
+    assert re.search(r"\r +\r$", out.getvalue())
+    assert not ProgressBar()._train.bar
+
+
+def test_validation_outside_of_fit_has_a_bar_that_goes_away(clock):
+    out = Terminal()
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    trainer.validate(batches(8, 8, 8))
+    assert any(line.startswith("validating 2 batches") for line in drawn(out))
+    assert re.search(r"\r +\r$", out.getvalue())
+
+
+def test_owning_the_loop_shows_nothing():
+    out = Terminal()
+    trainer = make_trainer(ProgressBar(file=out))
+    for _ in trainer.steps(batches(8, 8)):
+        pass
+    assert out.getvalue() == ""
+
+
+def test_other_processes_show_nothing(capfd):
+    trainer = make_trainer(ProgressBar())
+    trainer.is_global_zero = False
+    trainer.fit(batches(8, 8), batches(8))
+    assert capfd.readouterr().err == ""
+
+
+def test_the_trainer_adds_a_bar_unless_there_is_one_or_it_is_not_wanted(capfd):
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, loss="cross_entropy")
+    bars = [c for c in trainer.callbacks if isinstance(c, ProgressBar)]
+    assert len(bars) == 1
+    trainer.fit(batches(8))
+    assert "epoch 1/1: " in capfd.readouterr().err
+    mine = ProgressBar()
+    trainer = Trainer(model, loss="cross_entropy", callbacks=[mine])
+    assert trainer.callbacks == [mine]
+    assert make_trainer().callbacks == []
+
+
+NOTEBOOK = """
+import sys, types, warnings
+warnings.simplefilter("error")
+
+class ZMQInteractiveShell:
+    kernel = object()
+
+shell = ZMQInteractiveShell()
+ipython = types.ModuleType("IPython")
+ipython.get_ipython = lambda: shell
+sys.modules["IPython"] = ipython
+sys.modules["ipykernel.zmqshell"] = types.ModuleType("ipykernel.zmqshell")
+
+import io
+from types import SimpleNamespace
+from jaxdp.callbacks import ProgressBar
+
+out = io.StringIO()
+bar = ProgressBar(file=out)
+trainer = SimpleNamespace(
+    is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
+    num_training_batches=3, num_val_batches=None, global_step=0, examples_seen=8,
+)
+bar.setup(trainer)
+bar.on_fit_start(trainer)
+bar.on_train_epoch_start(trainer)
+bar.on_train_batch_end(trainer, {"loss": 1.0}, 0)
+bar.on_train_epoch_end(trainer, {"loss": 1.0})
+bar.on_fit_end(trainer)
+print("1/3" in out.getvalue(), "loss 1" in out.getvalue())
+"""
+
+
+def test_a_notebook_without_widgets_gets_a_text_bar_and_no_warning():
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
+def test_no_thread_is_left_behind(clock):
+    import threading
+
+    before = set(threading.enumerate())
+    make_trainer(ProgressBar(file=Terminal())).fit(batches(8, 8))
+    new = {thread for thread in threading.enumerate() if thread not in before}
+    assert not any("TMonitor" in type(thread).__name__ for thread in new)
+
+
+def test_rates_and_times_are_short():
+    rates = [0.01234, 0.5, 12.345, 999.6, 12345.0, 0.0]
+    assert [_rounded(rate) for rate in rates] == [
+        *("0.012", "0.500", "12.3", "1000", "12300", "0"),
+    ]
+    assert [_clock(s) for s in (0.04, 9.96, 75.0, 3661.0)] == [
+        *("0.0 s", "10.0 s", "1:15", "1:01:01"),
+    ]
+
+
+def test_arguments_are_checked():
+    with warnings.catch_warnings():
+        with pytest.raises(ValueError, match=r"refresh_per_second=0.0\)` must be pos"):
+            ProgressBar(refresh_per_second=0.0)
+        with pytest.raises(ValueError, match=r"every_n_seconds=-1.0\)` must be pos"):
+            ProgressBar(every_n_seconds=-1.0)

@@ -1,0 +1,250 @@
+"""Strategies: the shipped ones, the user's, and what they refuse."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from toys import Mlp, Recorder, batches
+
+from jaxdp import DataParallel, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.strategies.base import place_copy
+from jaxdp.testing import check_strategy
+
+
+class Columns(Sharded):
+    """A user's layout: wide weights split by rows over the devices."""
+
+    def param_spec(self, path, leaf):
+        if path.endswith("layers[0].weight"):
+            return PartitionSpec("data")
+        return PartitionSpec()
+
+
+class Threads(DataParallel):
+    """A user's engine: everything replicated, and no sharding of rows at all."""
+
+    def __init__(self, count):
+        mesh = Mesh(np.array(jax.devices()[:count]), ("all",))
+        self.whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(self, state):
+        return place_copy(state, jax.tree.map(lambda _: self.whole, state))
+
+    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        from jaxdp.step import Collectives
+
+        program = jax.jit(
+            functools.partial(step, Collectives()),
+            in_shardings=self.whole,
+            out_shardings=self.whole,
+            donate_argnums=donate,
+        )
+        return program.trace(*arguments).lower().compile()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: SingleDevice(),
+        lambda: SingleDevice(jax.devices()[3]),
+        lambda: Sharded(),
+        lambda: Sharded(3),
+        lambda: Sharded(jax.devices()[5:]),
+        lambda: Pmap(),
+        lambda: Pmap(jax.devices()[:2]),
+        lambda: Columns(),
+        lambda: Threads(2),
+    ],
+)
+def test_strategy_conforms(strategy):
+    check_strategy(strategy())
+
+
+class Stale(SingleDevice):
+    def place(self, state):
+        return jax.device_put(state, self.device)
+
+
+class Unmasked(Pmap):
+    """Forgets to sum over the devices."""
+
+    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        from jaxdp.step import AxisCollectives
+
+        class Forgetful(AxisCollectives):
+            def sum_gradients(self, gradients):
+                return gradients
+
+        return super().compile(
+            lambda collectives, *rest: step(Forgetful("data", 8), *rest),
+            arguments, roles, results, donate=donate, split=split,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "strategy, promise",
+    [(Stale, "your model is yours"), (Unmasked, "same numbers anywhere")],
+)
+def test_check_strategy_finds_broken_promises(strategy, promise):
+    with pytest.raises(AssertionError, match=promise):
+        check_strategy(strategy())
+
+
+def test_param_spec_lays_out_parameters_and_their_optimizer_state():
+    model = eqx.nn.MLP(4, 3, 32, 1, key=jax.random.key(0))
+    trainer = Trainer(
+        model, optax.adam(1e-2), loss="cross_entropy", strategy=Columns(),
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(batches(16, 5))
+    adam = trainer.state.opt_state[0]
+    for tree in (trainer.state.params, adam.mu, adam.nu):
+        assert tree.layers[0].weight.sharding.spec == PartitionSpec("data")
+        assert tree.layers[1].weight.sharding.is_fully_replicated
+    assert trainer.model.layers[0].weight.shape == (32, 4)
+    assert trainer.model.layers[0].weight.sharding.is_fully_replicated
+
+
+def test_batch_spec_lays_out_batches():
+    class Features(Sharded):
+        def batch_spec(self, leaf):
+            return PartitionSpec(*[None] * (leaf.ndim - 1), "data")
+
+    data = batches(16, 16)
+    x = [(x, np.tile(x, 2)) for x, _ in data]
+    model = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    runs = []
+    for strategy in (SingleDevice(), Features(4)):
+        recorder = Recorder()
+        Trainer(
+            model, loss="mse", strategy=strategy, callbacks=[recorder],
+            enable_progress_bar=False,
+        ).fit(x)  # fmt: skip
+        runs.append(recorder.losses)
+    np.testing.assert_allclose(*runs, rtol=1e-5)
+
+
+def test_pmap_equals_jax_pmap():
+    """The textbook pmap loop: stacked batch, replicated state, pmean of gradients."""
+    model, data = Mlp(jax.random.key(0), rate=0.0), batches(16, 16, 16)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.adam(1e-2)
+
+    def step(params, state, x, y):
+        def loss(params):
+            logits = jax.vmap(eqx.combine(params, static))(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = jax.lax.pmean((value, grads), "data")
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(params, updates), state, value
+
+    step = jax.pmap(step, "data", in_axes=(None, None, 0, 0), out_axes=None)
+    state, expected = optimizer.init(params), []
+    for x, y in data * 3:
+        split = x.reshape(8, 2, 4), y.reshape(8, 2)
+        params, state, value = step(params, state, *split)
+        expected.append(float(value))
+    recorder = Recorder()
+    Trainer(
+        model, optimizer, loss="cross_entropy", strategy=Pmap(), callbacks=[recorder],
+        enable_progress_bar=False,
+    ).fit(data, max_epochs=3)  # fmt: skip
+    np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
+
+
+def test_pmap_shows_the_loss_one_device_and_an_axis_to_reduce_over():
+    shapes = []
+
+    def loss_fn(model, x, y):
+        shapes.append(x.shape)
+        centre = jax.lax.pmean(x.mean(axis=0, keepdims=True), "data")
+        logits = jax.vmap(model)(x - centre)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    recorder = Recorder()
+    Trainer(
+        model, loss_fn=loss_fn, strategy=Pmap(), callbacks=[recorder],
+        enable_progress_bar=False,
+    ).fit(batches(32))  # fmt: skip
+    assert shapes == [(4, 4)]
+
+    def whole(model, x, y):
+        logits = jax.vmap(model)(x - x.mean(axis=0, keepdims=True))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    expected = Recorder()
+    Trainer(
+        model, loss_fn=whole, strategy=Sharded(), callbacks=[expected],
+        enable_progress_bar=False,
+    ).fit(batches(32))  # fmt: skip
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
+
+
+def test_gradients_cross_the_devices_in_one_all_reduce():
+    import re
+
+    for strategy in (Sharded(), Pmap()):
+        trainer = Trainer(
+            Mlp(jax.random.key(0)), loss="cross_entropy", strategy=strategy,
+            enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(batches(16))
+        text = trainer.compiled_train_step().as_text()
+        calls = re.findall(r"= .*? (all-\w+|collective-\w+|reduce-scatter)\(", text)
+        assert calls == ["all-reduce"], (strategy, calls)
+
+
+def test_an_explicit_mesh_is_taken_as_auto():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    strategy = Sharded(mesh=mesh)
+    assert strategy.num_shards == 4
+    check_strategy(strategy)
+
+
+@pytest.mark.parametrize("strategy", [Sharded, Pmap])
+def test_too_many_devices_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"`devices`: 9 asked for, but there are 8"):
+        strategy(9)
+
+
+def test_bad_layouts_are_refused():
+    with pytest.raises(ValueError, match="a mesh has its devices already"):
+        Sharded(2, mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,)))
+    with pytest.raises(ValueError, match="none is named 'data'"):
+        Sharded(mesh=jax.make_mesh((2,), ("x",), (AxisType.Auto,)))
+    with pytest.raises(ValueError, match="names a device twice"):
+        Pmap([jax.devices()[0]] * 2)
+
+    class Wrong(Sharded):
+        spec = PartitionSpec("data")
+
+        def param_spec(self, path, leaf):
+            return self.spec
+
+    def fit(strategy):
+        trainer = Trainer(
+            eqx.nn.Linear(4, 3, key=jax.random.key(0)), loss="cross_entropy",
+            strategy=strategy, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(batches(16))
+
+    with pytest.raises(ValueError, match=r"weight of shape \(3, 4\): axis 0 of size 3"):
+        fit(Wrong())
+    Wrong.spec = PartitionSpec("model")
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        fit(Wrong())
+
+
+def test_the_users_arrays_may_live_anywhere():
+    model = jax.device_put(Mlp(jax.random.key(0)).first, jax.devices()[6])
+    trainer = Trainer(model, loss="mse", strategy=Sharded(4), enable_progress_bar=False)
+    trainer.fit([(jnp.ones((8, 4)), jnp.ones((8, 16)))])
+    assert not model.weight.is_deleted()
