@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -121,13 +121,20 @@ class TorchSource(Source):
             yield batch
 
     def _by_index(self, epoch: int) -> Iterator[Any]:
-        seeded = (
-            (_seed_of(self.seed, epoch, batch_idx), indices)
-            for batch_idx, indices in enumerate(self._index_lists(epoch))
-        )
+        lists = self._index_lists(epoch)
         if self.loader.num_workers:
-            return self._from_workers(seeded, epoch)
-        return self._from_here(seeded)
+            return self._from_workers(self._with_seeds(lists, epoch), epoch)
+        whole_rows = _whole_rows(self.loader)
+        if whole_rows is not None:
+            return map(whole_rows, lists)
+        return self._from_here(self._with_seeds(lists, epoch))
+
+    def _with_seeds(
+        self, lists: Iterator[Any], epoch: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Index lists with what seeds the random augmentations of each."""
+        for batch_idx, indices in enumerate(lists):
+            yield _seed_of(self.seed, epoch, batch_idx), indices
 
     def _index_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
@@ -145,18 +152,10 @@ class TorchSource(Source):
             yield from drawn
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        from torch.utils.data import TensorDataset
-
         dataset = _Seeded(self.loader.dataset)
-        random_free = type(self.loader.dataset) is TensorDataset
+        fetch = dataset.fetch_many if self.loader._auto_collation else dataset.fetch
         for seed, indices in seeded:
-            scope = contextlib.nullcontext() if random_free else _Generators().active()
-            with scope:
-                if not random_free:
-                    _seed_generators(seed)
-                fetch = (
-                    dataset.fetch_many if self.loader._auto_collation else dataset.fetch
-                )
+            with _Generators(seed).active():
                 batch = self.loader.collate_fn(fetch(indices))
             yield batch
 
@@ -200,6 +199,32 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
             " DataLoader, a list or a generator of batches."
         )
     return Source(loader, argument)
+
+
+def _whole_rows(loader: Any) -> Callable[[Any], Batch] | None:
+    """Fetches a batch in one indexing operation, where that gives the same batch.
+
+    That is for tensors, or a subset of them, under torch's own collation, which would
+    take the rows apart and stack them again.
+    """
+    from torch.utils.data import Subset, TensorDataset, default_collate
+
+    dataset, subsets = loader.dataset, []
+    while type(dataset) is Subset:
+        subsets.append(np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    if not (type(dataset) is TensorDataset and len(dataset) and loader._auto_collation):
+        return None
+    if loader.collate_fn is not default_collate:
+        return None
+    columns = to_host(dataset.tensors)
+
+    def fetch(indices: Any) -> Batch:
+        for subset in subsets:
+            indices = subset.take(indices)
+        return tuple(column.take(indices, axis=0) for column in columns)
+
+    return fetch
 
 
 class _Plan:

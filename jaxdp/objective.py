@@ -6,9 +6,10 @@ dict of values, `"loss"` first, each shaped `(rows,)` or, where the user's funct
 averages itself, `()`.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -124,7 +125,8 @@ class LossFnObjective:
         with_state = self.takes_state and model_state is not None
         names = _axis_names(model)
         call = functools.partial(self.loss_fn, model, *arguments, **keywords)
-        result = _binding(names if len(names) > 1 else (), bound_axes, call)
+        with _constants_in_state(bound_axes):
+            result = _binding(names if len(names) > 1 else (), bound_axes, call)
         if with_state:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
@@ -159,32 +161,41 @@ class LossFnObjective:
         """
         after_model = self.parameters[1:]
         places = [p for p in after_model if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        # functools.partial makes keyword-only what follows an argument it fills.
+        places += [p for p in after_model if p.kind is p.KEYWORD_ONLY and _is_bare(p)]
         plain = [p for p in places if p.name not in INJECTED]
-        needed = sum(p.default is p.empty for p in plain)
+        needed = sum(_is_bare(p) for p in plain)
         rest = any(p.kind is p.VAR_POSITIONAL for p in self.parameters)
         ours = {p.name for p in after_model if p.name in INJECTED}
         if not (needed <= len(given) and (rest or len(given) <= len(plain))):
-            if len(given) != len(places):
-                names = ", ".join(str(p) for p in self.parameters)
-                raise TypeError(
-                    f"`loss_fn` is ({names}) but a batch of this loader has"
-                    f" {len(given)} element(s): after the model come the elements of a"
-                    " tuple batch, or the whole batch if it is not a tuple, then any of"
-                    f" {', '.join(INJECTED)} by name."
-                )
-            ours -= {p.name for p in places}
+            positional = [p for p in places if p.kind is not p.KEYWORD_ONLY]
+            if len(given) != len(positional):
+                raise TypeError(self._misfit(len(given)))
+            ours -= {p.name for p in positional}
         queue = list(given)
-        arguments = []
+        arguments: list[Any] = []
+        keywords = {name: offered[name] for name in ours}
         for place in places:
-            if place.name in ours:
-                arguments.append(offered[place.name])
-            elif queue:
-                arguments.append(queue.pop(0))
-            else:
+            if place.name not in keywords and not queue:
                 break
-        filled = {place.name for place in places[: len(arguments)]}
-        keywords = {name: offered[name] for name in ours - filled}
+            value = keywords.pop(place.name, None) if place.name in ours else None
+            value = queue.pop(0) if place.name not in ours else value
+            if place.kind is place.KEYWORD_ONLY:
+                keywords[place.name] = value
+            else:
+                arguments.append(value)
         return arguments + queue, keywords
+
+    def _misfit(self, given: int) -> str:
+        names = ", ".join(
+            str(p.replace(default=p.empty)) + ("" if _is_bare(p) else "=...")
+            for p in self.parameters
+        )
+        return (
+            f"`loss_fn` is ({names}) but a batch of this loader has {given} element(s):"
+            " after the model come the elements of a tuple batch, or the whole batch if"
+            f" it is not a tuple, then any of {', '.join(INJECTED)} by name."
+        )
 
 
 Objective = CriterionObjective | LossFnObjective
@@ -204,7 +215,7 @@ def apply(
     """
     names = _axis_names(model)
     own = next((name for name in names if name not in bound_axes), None)
-    keyed = "key" in inspect.signature(model).parameters
+    keyed = _takes_key(model)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = {"key": key} if keyed else {}
@@ -221,7 +232,44 @@ def apply(
         return batched(x, rows.keys)
 
     others = tuple(name for name in names if name != own)
-    return _binding(others, bound_axes, all_rows)
+    with _constants_in_state(bound_axes):
+        return _binding(others, bound_axes, all_rows)
+
+
+@contextlib.contextmanager
+def _constants_in_state(bound_axes: tuple[str, ...]) -> Iterator[None]:
+    """Lets a model put constants into its `eqx.nn.State` under `jax.shard_map`.
+
+    There the old value's type carries the mesh and a constant's does not, so that
+    Equinox 0.13 refuses `state.set(index, jnp.array(False))`, as BatchNorm does, as a
+    change of type. While tracing, the constant takes on the type of the old value.
+    """
+    if not bound_axes:
+        yield
+        return
+    original = eqx.nn.State.set
+
+    def set_like_old(self: eqx.nn.State, item: Any, value: Any) -> eqx.nn.State:
+        def like(new: Any, old: Any) -> Array:
+            new = jnp.asarray(new)
+            alike = new.shape == old.shape and new.dtype == old.dtype
+            return jnp.where(jnp.ones_like(old, bool), new, old) if alike else new
+
+        return original(self, item, jax.tree.map(like, value, self.get(item)))
+
+    eqx.nn.State.set = set_like_old
+    try:
+        yield
+    finally:
+        eqx.nn.State.set = original
+
+
+def _takes_key(model: Any) -> bool:
+    while isinstance(model, functools.partial | eqx.Partial):
+        if "key" in model.keywords:
+            return False
+        model = model.func
+    return "key" in inspect.signature(model).parameters
 
 
 def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -291,6 +339,11 @@ def _in_axis_of_one(call: Callable[[], Any], name: str) -> Callable[[], Any]:
         lambda _: call(), in_axes=None, out_axes=None, axis_size=1, axis_name=name
     )
     return functools.partial(mapped, None)
+
+
+def _is_bare(parameter: inspect.Parameter) -> bool:
+    """Whether an argument must be given."""
+    return parameter.default is parameter.empty
 
 
 def _describe(value: Any) -> str:

@@ -274,3 +274,4 @@ def test_the_code_in_the_readme_runs(tmp_path, monkeypatch):
     namespace = {}
     for block in blocks:
         exec(block, namespace)
+    assert namespace["history"]["accuracy"][-1] > 0.9

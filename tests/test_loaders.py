@@ -143,16 +143,13 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
 
 
 def test_random_augmentations_are_the_same_for_any_number_of_workers():
-    epochs = {
-        workers: [
-            flat(open_loader(
-                DataLoader(Squares(16, noisy=True), 4, shuffle=True, num_workers=workers),
-                "train_loader", seed=5,
-            ).epoch(epoch))
-            for epoch in range(2)
-        ]
-        for workers in (0, 1, 2)
-    }  # fmt: skip
+    def epochs_with(workers):
+        dataset = Squares(16, noisy=True)
+        loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
+        source = open_loader(loader, "train_loader", seed=5)
+        return [flat(source.epoch(epoch)) for epoch in range(2)]
+
+    epochs = {workers: epochs_with(workers) for workers in (0, 1, 2)}
     for epoch in range(2):
         assert_same(epochs[0][epoch], epochs[1][epoch])
         assert_same(epochs[0][epoch], epochs[2][epoch])

@@ -300,7 +300,7 @@ def test_rows_that_interact_cost_one_more_trace_for_the_tail():
 
 
 def test_the_loop_reads_no_value_from_the_device(monkeypatch):
-    """On the CPU the transfer guard sees no device-to-host reads, so they are counted."""
+    """The transfer guard sees no device-to-host reads on the CPU: count them."""
     from jax._src.array import ArrayImpl
 
     reads, steps = [], []

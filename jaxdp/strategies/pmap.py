@@ -45,35 +45,41 @@ class Pmap(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        whole = PartitionSpec()
-        rows, batch = (
-            (PartitionSpec(DATA), PartitionSpec(None, DATA))
-            if split
-            else (whole, whole)
-        )
-        collectives = AxisCollectives(DATA, self.num_shards) if split else Collectives()
+        whole, rows = PartitionSpec(), PartitionSpec(DATA)
+        if not split:
+            everywhere = NamedSharding(self.mesh, whole)
+            program = jax.jit(
+                functools.partial(step, Collectives()),
+                in_shardings=everywhere,
+                out_shardings=everywhere,
+                donate_argnums=donate,
+            )
+            return program.trace(*arguments).lower().compile()
 
         def spec_in(role: Role, argument: Any) -> Any:
-            return (
-                [Group(batch, whole) for _ in argument] if role == "groups" else whole
-            )
+            if role != "groups":
+                return whole
+            return [Group(PartitionSpec(None, DATA), whole) for _ in argument]
 
         in_specs = tuple(map(spec_in, roles, arguments))
         out_specs = each(results, lambda role: rows if role == "rows" else whole)
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         mapped = jax.shard_map(
-            functools.partial(step, collectives),
+            functools.partial(step, AxisCollectives(DATA, self.num_shards)),
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
         )
-        place = functools.partial(NamedSharding, self.mesh)
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        in_shardings, out_shardings = jax.tree.map(
+            functools.partial(NamedSharding, self.mesh),
+            (in_specs, out_specs),
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
         program = jax.jit(
             mapped,
-            in_shardings=jax.tree.map(place, in_specs, is_leaf=is_spec),
-            out_shardings=jax.tree.map(place, out_specs, is_leaf=is_spec),
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
             donate_argnums=donate,
         )
         return program.trace(*arguments).lower().compile()

@@ -1,0 +1,174 @@
+"""`loss_fn` in every form, and how models are called."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import NormNet, batches
+
+from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.objective import LossFnObjective
+
+X = np.ones((2, 4), np.float32)
+OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}
+
+
+@pytest.mark.parametrize(
+    "loss_fn, batch",
+    [
+        (lambda model, x, y: (x, y), ("x", "y")),
+        (lambda model, x, y, keys, mask: (x, y, keys, mask), ("x", "y")),
+        (lambda model, x, y, *, keys, mask: (x, y, keys, mask), ("x", "y")),
+        (lambda model, keys, mask, x, y: (x, y, keys, mask), ("x", "y")),
+        (lambda model, state, x, y: (x, y, state), ("x", "y")),
+        (lambda model, *batch: batch, ("x", "y")),
+        (lambda model, *batch, key: (*batch, key), ("x", "y")),
+        (lambda model, x, y=None: (x,), ("x",)),
+        # Names of ours that the batch needs for itself:
+        (lambda model, x, mask: (x, f"batch {mask}"), ("x", "y")),
+        (lambda model, x, mask, *, key: (x, f"batch {mask}", key), ("x", "y")),
+        (functools.partial(lambda model, w, x, key: (x, key), w=1), ("x",)),
+        (functools.partial(lambda model, w, x, t1, key: (x, key), w=1, t1=2), ("x",)),
+        (functools.partial(lambda w, model, x: (x,), 1), ("x",)),
+    ],
+)
+def test_arguments_are_bound_by_place_and_ours_by_name(loss_fn, batch):
+    arguments, keywords = LossFnObjective(loss_fn)._bind(batch, OFFERED)
+    result = loss_fn("model", *arguments, **keywords)
+    for value in result:
+        assert value in {*batch, *OFFERED, "batch y"}
+    assert result[: len(batch)] in (batch, (batch[0], "batch y"))
+
+
+def fit(loss_fn, data, model=None, strategy=None, **options):
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)) if model is None else model
+    trainer = Trainer(
+        model, optax.adam(1e-2), loss_fn=loss_fn, strategy=strategy,
+        enable_progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.fit(data, data, max_epochs=2)
+    return trainer
+
+
+def cross_entropy(model, x, y):
+    logits = jax.vmap(model)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def test_per_row_scalar_masked_and_dict_forms_give_the_same_run():
+    data = batches(16, 16, 5)
+    as_dicts = [{"x": x, "label": {"y": y}} for x, y in data]
+
+    def masked(model, x, y, mask):
+        losses = jnp.where(mask, cross_entropy(model, x, y), 0)
+        return losses.sum() / mask.sum().astype(jnp.float32)
+
+    def of_dict(model, batch):
+        return cross_entropy(model, batch["x"], batch["label"]["y"])
+
+    forms = [
+        (cross_entropy, data),
+        (lambda *args: cross_entropy(*args).mean(), data),
+        (masked, data),
+        (of_dict, as_dicts),
+        (eqx.filter_jit(cross_entropy), data),
+    ]
+    histories = [fit(loss_fn, batches).history for loss_fn, batches in forms]
+    for history in histories[1:]:
+        np.testing.assert_allclose(history["loss"], histories[0]["loss"], rtol=1e-5)
+        np.testing.assert_allclose(
+            history["val_loss"], histories[0]["val_loss"], rtol=1e-5
+        )
+
+
+def test_extra_metrics_are_exact_means_in_the_order_given():
+    data = batches(16, 16, 5)
+
+    def loss_fn(model, x, y):
+        right = jnp.argmax(jax.vmap(model)(x), axis=1) == y
+        return cross_entropy(model, x, y), {"right": right, "always": jnp.ones(len(x))}
+
+    trainer = fit(loss_fn, data)
+    assert trainer.metric_names == ("loss", "right", "always")
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    predicted = np.argmax(jax.vmap(trainer.model)(x), axis=1)
+    found = trainer.validate(data)
+    assert found["val_right"] == pytest.approx((predicted == y).mean())
+    assert found["val_always"] == pytest.approx(1.0)
+
+
+def test_a_key_per_batch_differs_from_step_to_step_and_repeats_with_the_seed():
+    def loss_fn(model, x, y, key):
+        return cross_entropy(model, x, y), {"noise": jax.random.uniform(key)}
+
+    found = [
+        [float(m["noise"]) for m in Trainer(
+            eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), loss_fn=loss_fn,
+            seed=seed, enable_progress_bar=False,
+        ).steps(batches(8, 8, 8))]
+        for seed in (0, 0, 1)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert len({*found[0], *found[2]}) == 6
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_loss_fn_with_state_in_equinox_order(strategy, mode):
+    class Net(NormNet):
+        def __init__(self, key):
+            super().__init__(key)
+            self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode=mode)
+
+    def compute_loss(model, state, xs, ys):
+        batch_model = jax.vmap(
+            model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )
+        logits, state = batch_model(xs, state)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ys)
+        return losses.mean(), state
+
+    runs = []
+    for loss_fn in (compute_loss, None):
+        model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+        trainer = fit(
+            loss_fn, batches(16, 16, 5), model, strategy(), state=state,
+            **({} if loss_fn else {"loss": "cross_entropy"}),
+        )  # fmt: skip
+        runs.append(trainer.history["loss"])
+    np.testing.assert_allclose(*runs, rtol=1e-6)
+
+
+def test_a_model_that_is_a_partial_gets_its_key():
+    class Needs(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x, enable, *, key):
+            return self.linear(x) + 0 * jax.random.normal(key)
+
+    model = eqx.Partial(Needs(eqx.nn.Linear(4, 3, key=jax.random.key(0))), enable=True)
+    fit(None, batches(8), model, loss="cross_entropy")
+
+
+def test_a_model_may_give_and_take_pytrees():
+    class Two(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return {"a": self.linear(x["left"]), "b": x["right"].sum()}
+
+    def loss(prediction, target):
+        return ((prediction["a"] - target["a"]) ** 2).mean(axis=1)
+
+    x = {"left": np.ones((9, 4), np.float32), "right": np.ones((9, 2), np.float32)}
+    data = [(x, {"a": np.zeros((9, 3), np.float32)})]
+    trainer = fit(
+        None, data, Two(eqx.nn.Linear(4, 3, key=jax.random.key(0))), loss=loss
+    )
+    predicted = trainer.predict([x])
+    assert predicted["a"].shape == (9, 3)
+    np.testing.assert_array_equal(predicted["b"], np.full(9, 2.0))
