@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .step import TrainState
@@ -41,7 +42,9 @@ def save(path: str, state: TrainState, meta: dict[str, Any]) -> str:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     arguments = ocp.args.Composite(
         state=ocp.args.StandardSave(_named(state)),
-        meta=ocp.args.JsonSave({"format": FORMAT, **meta}),
+        meta=ocp.args.JsonSave(
+            {"format": FORMAT, "leaves": _shapes(_named(state)), **meta}
+        ),
     )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(path, args=arguments)
@@ -84,9 +87,7 @@ def restore(path: str, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
                 f"`path`: {path} has format {meta.get('format')!r} and this version of"
                 f" jaxdp reads format {FORMAT}; use the version that wrote it."
             )
-        with ocp.StandardCheckpointer() as reader:
-            stored = reader.metadata(os.path.join(path, "state")).item_metadata
-        _check_same(path, _shapes(wanted), _shapes(stored.tree))
+        _check_same(path, _shapes(wanted), meta["leaves"])
         read = checkpointer.restore(
             path, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         )
@@ -97,7 +98,7 @@ def _named(state: TrainState) -> dict[str, dict[str, Any]]:
     """`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
     return {
         field: {
-            leaf_path(path) or "value": leaf
+            leaf_path(path) or "value": _plain(leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         }
         for field, tree in state._asdict().items()
@@ -109,11 +110,24 @@ def _unnamed(named: dict[str, dict[str, Any]], like: TrainState) -> TrainState:
     """The inverse of `_named`, in the structure of `like`."""
 
     def fill(field: str, tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: named[field][leaf_path(path) or "value"], tree
-        )
+        def find(path: Any, leaf: Any) -> Any:
+            stored = named[field][leaf_path(path) or "value"]
+            if not _is_key(leaf):
+                return stored
+            return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(leaf))
+
+        return jax.tree_util.tree_map_with_path(find, tree)
 
     return TrainState(**{field: fill(field, t) for field, t in like._asdict().items()})
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(leaf: Any) -> Any:
+    """A typed PRNG key as the integers it is made of; other leaves as they are."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _shapes(named: Any) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -44,8 +44,9 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, optax.GradientTransformation):
         return
     kind = type(optimizer).__name__
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if cls.__module__.startswith("torch"):
+        kind = cls.__name__
         raise TypeError(
             f"`optimizer` is torch's {kind}; pass an optax one, for example"
             " optax.adam(1e-3)."
@@ -71,8 +72,8 @@ def check_strategy_argument(strategy: Any) -> None:
 
 
 def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    if isinstance(callbacks, Callback):
-        callbacks = (callbacks,)
+    if callbacks is None or isinstance(callbacks, Callback):
+        callbacks = () if callbacks is None else (callbacks,)
     for callback in callbacks:
         if isinstance(callback, type):
             raise TypeError(
@@ -94,12 +95,28 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(
             f"`{name}` must be an int; got {value!r} of type {type(value).__name__}."
         )
     if value < least:
         raise ValueError(f"`{name}` must be {least} or more; got {value}.")
+
+
+def check_norm(name: str, value: Any) -> None:
+    """Raises unless `value` is None or a number greater than 0."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"`{name}` must be a number or None; got {value!r} of type"
+            f" {type(value).__name__}."
+        )
+    if not value > 0:
+        raise ValueError(
+            f"`{name}` must be a norm greater than 0, or None for no clipping; got"
+            f" {value!r}."
+        )
 
 
 def check_unavailable(name: str, value: Any, allowed: Any) -> None:
@@ -167,6 +184,10 @@ def check_state(model: PyTree, state: Any) -> None:
             " make both together, `model, state = eqx.nn.make_with_state(Net)(...)`,"
             " and pass Trainer(model, state=state)."
         )
+    if state is not None and not stateful:
+        raise ValueError(
+            "`state` was given, but `model` has no stateful layers; leave it out."
+        )
 
 
 def choose_objective(
@@ -196,11 +217,6 @@ def choose_objective(
             + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
         )
     objective = LossFnObjective(loss_fn)
-    if objective.takes_state and state is None:
-        raise ValueError(
-            "`loss_fn` takes `state`, but Trainer(state=...) was not given; pass the"
-            " State that eqx.nn.make_with_state returned."
-        )
     if state is not None and not objective.takes_state:
         raise ValueError(
             "`state` was given, but `loss_fn` has no parameter named `state`; add one,"

@@ -86,8 +86,12 @@ def check_labels(batch: Batch, num_classes: int) -> None:
     if low < 0 or high >= num_classes:
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, as the model gives {num_classes}"
-            f" logits; this batch has labels from {low} to {high}. (Rows to be ignored"
-            " need a `loss_fn` that leaves them out.)"
+            f" logits; this batch has labels from {low} to {high}."
+            + (
+                " For yes/no targets use loss='binary_cross_entropy'."
+                if num_classes == 1
+                else " (Rows to be ignored need a `loss_fn` that leaves them out.)"
+            )
         )
 
 
@@ -118,7 +122,7 @@ class Packer:
 
     Args:
         num_shards: sizes are rounded up to a multiple of it.
-        what: names the loader in messages.
+        what: which batches, for messages: "training".
     """
 
     def __init__(self, num_shards: int, what: str):
@@ -126,6 +130,7 @@ class Packer:
         self.what = what
         self.rows_interact = False
         self._size = 0
+        self._count = 0
         self._expected: tuple[Any, ...] | None = None
 
     def pack(self, micro_batches: Sequence[Batch], slots: int = 1) -> Packed:
@@ -137,6 +142,7 @@ class Packer:
         """
         for batch in micro_batches:
             self._check(batch)
+            self._count += 1
         sizes = [num_rows(batch) for batch in micro_batches]
         if self.rows_interact:
             return self._at_true_size(micro_batches, sizes)
@@ -169,7 +175,7 @@ class Packer:
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)
-        start = f"{self.what}: a batch differs from the first one"
+        start = f"{self.what} batch number {self._count} differs from the first one"
         if treedef != new_treedef:
             return f"{start} in structure: was {treedef}, is {new_treedef}."
         differences = "; ".join(
@@ -203,15 +209,18 @@ def _as_numpy(leaf: Any) -> np.ndarray | None:
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach().cpu()
-        if leaf.dtype == torch.bfloat16:
-            import ml_dtypes
+    try:
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu()
+            if leaf.dtype == torch.bfloat16:
+                import ml_dtypes
 
-            return leaf.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return leaf.resolve_conj().resolve_neg().numpy()
-    if isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
+                return leaf.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return leaf.resolve_conj().resolve_neg().numpy()
+        if isinstance(leaf, jax.Array):
+            return np.asarray(leaf)
+    except TypeError:  # sparse, float8, PRNG keys: no plain numbers
+        return None
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf)
     return None
@@ -238,8 +247,10 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
 
 def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     kind = type(leaf).__name__
-    if isinstance(leaf, np.ndarray):
+    if hasattr(leaf, "dtype"):
         kind += f" of dtype {leaf.dtype}"
+    if hasattr(leaf, "layout"):
+        kind += f", {leaf.layout}"
     return (
         f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
         " numbers. Drop or convert it in the dataset or in the loader's `collate_fn`."

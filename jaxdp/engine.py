@@ -75,9 +75,10 @@ class Engine:
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
         self.facts: dict[Kind, Facts] = {}
-        self._packers = {
-            kind: Packer(strategy.num_shards, kind)
-            for kind in ("train", "evaluate", "predict")
+        self._packers: dict[Kind, Packer] = {
+            "train": Packer(strategy.num_shards, "training"),
+            "evaluate": Packer(strategy.num_shards, "validation"),
+            "predict": Packer(strategy.num_shards, "prediction"),
         }
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
         self.state = strategy.place(state)

@@ -264,4 +264,4 @@ def _matplotlib() -> tuple[Any, Any]:
 
 
 def _short(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4g}"
+    return f"{value:.4g}"

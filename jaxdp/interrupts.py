@@ -13,12 +13,13 @@ class Interrupts:
 
     An exception raised between a step's call and the assignment of its result would
     lose the state, whose old buffers the step has overwritten. Active only in the main
-    thread and where Ctrl-C would raise KeyboardInterrupt.
+    thread and where Ctrl-C would raise KeyboardInterrupt. Can be entered again inside.
     """
 
     def __init__(self) -> None:
         self.pending = False
         self._previous: Any = None
+        self._depth = 0
 
     def check(self) -> None:
         """Raises the KeyboardInterrupt that is held back, if any."""
@@ -27,6 +28,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
+        self._depth += 1
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._hold)
@@ -38,7 +40,8 @@ class Interrupts:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._previous is not None:
+        self._depth -= 1
+        if self._depth == 0 and self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
 

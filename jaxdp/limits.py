@@ -39,7 +39,9 @@ class Limits:
         check_count("check_val_every_n_epoch", check_val_every_n_epoch)
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
-        self.seconds = None if max_time is None else parse_duration(max_time)
+        self.seconds = (
+            None if max_time is None else parse_duration(max_time, "max_time")
+        )
         self.deadline = (
             None if self.seconds is None else time.monotonic() + self.seconds
         )
@@ -84,13 +86,15 @@ class Limits:
     def _interval(self, interval: Any, per_epoch: int | None) -> int | None:
         if interval is None:
             return None
-        if isinstance(interval, float) and interval <= 1:
+        if isinstance(interval, float):
+            check_share("val_check_interval", interval)
+            if interval == 0:
+                raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
             if per_epoch is None:
                 raise ValueError(
                     f"`val_check_interval`={interval} is a share of an epoch, and the"
                     " length of `train_loader` is not known; pass a number of batches."
                 )
-            check_share("val_check_interval", interval)
             return max(1, int(per_epoch * interval))
         check_count("val_check_interval", interval)
         if per_epoch is not None and interval > per_epoch:

@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,8 @@ class Source:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Host batches of an epoch, in order."""
-        # An iterator may write every batch into the same memory; a list can't.
-        copy = not isinstance(self.loader, Sequence)
+        # What is no list may write every batch into the same memory.
+        copy = not isinstance(self.loader, list | tuple)
         return self._converted(iter(self.loader), epoch, copy)
 
     def first(self, share: int | float) -> list[Batch]:
@@ -99,7 +99,14 @@ class TorchSource(Source):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         batches = self._by_index(epoch) if self._is_plain() else self._as_it_is(epoch)
-        return self._converted(batches, epoch, copy=not self.loader._auto_collation)
+        # torch's collation makes new tensors, and what crosses from a worker is new.
+        fresh = self._is_torchs_collation() or self.loader.num_workers > 0
+        return self._converted(batches, epoch, copy=not fresh)
+
+    def _is_torchs_collation(self) -> bool:
+        from torch.utils.data import default_collate
+
+        return self.loader._auto_collation and self.loader.collate_fn is default_collate
 
     def _is_plain(self) -> bool:
         from torch.utils.data import DataLoader, IterableDataset
@@ -124,7 +131,9 @@ class TorchSource(Source):
         lists = self._index_lists(epoch)
         if self.loader.num_workers:
             return self._from_workers(self._with_seeds(lists, epoch), epoch)
-        whole_rows = _whole_rows(self.loader)
+        whole_rows = None
+        if self._is_torchs_collation():
+            whole_rows = _whole_rows(self.loader.dataset)
         if whole_rows is not None:
             return map(whole_rows, lists)
         return self._from_here(self._with_seeds(lists, epoch))
@@ -193,7 +202,7 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
             " pass a DataLoader, a list or a generator of (x, y) batches."
         )
-    if not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
             " DataLoader, a list or a generator of batches."
@@ -201,21 +210,19 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
     return Source(loader, argument)
 
 
-def _whole_rows(loader: Any) -> Callable[[Any], Batch] | None:
+def _whole_rows(dataset: Any) -> Callable[[Any], Batch] | None:
     """Fetches a batch in one indexing operation, where that gives the same batch.
 
-    That is for tensors, or a subset of them, under torch's own collation, which would
-    take the rows apart and stack them again.
+    That is for tensors, or a subset of them. torch's own collation would take the rows
+    apart and stack them again.
     """
-    from torch.utils.data import Subset, TensorDataset, default_collate
+    from torch.utils.data import Subset, TensorDataset
 
-    dataset, subsets = loader.dataset, []
+    subsets = []
     while type(dataset) is Subset:
         subsets.append(np.asarray(dataset.indices))
         dataset = dataset.dataset
-    if not (type(dataset) is TensorDataset and len(dataset) and loader._auto_collation):
-        return None
-    if loader.collate_fn is not default_collate:
+    if type(dataset) is not TensorDataset or len(dataset) == 0:
         return None
     columns = to_host(dataset.tensors)
 

@@ -6,7 +6,8 @@ can be weighted and padded rows left out exactly. The criteria here follow that
 rule; any other callable with the same arguments will do as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -132,6 +133,7 @@ def find_loss(loss: str | Criterion) -> Criterion:
             f" ({', '.join(sorted(LOSSES))}) or a callable (prediction, target) ->"
             " (batch,)."
         )
+    _check_criterion("`loss`", loss)
     return loss
 
 
@@ -139,12 +141,20 @@ def find_metrics(
     metrics: str | Sequence[str | Criterion] | Mapping[str, str | Criterion],
 ) -> dict[str, Criterion]:
     """Metrics as `{name: criterion}`, from names, callables or a mapping."""
+    if metrics is None:
+        metrics = ()
     if isinstance(metrics, str) or callable(metrics):
         metrics = [metrics]
+    if not isinstance(metrics, Iterable):
+        raise TypeError(
+            f"`metrics`: got {metrics!r} of type {type(metrics).__name__}; pass a list"
+            f" of names ({', '.join(sorted(METRICS))}) or {{name: callable}}."
+        )
     if not isinstance(metrics, Mapping):
         metrics = {_metric_name(metric): metric for metric in metrics}
     found = {}
     for name, metric in metrics.items():
+        check_metric_name("`metrics`", name)
         if isinstance(metric, str):
             if metric not in METRICS:
                 raise ValueError(
@@ -158,13 +168,43 @@ def find_metrics(
                 f"`metrics`: {name!r} is {metric!r} of type {type(metric).__name__};"
                 " pass a known name or a callable (prediction, target) -> (batch,)."
             )
-        if name == "loss" or name.startswith(("val_", "test_")):
-            raise ValueError(
-                f"`metrics`: the name {name!r} is taken: 'loss' is the loss itself, and"
-                " 'val_' and 'test_' are put before names by validation and test."
-            )
+        _check_criterion(f"`metrics`: {name!r}", metric)
         found[name] = metric
     return found
+
+
+def check_metric_name(argument: str, name: Any) -> None:
+    """Raises for a name that the trainer needs itself, or that is no name."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{argument}: metric names must be str; got {name!r} of type"
+            f" {type(name).__name__}."
+        )
+    if name == "loss" or name.startswith(("val_", "test_")):
+        raise ValueError(
+            f"{argument}: the metric name {name!r} is taken: 'loss' is the loss itself,"
+            " and 'val_' and 'test_' are put before names by validation and test."
+        )
+
+
+def _check_criterion(argument: str, criterion: Any) -> None:
+    """Raises for what can't be called with a prediction and a target."""
+    if type(criterion).__module__.startswith("torch"):
+        raise TypeError(
+            f"{argument} is torch's {type(criterion).__name__}, which can't compute on"
+            f" JAX arrays; pass a name ({', '.join(sorted(LOSSES))}) or an optax loss."
+        )
+    try:
+        signature = inspect.signature(criterion)
+    except ValueError:  # some built-in callables have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{argument} is {signature}, and is called as (prediction, target): {error}."
+            " For a function of (model, *batch) use `loss_fn`."
+        ) from None
 
 
 def infer_loss(target: Any) -> tuple[str, str]:
@@ -211,7 +251,10 @@ def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> A
         return None
     if grown in (left, right):
         return None
-    jaxpr = jax.make_jaxpr(criterion)(prediction, target)
+    try:
+        jaxpr = jax.make_jaxpr(criterion)(prediction, target)
+    except Exception:  # it checks shapes itself, and will say so when called
+        return None
     return grown if _makes_shape(jaxpr.jaxpr, grown) else None
 
 

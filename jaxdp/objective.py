@@ -15,12 +15,17 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from . import losses
 
 INJECTED = ("keys", "key", "mask", "state")
 """What a `loss_fn` is given when it has a parameter of that name."""
+
+
+_OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels
+"""Criteria that make integer targets labels of the prediction's classes."""
 
 
 class Rows(NamedTuple):
@@ -70,9 +75,8 @@ class CriterionObjective:
             name: self._value(name, criterion, prediction, target, len(rows.mask))
             for name, criterion in self.criteria.items()
         }
-        labelled = self.loss is losses.cross_entropy and jnp.issubdtype(
-            target.dtype, jnp.integer
-        )
+        of_labels = any(each in _OF_LABELS for each in self.criteria.values())
+        labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         return Values(values, model_state, prediction.shape[-1] if labelled else None)
 
     def _value(
@@ -94,7 +98,20 @@ class CriterionObjective:
                     " example with `prediction.squeeze(-1)` in the model or"
                     " `y[:, None]` in the data."
                 )
-        value = jnp.asarray(criterion(prediction, target))
+        try:
+            value = criterion(prediction, target)
+        except Exception as exception:
+            exception.add_note(
+                f"in {argument}, called with predictions ({_describe(prediction)}) and"
+                f" targets ({_describe(target)})"
+            )
+            raise
+        if not eqx.is_array_like(value):
+            raise TypeError(
+                f"{argument} returned {_describe(value)}, not an array; it must return"
+                f" one value per row, ({rows},), or a scalar mean."
+            )
+        value = jnp.asarray(value)
         if value.shape and value.shape[0] != rows:
             raise ValueError(
                 f"{argument} returned shape {value.shape} for a batch of {rows} rows;"
@@ -120,7 +137,9 @@ class LossFnObjective:
         bound_axes: tuple[str, ...],
     ) -> "Values":
         given = batch if isinstance(batch, tuple) else (batch,)
-        offered = {**rows._asdict(), "state": model_state}
+        offered = rows._asdict()
+        if model_state is not None:
+            offered["state"] = model_state
         arguments, keywords = self._bind(given, offered)
         with_state = self.takes_state and model_state is not None
         names = _axis_names(model)
@@ -135,19 +154,11 @@ class LossFnObjective:
                 )
             *result, model_state = result
             result = result[0] if len(result) == 1 else tuple(result)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(metrics, Mapping):
-            raise TypeError(
-                "`loss_fn` must return the loss or (loss, metrics) with metrics a dict"
-                f" of named values; the second value is {_describe(metrics)}. (A"
-                " function wrapped in `filter_value_and_grad` or `filter_grad` must be"
-                " passed unwrapped: the trainer takes the gradient.)"
-            )
+        loss, metrics = _loss_and_metrics(result)
         num_rows = len(rows.mask)
         values = {"loss": _value_of("loss", loss, num_rows)}
         for name, value in metrics.items():
-            if name == "loss":
-                raise ValueError("`loss_fn` returned a metric named 'loss'; rename it.")
+            losses.check_metric_name("`loss_fn`", name)
             values[name] = _value_of(name, value, num_rows)
         return Values(values, model_state, None)
 
@@ -156,22 +167,21 @@ class LossFnObjective:
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments after `model`: the batch by place, the rest by name.
 
-        A name such as `mask` means ours, unless the function has places for the
-        batch only if that name is one of them.
+        A name such as `mask` means ours, unless the batch has more elements than there
+        are other places: then the first such names are the batch's.
         """
         after_model = self.parameters[1:]
         places = [p for p in after_model if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        reserved = [p.name for p in places if p.name in offered]
         # functools.partial makes keyword-only what follows an argument it fills.
         places += [p for p in after_model if p.kind is p.KEYWORD_ONLY and _is_bare(p)]
-        plain = [p for p in places if p.name not in INJECTED]
-        needed = sum(_is_bare(p) for p in plain)
+        plain = [p for p in places if p.name not in offered]
         rest = any(p.kind is p.VAR_POSITIONAL for p in self.parameters)
-        ours = {p.name for p in after_model if p.name in INJECTED}
-        if not (needed <= len(given) and (rest or len(given) <= len(plain))):
-            positional = [p for p in places if p.kind is not p.KEYWORD_ONLY]
-            if len(given) != len(positional):
-                raise TypeError(self._misfit(len(given)))
-            ours -= {p.name for p in positional}
+        short = 0 if rest else max(0, len(given) - len(plain))
+        if short > len(reserved) or len(given) < sum(map(_is_bare, plain)):
+            raise TypeError(self._misfit(len(given), offered))
+        ours = {p.name for p in after_model if p.name in offered}
+        ours -= set(reserved[:short])
         queue = list(given)
         arguments: list[Any] = []
         keywords = {name: offered[name] for name in ours}
@@ -186,16 +196,22 @@ class LossFnObjective:
                 arguments.append(value)
         return arguments + queue, keywords
 
-    def _misfit(self, given: int) -> str:
+    def _misfit(self, given: int, offered: Mapping[str, Any]) -> str:
         names = ", ".join(
             str(p.replace(default=p.empty)) + ("" if _is_bare(p) else "=...")
             for p in self.parameters
         )
-        return (
+        message = (
             f"`loss_fn` is ({names}) but a batch of this loader has {given} element(s):"
             " after the model come the elements of a tuple batch, or the whole batch if"
-            f" it is not a tuple, then any of {', '.join(INJECTED)} by name."
+            f" it is not a tuple, then any of {', '.join(offered)} by name."
         )
+        if self.takes_state and "state" not in offered:
+            message += (
+                " It takes `state`, and Trainer(state=...) was not given; pass the State"
+                " that eqx.nn.make_with_state returned."
+            )
+        return message
 
 
 Objective = CriterionObjective | LossFnObjective
@@ -283,12 +299,32 @@ def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
     return batch
 
 
+def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The two halves of what a `loss_fn` returned, its state taken off."""
+    if not isinstance(result, tuple):
+        result = result, {}
+    if len(result) != 2 or not isinstance(result[1], Mapping):
+        raise TypeError(
+            "`loss_fn` must return the loss or (loss, metrics) with metrics a dict of"
+            f" named values; got a tuple of {', '.join(map(_describe, result))}."
+            + _UNWRAPPED
+        )
+    return result
+
+
+_UNWRAPPED = (
+    " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
+    " unwrapped: the trainer takes the gradient.)"
+)
+
+
 def _value_of(name: str, value: Any, rows: int) -> Array:
     argument = (
         "`loss_fn`: the loss" if name == "loss" else f"`loss_fn`: metric {name!r}"
     )
     if not eqx.is_array_like(value):
-        raise TypeError(f"{argument} is {_describe(value)}, not an array.")
+        what = f"{argument} is {_describe(value)}, not an array."
+        raise TypeError(what + _UNWRAPPED)
     value = jnp.asarray(value)
     if value.shape not in ((), (rows,)):
         raise ValueError(

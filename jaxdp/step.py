@@ -218,10 +218,14 @@ class Steps(NamedTuple):
                 _check_depends(found.values["loss"], params)
                 sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
                 facts = _facts(found, stateful=model_state is not None)
-                return sums["loss"] / total, (found.model_state, _Summed(sums, facts))
+                loss = sums["loss"]
+                return loss / total.astype(loss.dtype), (
+                    found.model_state,
+                    _Summed(sums, facts),
+                )
 
-            loss = remat_function(mean_loss, self.remat)
-            grads, aux = jax.grad(loss, has_aux=True)(state.params)
+            recomputed = remat_function(mean_loss, self.remat)
+            grads, aux = jax.grad(recomputed, has_aux=True)(state.params)
             return grads, *aux
 
         # An eqx.nn.State may be used once; the copy leaves `state` whole.
@@ -463,16 +467,16 @@ def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
 
 
 def _weigh(value: Array, mask: Array) -> Array:
-    """Sum over real rows, in float32; a scalar counts for each of them."""
-    value = value.astype(jnp.float32)
+    """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
+    value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     if value.ndim == 0:
-        return value * mask.sum().astype(jnp.float32)
+        return value * mask.sum().astype(value.dtype)
     return jnp.where(mask, value, 0).sum()
 
 
 def _vector(sums: dict[str, Array], facts: Facts) -> Array:
     """In the order of `names`: a dict that went through JAX comes back sorted."""
-    return jnp.stack([sums[name] for name in facts.names])
+    return jnp.stack([sums[name].astype(jnp.float32) for name in facts.names])
 
 
 def _add(totals: Array, total: Array, sums: Array) -> Array:
@@ -482,13 +486,15 @@ def _add(totals: Array, total: Array, sums: Array) -> Array:
     rounding added to them.
     """
     step = (
-        jnp.zeros(totals.shape[1])
+        jnp.zeros(totals.shape[1], totals.dtype)
         .at[: len(sums) + 1]
         .set(jnp.concatenate([total[None], sums]))
     )
     corrected = step - totals[1]
     summed = totals[0] + corrected
-    return jnp.stack([summed, (summed - totals[0]) - corrected])
+    lost = (summed - totals[0]) - corrected
+    # An infinite sum has lost nothing; inf - inf would make it NaN.
+    return jnp.stack([summed, jnp.where(jnp.isfinite(lost), lost, 0)])
 
 
 def _all_finite(tree: PyTree) -> Array:

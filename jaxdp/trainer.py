@@ -117,12 +117,8 @@ class Trainer:
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
         checks.check_count("log_every_n_steps", log_every_n_steps)
         checks.check_count("seed", seed, least=0)
+        checks.check_norm("gradient_clip_val", gradient_clip_val)
         if gradient_clip_val is not None:
-            if not gradient_clip_val > 0:
-                raise ValueError(
-                    "`gradient_clip_val` must be a norm greater than 0, or None for no"
-                    f" clipping; got {gradient_clip_val!r}."
-                )
             clip = optax.clip_by_global_norm(gradient_clip_val)
             optimizer = optax.chain(clip, optimizer)
 
@@ -223,6 +219,7 @@ class Trainer:
         val = None
         if val_loader is not None:
             val = open_loader(val_loader, "val_loader", self.seed)
+        checks.check_count("fast_dev_run", int(fast_dev_run), least=0)
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
             max_epochs, max_steps = self.current_epoch + 1, None
@@ -249,6 +246,7 @@ class Trainer:
                 stacklevel=2,
             )
             return self.history
+        val = None if limits.val_batches == 0 else val
         self._announce(limits, val)
         hooks = Hooks(
             callback

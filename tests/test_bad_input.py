@@ -41,12 +41,16 @@ class Unknown:
         ({"loss": "l3"}, ValueError, "no loss named 'l3'; known names are binary_cros"),
         ({"loss": 3}, TypeError, "`loss`: got 3 of type int"),
         ({"metrics": ["acc"]}, ValueError, "no metric named 'acc'; known names are ac"),
-        ({"metrics": {"loss": "mse"}}, ValueError, "the name 'loss' is taken"),
+        ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
         ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
         ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
         ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from "),
         ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
-        ({"loss_fn": lambda model, state: 0}, ValueError, r"`loss_fn` takes `state`, "),
+        ({"loss": lambda model, x, y: 0}, TypeError, "For a function of .model, .batc"),
+        ({"metrics": 3}, TypeError, "`metrics`: got 3 of type int; pass a list"),
+        ({"metrics": {1: "mse"}}, TypeError, "metric names must be str; got 1"),
+        ({"metrics": {"val_x": "mse"}}, ValueError, "metric name 'val_x' is taken"),
+        ({"gradient_clip_val": "1"}, TypeError, "must be a number or None; got '1'"),
         ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
         ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
         ({"precision": "bf16-mixed"}, NotImplementedError, "`precision`='bf16-mixed' "),
@@ -69,6 +73,10 @@ def test_constructor_refuses(arguments, error, message):
 def test_torch_and_flax_things_are_named():
     torch = pytest.importorskip("torch")
     linear = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="`loss` is torch's CrossEntropyLoss"):
+        make(loss=torch.nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match="`optimizer` is torch's Adam"):
+        make(None, torch.optim.Adam)
     with pytest.raises(TypeError, match=r"`model` is a torch module \(Linear\)"):
         make(linear)
     with pytest.raises(TypeError, match="`optimizer` is torch's SGD"):
@@ -108,6 +116,8 @@ Y = np.zeros(8, np.int32)
     "settings, loader, error, message",
     [
         ({}, [], ValueError, "`train_loader` gave no batches. Is the dataset empty"),
+        ({"loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 3),
+         ValueError, "labels must be 0 to 2, .* from 3 to 3"),
         ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
         ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
         ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
@@ -124,12 +134,22 @@ Y = np.zeros(8, np.int32)
         ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on "),
         ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
         ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str, not an a"),
+        ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
+        ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
+        ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
+         TypeError, "must be passed unwrapped"),
+        ({"loss": lambda p, t: None}, x_y(X, Y), TypeError, "`loss` returned a NoneTy"),
         ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), 3)}, [X], TypeError, "a dict"),
         ({"loss_fn": lambda m, x, y: 0}, [X], TypeError, r"has 1 element\(s\)"),
         ({"loss_fn": eqx.filter_value_and_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
          TypeError, "must be passed unwrapped"),
+        ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
+        ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
+        ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
+         TypeError, "must be passed unwrapped"),
+        ({"loss": lambda p, t: None}, x_y(X, Y), TypeError, "`loss` returned a NoneTy"),
         ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), {"loss": 1.0})}, [X],
-         ValueError, "a metric named 'loss'"),
+         ValueError, "the metric name 'loss' is taken"),
     ],
 )  # fmt: skip
 def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
@@ -162,6 +182,9 @@ def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion
     "settings, message",
     [
         ({"ckpt_path": "last"}, "`ckpt_path`='last' is not available"),
+        ({"max_time": "soon"}, "`max_time`='soon' must read"),
+        ({"val_check_interval": 0.0}, "must be more than 0"),
+        ({"fast_dev_run": -1}, "`fast_dev_run` must be 0 or more"),
         ({"max_epochs": -2}, "`max_epochs` must be 0 or more"),
         ({"max_steps": 1.5}, "`max_steps` must be an int"),
         ({"limit_train_batches": 1.5}, "as a share must be from 0.0 to 1.0"),
@@ -211,8 +234,11 @@ class Watching(Callback):
 
 
 class CtrlC(Callback):
+    def on_validation_end(self, trainer, metrics):
+        self.validated = True
+
     def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if batch_idx == 2:
+        if batch_idx == 2 and self.validated:
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -220,7 +246,7 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     watching = Watching()
     trainer = make(callbacks=[CtrlC(), watching])
     with pytest.raises(KeyboardInterrupt):
-        trainer.fit(batches(*[8] * 10))
+        trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
     assert trainer.global_step == 3
     assert watching.seen == [KeyboardInterrupt, "end"]
     trainer.model(jnp.ones(4))

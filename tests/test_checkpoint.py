@@ -49,6 +49,29 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path)
     assert first.losses + second.losses == whole.losses
 
 
+def test_a_model_may_hold_prng_keys_and_numpy_arrays(tmp_path):
+    class Noisy(eqx.Module):
+        linear: eqx.nn.Linear
+        key: jax.Array
+        scale: np.ndarray
+
+        def __call__(self, x):
+            noise = jax.random.normal(self.key, (3,))
+            return self.linear(x) + noise * self.scale
+
+    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    model = Noisy(linear, jax.random.key(5), np.ones(3, np.float32))
+    trainer = make(model=model)
+    trainer.fit(DATA)
+    path = trainer.save(tmp_path / "saved")
+    again = make(SingleDevice(), model=model)
+    again.load(path)
+    assert (
+        jax.random.key_data(again.model.key) == jax.random.key_data(model.key)
+    ).all()
+    assert eqx.tree_equal(again.model.linear, trainer.model.linear)
+
+
 def test_plain_orbax_reads_a_checkpoint(tmp_path):
     import orbax.checkpoint as ocp
 

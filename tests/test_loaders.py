@@ -214,6 +214,18 @@ def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():
     assert [int(batch[0][0]) for batch in batches] == [0, 1, 2, 3]
 
 
+def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
+    buffer = np.zeros(4, np.float32)
+
+    def collate(items):
+        buffer[:] = [item[0] for item in items]
+        return (buffer,)
+
+    loader = DataLoader(Squares(8), 4, collate_fn=collate)
+    batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+    assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_an_iterator_goes_on_from_epoch_to_epoch():
     source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
     for epoch in range(2):

@@ -31,6 +31,7 @@ OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}
         # Names of ours that the batch needs for itself:
         (lambda model, x, mask: (x, f"batch {mask}"), ("x", "y")),
         (lambda model, x, mask, *, key: (x, f"batch {mask}", key), ("x", "y")),
+        (lambda model, x, mask, key: (x, f"batch {mask}", key), ("x", "y")),
         (functools.partial(lambda model, w, x, key: (x, key), w=1), ("x",)),
         (functools.partial(lambda model, w, x, t1, key: (x, key), w=1, t1=2), ("x",)),
         (functools.partial(lambda w, model, x: (x,), 1), ("x",)),

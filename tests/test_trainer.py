@@ -397,6 +397,19 @@ def test_gradient_clipping_is_by_global_norm():
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
 
 
+def test_64_bits_are_kept_where_jax_is_told_to():
+    with jax.enable_x64(True):
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0), dtype=jnp.float64)
+        x, y = batches(16)[0]
+        data = [(x.astype(np.float64), y)]
+        optimizer = optax.sgd(0.1)
+        expected, _ = hand_written(model, optimizer, data, 3, cross_entropy)
+        trainer = quiet(model, optimizer, loss="cross_entropy")
+        trainer.fit(data, data, max_epochs=3)
+        assert trainer.model.weight.dtype == np.float64
+        np.testing.assert_allclose(trainer.model.weight, expected.weight, rtol=1e-12)
+
+
 def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     """2**24 + 1 is not a float32; sums must not stop growing there."""
     from jaxdp.step import _add, means_of, new_totals

@@ -1,7 +1,7 @@
 """The contract between the training loop and the devices."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
 import jax
@@ -106,7 +106,9 @@ def find_devices(devices: Devices) -> list[Any]:
                 " any JAX array is made."
             )
         return available[:devices]
-    devices = list(devices)
+    if isinstance(devices, Mesh):
+        raise TypeError("`devices` is a mesh; pass it by name, `mesh=...`.")
+    devices = list(devices) if isinstance(devices, Iterable) else [devices]
     if not devices or not all(isinstance(device, jax.Device) for device in devices):
         raise TypeError(
             f"`devices` must be a number or a list of jax.Device; got {devices!r}."
