@@ -41,9 +41,13 @@ class Interrupts:
         traceback: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        if self._depth or self._previous is None:
+            return
+        signal.signal(signal.SIGINT, self._previous)
+        pending, self.pending, self._previous = self.pending, False, None
+        # An error after Ctrl-C is most often its doing, such as a worker's that died.
+        if pending and (kind is None or issubclass(kind, Exception)):
+            raise KeyboardInterrupt from exception
 
     def _hold(self, signum: int, frame: FrameType | None) -> None:
         if self.pending:

@@ -42,9 +42,7 @@ class Limits:
         self.seconds = (
             None if max_time is None else parse_duration(max_time, "max_time")
         )
-        self.deadline = (
-            None if self.seconds is None else time.monotonic() + self.seconds
-        )
+        self.deadline: float | None = None
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.val_batches = None
         if val is not None:
@@ -53,12 +51,21 @@ class Limits:
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches
         )
-        per_epoch = _least(train.num_batches, self.train_batches)
+        self.per_epoch = per_epoch = _least(train.num_batches, self.train_batches)
         self.val_interval = self._interval(val_check_interval, per_epoch)
         self._periods = 0
         self.steps_per_epoch = (
             None if per_epoch is None else -(-per_epoch // accumulate)
         )
+
+    def start_clock(self) -> None:
+        """From now on `max_time` counts."""
+        if self.seconds is not None:
+            self.deadline = time.monotonic() + self.seconds
+
+    def is_whole(self, batches_done: int) -> bool:
+        """Whether so many batches are known to be a whole epoch."""
+        return self.per_epoch is not None and batches_done >= self.per_epoch
 
     def reached(self, step: int) -> bool:
         """Whether `max_steps` or `max_time` is up, `step` optimizer steps done."""
@@ -71,9 +78,9 @@ class Limits:
         full = self.max_epochs is not None and epoch >= self.max_epochs
         return full or self.reached(step)
 
-    def interval_is_up(self, batches_done: int) -> bool:
+    def interval_is_up(self, epoch: int, batches_done: int) -> bool:
         """Whether `val_check_interval` asks for a validation at this place."""
-        if self.val_interval is None:
+        if self.val_interval is None or (epoch + 1) % self.check_val_every_n_epoch:
             return False
         periods, self._periods = self._periods, batches_done // self.val_interval
         return self._periods > periods

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import multiprocessing
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
@@ -45,11 +46,17 @@ class Source:
         except TypeError:  # a DataLoader over an iterable dataset without a length
             return None
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Host batches of an epoch, in order."""
+    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
+        """Host batches of an epoch, in order, but for the first `skip`.
+
+        An iterator has given those already, and is not asked for them again.
+        """
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
-        return self._converted(iter(self.loader), epoch, copy)
+        batches = iter(self.loader)
+        if batches is not self.loader:
+            batches = itertools.islice(batches, skip, None)
+        return self._converted(batches, epoch, skip, copy)
 
     def first(self, share: int | float) -> list[Batch]:
         """The first batches of epoch 0: so many, or as a float such a share."""
@@ -63,8 +70,10 @@ class Source:
             " batch with drop_last=True, a generator exhausted, or a limit 0?"
         )
 
-    def _converted(self, batches: Iterator[Any], epoch: int, copy: bool) -> Any:
-        for batch_idx in itertools.count():
+    def _converted(
+        self, batches: Iterator[Any], epoch: int, first: int, copy: bool
+    ) -> Iterator[Batch]:
+        for batch_idx in itertools.count(first):
             try:
                 batch = next(batches, None)
                 if batch is None:
@@ -94,14 +103,17 @@ class TorchSource(Source):
         self._workers: Any = None
         self._plan = _Plan()
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        batches = self._by_index(epoch) if self._is_plain() else self._as_it_is(epoch)
+        if self._is_plain():
+            batches = self._by_index(epoch, skip)
+        else:
+            batches = itertools.islice(self._as_it_is(epoch), skip, None)
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or self.loader.num_workers > 0
-        return self._converted(batches, epoch, copy=not fresh)
+        return self._converted(batches, epoch, skip, copy=not fresh)
 
     def _is_torchs_collation(self) -> bool:
         from torch.utils.data import default_collate
@@ -118,7 +130,7 @@ class TorchSource(Source):
     def _as_it_is(self, epoch: int) -> Iterator[Any]:
         """Iterable datasets and loaders that iterate in their own way."""
         generators = _Generators(_seed_of(self.seed, epoch))
-        with generators.active(), _safe_start_method(self.loader):
+        with generators.active(), _safe_workers(self.loader):
             batches = iter(self.loader)
         while True:
             with generators.active():
@@ -127,23 +139,20 @@ class TorchSource(Source):
                 return
             yield batch
 
-    def _by_index(self, epoch: int) -> Iterator[Any]:
-        lists = self._index_lists(epoch)
+    def _by_index(self, epoch: int, skip: int) -> Iterator[Any]:
+        lists = itertools.islice(self._index_lists(epoch), skip, None)
+        seeded = (
+            (_seed_of(self.seed, epoch, batch_idx), indices)
+            for batch_idx, indices in enumerate(lists, skip)
+        )
         if self.loader.num_workers:
-            return self._from_workers(self._with_seeds(lists, epoch), epoch)
+            return self._from_workers(seeded, epoch)
         whole_rows = None
         if self._is_torchs_collation():
             whole_rows = _whole_rows(self.loader.dataset)
         if whole_rows is not None:
             return map(whole_rows, lists)
-        return self._from_here(self._with_seeds(lists, epoch))
-
-    def _with_seeds(
-        self, lists: Iterator[Any], epoch: int
-    ) -> Iterator[tuple[int, Any]]:
-        """Index lists with what seeds the random augmentations of each."""
-        for batch_idx, indices in enumerate(lists):
-            yield _seed_of(self.seed, epoch, batch_idx), indices
+        return self._from_here(seeded)
 
     def _index_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
@@ -177,7 +186,7 @@ class TorchSource(Source):
         self._workers.generator = torch.Generator().manual_seed(
             _seed_of(self.seed, epoch)
         )
-        with _safe_start_method(self._workers):
+        with _safe_workers(self._workers):
             return iter(self._workers)
 
 
@@ -268,7 +277,7 @@ class _Seeded:
 
 
 class _WorkerInit:
-    """Shows the user's `worker_init_fn` the user's dataset, not our wrapping of it."""
+    """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
 
     def __init__(self, worker_init_fn: Any):
         self.worker_init_fn = worker_init_fn
@@ -276,8 +285,11 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         from torch.utils.data import get_worker_info
 
+        # Ctrl-C goes to the whole process group; it is the trainer's to answer.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if isinstance(info.dataset, _Seeded):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
@@ -348,7 +360,7 @@ def _with_workers(loader: Any, plan: _Plan) -> Any:
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         timeout=loader.timeout,
-        worker_init_fn=_WorkerInit(loader.worker_init_fn),
+        worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
@@ -356,21 +368,14 @@ def _with_workers(loader: Any, plan: _Plan) -> Any:
 
 
 @contextlib.contextmanager
-def _safe_start_method(loader: Any) -> Iterator[None]:
-    """Starts worker processes by "forkserver" where the default would be "fork".
+def _safe_workers(loader: Any) -> Iterator[None]:
+    """Starts worker processes deaf to Ctrl-C, and not by "fork" where that is default.
 
     A fork of a process that runs JAX's threads can deadlock in the child. A loader that
-    names its own `multiprocessing_context` keeps it. The server imports torch and this
-    module once, so that workers start in tenths of a second.
+    names its own `multiprocessing_context` keeps it. The fork server imports torch and
+    this module once, so that workers start in tenths of a second.
     """
-    default = multiprocessing.get_start_method(allow_none=True) or "fork"
-    ours = (
-        loader.num_workers > 0
-        and loader.multiprocessing_context is None
-        and default == "fork"
-        and "forkserver" in multiprocessing.get_all_start_methods()
-    )
-    if not ours:
+    if not loader.num_workers:
         yield
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -379,14 +384,20 @@ def _safe_start_method(loader: Any) -> Iterator[None]:
             " processes import the script, so the part that trains must stand under"
             ' `if __name__ == "__main__":`.'
         )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.utils.data"])
-    loader.multiprocessing_context = context
+    users = loader.multiprocessing_context, loader.worker_init_fn
+    default = multiprocessing.get_start_method(allow_none=True) or "fork"
+    available = "forkserver" in multiprocessing.get_all_start_methods()
+    if users[0] is None and default == "fork" and available:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch.utils.data"])
+        loader.multiprocessing_context = context
+    loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
     try:
         yield
     finally:
+        loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
-            loader.multiprocessing_context = None
+            loader.multiprocessing_context = users[0]
 
 
 def check_share(name: str, limit: Any) -> None:

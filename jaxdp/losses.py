@@ -202,8 +202,8 @@ def _check_criterion(argument: str, criterion: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise TypeError(
-            f"{argument} is {signature}, and is called as (prediction, target): {error}."
-            " For a function of (model, *batch) use `loss_fn`."
+            f"{argument} is {signature}, and is called as (prediction, target):"
+            f" {error}. For a function of (model, *batch) use `loss_fn`."
         ) from None
 
 

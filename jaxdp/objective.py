@@ -208,8 +208,8 @@ class LossFnObjective:
         )
         if self.takes_state and "state" not in offered:
             message += (
-                " It takes `state`, and Trainer(state=...) was not given; pass the State"
-                " that eqx.nn.make_with_state returned."
+                " It takes `state`, and Trainer(state=...) was not given; pass the"
+                " State that eqx.nn.make_with_state returned."
             )
         return message
 

@@ -93,6 +93,8 @@ class Metrics(Mapping[str, Any]):
         if name in self.facts.names:
             # A wait for the device, and the only one; NumPy caches it on the array.
             return np.asarray(self.means)[self.facts.names.index(name)]
+        if name not in self.inside:
+            raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
         return np.asarray(self.inside[name])[()]
 
     def __iter__(self) -> Iterator[str]:

@@ -163,7 +163,9 @@ class Trainer:
         self._engine: Engine | None = None
         self._gathered: tuple[Any, tuple[PyTree, Any]] | None = None
         self._batches_done = 0
-        self._epochs_done = 0
+        self._epoch_is_over = False
+        self._is_whole = False
+        self._is_fitting = False
         self._val_metrics: dict[str, float] = {}
 
     def fit(
@@ -196,10 +198,11 @@ class Trainer:
             train_loader: a torch `DataLoader` or any iterable of batches.
             val_loader: validated on after each epoch.
             max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
-                or `max_time` is given.
+                or `max_time` is given. An epoch that they cut short is gone on with by
+                the next fit.
             max_steps: optimizer steps in total, earlier fits counted in.
-            max_time: of this fit: "DD:HH:MM:SS", a timedelta, a dict of its arguments,
-                or seconds.
+            max_time: of this fit after compilation: "DD:HH:MM:SS", a timedelta, a dict
+                of its arguments, or seconds.
             ckpt_path: None.
             limit_train_batches: batches per epoch, or as a float a share of them.
             limit_val_batches: the same for validation.
@@ -207,7 +210,8 @@ class Trainer:
             val_check_interval: also validate every so many training batches, or as a
                 float after every such share of an epoch.
             fast_dev_run: run one batch (or so many) of training and validation,
-                without loggers and checkpoints, to find mistakes.
+                without loggers and checkpoints, to find mistakes. It is real training,
+                and counts as an epoch.
             overfit_batches: train on the first so many batches (or share of them) over
                 and over, to see whether the model can learn at all.
 
@@ -241,8 +245,8 @@ class Trainer:
             warnings.warn(
                 f"`fit` has nothing to do: {self.current_epoch} epochs and"
                 f" {self.global_step} steps are done, and `max_epochs`="
-                f"{limits.max_epochs}, `max_steps`={limits.max_steps} are totals."
-                " Raise them to train on.",
+                f"{limits.max_epochs}, `max_steps`={limits.max_steps} are totals,"
+                " earlier fits counted in. Raise them to train on.",
                 stacklevel=2,
             )
             return self.history
@@ -258,10 +262,13 @@ class Trainer:
             batches = self._begin(train, limits)
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
+            limits.start_clock()
             while not self._is_done(limits):
                 hooks.on_train_epoch_start(self)
                 for _ in self._steps(batches, hooks):
-                    if val is not None and limits.interval_is_up(self._batches_done):
+                    if val is not None and limits.interval_is_up(
+                        self.current_epoch, self._batches_done
+                    ):
                         self._validate(val, limits, hooks)
                     if self._is_done(limits):
                         break
@@ -274,7 +281,7 @@ class Trainer:
                     break
                 if val is not None and limits.epoch_is_due(self.current_epoch):
                     self._validate(val, limits, hooks)
-                self._end_epoch(hooks)
+                self._end_epoch(limits, hooks)
                 batches = self._windows(train, limits)
         return self.history
 
@@ -295,11 +302,17 @@ class Trainer:
             The lazy metrics of each optimizer step.
         """
         source = open_loader(train_loader, "train_loader", self.seed)
-        with self._interrupts:
-            self._hooks.setup(self)
-            batches = self._begin(source)
-            yield from self._steps(batches, self._hooks)
-            self.current_epoch = self._epochs_done = self.current_epoch + 1
+        self._batches_done = 0
+        self._hooks.setup(self)
+        steps = self._steps(self._begin(source), self._hooks)
+        while True:
+            with self._interrupts:  # not while the caller's code runs
+                metrics = next(steps, None)
+            if metrics is None:
+                break
+            yield metrics
+        self.current_epoch += 1
+        self._batches_done = 0
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
@@ -369,7 +382,9 @@ class Trainer:
         """
         meta = {
             "global_step": self.global_step,
-            "current_epoch": self._epochs_done,
+            "current_epoch": self.current_epoch + self._is_whole,
+            "batches_done": 0 if self._is_whole else self._batches_done,
+            "examples_seen": self.examples_seen,
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -390,7 +405,9 @@ class Trainer:
         state, meta = checkpoint.restore(path, self.state)
         self._ready().state = self.strategy.place(state)
         self.global_step = meta["global_step"]
-        self.current_epoch = self._epochs_done = meta["current_epoch"]
+        self.current_epoch = meta["current_epoch"]
+        self._batches_done = meta["batches_done"]
+        self.examples_seen = meta["examples_seen"]
         self.history.load_state_dict(meta["history"])
         for index, callback in enumerate(self.callbacks):
             saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
@@ -412,7 +429,12 @@ class Trainer:
     @contextlib.contextmanager
     def _ending_well(self, hooks: Hooks) -> Iterator[None]:
         """Whatever happens inside: callbacks hear of it, and may close their files."""
-        self.should_stop = False
+        if self._is_fitting:
+            raise RuntimeError(
+                "`fit` was called while a fit of the same trainer is running, from a"
+                " callback perhaps; use a Trainer of its own."
+            )
+        self.should_stop, self._is_fitting = False, True
         try:
             with self._interrupts:
                 yield
@@ -422,6 +444,8 @@ class Trainer:
             with self._noting(exception):
                 hooks.on_fit_end(self)
             raise
+        finally:
+            self._is_fitting = False
         hooks.on_fit_end(self)
 
     @contextlib.contextmanager
@@ -435,10 +459,11 @@ class Trainer:
     def _windows(
         self, source: Source, limits: Limits | None = None
     ) -> Iterator[list[Batch]]:
-        """The batches of the current epoch, as many at a time as a step takes."""
-        batches = source.epoch(self.current_epoch)
-        if limits is not None:
-            batches = itertools.islice(batches, limits.train_batches)
+        """What is left of the epoch, as many batches at a time as a step takes."""
+        batches = source.epoch(self.current_epoch, skip=self._batches_done)
+        if limits is not None and limits.train_batches is not None:
+            left = max(0, limits.train_batches - self._batches_done)
+            batches = itertools.islice(batches, left)
         return windows(batches, self.accumulate_grad_batches)
 
     def _begin(
@@ -447,6 +472,10 @@ class Trainer:
         """Reads the first batch and compiles for it; returns all batches."""
         batches = self._windows(source, limits)
         first = next(batches, None)
+        if first is None and self._batches_done:
+            # An earlier fit stopped just at the end of an epoch of unknown length.
+            self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            return self._begin(source, limits)
         if first is None:
             raise ValueError(source.gave_nothing())
         engine = self._ready(first[0])
@@ -457,10 +486,12 @@ class Trainer:
     def _steps(self, batches: Iterable[list[Batch]], hooks: Hooks) -> Iterator[Metrics]:
         """Takes a step for each of `batches`, and never waits for one."""
         engine = self._ready()
-        engine.start_epoch()
-        self.examples_seen = self._batches_done = 0
-        self._val_metrics = {}
-        for batch_idx, window in enumerate(batches):
+        if self._batches_done == 0:
+            engine.start_epoch()
+            self.examples_seen = 0
+        self._val_metrics, self._epoch_is_over = {}, False
+        first = -(-self._batches_done // self.accumulate_grad_batches)
+        for batch_idx, window in enumerate(batches, first):
             batch = window[0] if self.accumulate_grad_batches == 1 else window
             hooks.on_train_batch_start(self, batch, batch_idx)
             metrics, rows = engine.train(window)
@@ -470,6 +501,7 @@ class Trainer:
             hooks.on_train_batch_end(self, metrics, batch_idx)
             self._interrupts.check()
             yield metrics
+        self._epoch_is_over = True
 
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
@@ -494,12 +526,15 @@ class Trainer:
         hooks.on_validation_end(self, metrics)
         return metrics
 
-    def _end_epoch(self, hooks: Hooks) -> None:
+    def _end_epoch(self, limits: Limits, hooks: Hooks) -> None:
+        """History and hooks. An epoch cut short stays current, for a later fit."""
         metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
-        self._epochs_done = self.current_epoch + 1
+        self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
         hooks.on_train_epoch_end(self, metrics)
-        self.current_epoch = self._epochs_done
+        if self._is_whole:
+            self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+        self._is_whole = False
 
     def _is_done(self, limits: Limits) -> bool:
         return self.should_stop or limits.done(self.global_step, self.current_epoch)

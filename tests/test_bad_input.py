@@ -143,11 +143,6 @@ Y = np.zeros(8, np.int32)
         ({"loss_fn": lambda m, x, y: 0}, [X], TypeError, r"has 1 element\(s\)"),
         ({"loss_fn": eqx.filter_value_and_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
          TypeError, "must be passed unwrapped"),
-        ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
-        ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
-        ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
-         TypeError, "must be passed unwrapped"),
-        ({"loss": lambda p, t: None}, x_y(X, Y), TypeError, "`loss` returned a NoneTy"),
         ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), {"loss": 1.0})}, [X],
          ValueError, "the metric name 'loss' is taken"),
     ],
@@ -252,6 +247,46 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     trainer.model(jnp.ones(4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     trainer.fit(batches(8, 8), max_epochs=2)
+
+
+class CtrlCLate(Callback):
+    def on_train_epoch_end(self, trainer, metrics):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_after_the_last_step_is_not_kept_for_the_next_fit():
+    trainer = make(callbacks=[CtrlCLate()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches(8))
+    trainer.validate(batches(8))
+
+
+def test_an_error_after_ctrl_c_is_a_keyboard_interrupt():
+    class Dying(CtrlC):
+        validated = True
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("a worker died of it")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        make(callbacks=[Dying()]).fit(batches(8, 8))
+    assert "a worker died" in str(caught.value.__cause__)
+
+
+def test_ctrl_c_between_steps_is_the_callers():
+    trainer = make()
+    for _ in trainer.steps(batches(8, 8)):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_fit_inside_a_fit_is_refused():
+    class Again(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            trainer.fit(batches(8), max_epochs=5)
+
+    with pytest.raises(RuntimeError, match="while a fit of the same trainer is runn"):
+        make(callbacks=[Again()]).fit(batches(8))
 
 
 def test_a_callback_that_raises_is_named_in_every_hook():

@@ -49,6 +49,27 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path)
     assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.parametrize("workers", [None, 0])
+def test_a_checkpoint_inside_an_epoch_resumes_inside_it(workers, tmp_path):
+    loader = DATA
+    if workers is not None:
+        torch = pytest.importorskip("torch")
+        x, y = (np.concatenate(part) for part in zip(*DATA, strict=True))
+        pairs = [(torch.tensor(a), int(b)) for a, b in zip(x, y, strict=True)]
+        loader = torch.utils.data.DataLoader(pairs, 8, shuffle=True)
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = make(callbacks=[whole])
+    expected.fit(loader, max_epochs=3)
+    trainer = make(callbacks=[first])
+    trainer.fit(loader, max_steps=5)
+    path = trainer.save(tmp_path / "saved")
+    again = make(callbacks=[second])
+    again.load(path)
+    again.fit(loader, max_epochs=3)
+    assert first.losses + second.losses == whole.losses
+    assert again.history["loss"] == expected.history["loss"]
+
+
 def test_a_model_may_hold_prng_keys_and_numpy_arrays(tmp_path):
     class Noisy(eqx.Module):
         linear: eqx.nn.Linear

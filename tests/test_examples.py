@@ -254,24 +254,11 @@ def test_fashion_mnist_has_the_same_curve_on_one_device_and_two(real_data, tmp_p
         np.testing.assert_allclose(one[name], two[name], rtol=1e-5)
 
 
-def code_blocks(page):
-    return re.findall(
-        r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
-    )
-
-
-def test_the_code_on_the_ladder_page_runs():
-    """The page asserts its own claims, one rung after the other."""
-    namespace = {}
-    for block in code_blocks(ROOT / "docs" / "ladder.md"):
-        exec(block, namespace)
-    assert {"convolve", "Trainer", "history"} <= namespace.keys()
-
-
 def test_the_code_in_the_readme_runs(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
-    blocks = code_blocks(ROOT / "README.md")
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     assert blocks
     namespace = {}
     for block in blocks:

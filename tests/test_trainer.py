@@ -378,6 +378,66 @@ def test_steps_gives_the_loop_to_the_caller():
     assert (trainer.global_step, trainer.current_epoch) == (10, 2)
 
 
+@pytest.mark.parametrize("as_iterator", [False, True])
+def test_an_epoch_cut_short_is_gone_on_with_by_the_next_fit(as_iterator):
+    data = batches(*RAGGED) * 2
+    whole, expected = run(SingleDevice(), epochs=1, data=data)
+    recorder = Recorder()
+    trainer = quiet(
+        Mlp(jax.random.key(0)), optax.adam(1e-2), loss="cross_entropy",
+        strategy=SingleDevice(), callbacks=[recorder],
+    )  # fmt: skip
+    loader = iter(data) if as_iterator else data
+    trainer.fit(loader, max_steps=4)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 0)
+    trainer.fit(loader, max_epochs=1)
+    assert (trainer.global_step, trainer.current_epoch) == (10, 1)
+    assert recorder.losses == list(whole)
+    assert trainer.history["loss"] == expected.history["loss"]
+
+
+def test_validation_follows_its_interval_and_its_epochs():
+    class Seen(Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_validation_end(self, trainer, metrics):
+            self.steps.append(trainer.global_step)
+
+    def steps_with(**options):
+        seen = Seen()
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        trainer = quiet(model, loss="cross_entropy", callbacks=[seen])
+        trainer.fit(batches(*[8] * 6), batches(8), **options)
+        return seen.steps
+
+    assert steps_with(max_epochs=3) == [6, 12, 18]
+    assert steps_with(max_epochs=3, check_val_every_n_epoch=2) == [12]
+    assert steps_with(max_epochs=2, val_check_interval=4) == [4, 10]
+    assert steps_with(max_epochs=2, val_check_interval=0.5) == [3, 6, 9, 12]
+    assert steps_with(
+        max_epochs=2, val_check_interval=3, check_val_every_n_epoch=2
+    ) == [9, 12]
+    assert steps_with(max_steps=4) == [4]
+    assert steps_with(limit_val_batches=0) == []
+
+
+def test_limits_and_dev_runs():
+    def steps_with(**options):
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        trainer = quiet(model, loss="cross_entropy")
+        trainer.fit(batches(*[8] * 6), batches(8, 8), **options)
+        return trainer.global_step, trainer.current_epoch
+
+    assert steps_with(limit_train_batches=2, max_epochs=2) == (4, 2)
+    assert steps_with(limit_train_batches=0.5) == (3, 1)
+    assert steps_with(fast_dev_run=True, max_epochs=9) == (1, 1)
+    assert steps_with(fast_dev_run=2) == (2, 1)
+    assert steps_with(max_steps=9) == (9, 1)
+    assert steps_with(max_time={"seconds": 0}) == (0, 0)
+    assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
+
+
 @pytest.mark.parametrize("remat", [True, "last", jax.checkpoint_policies.dots_saveable])
 def test_remat_changes_no_number(remat):
     expected, _ = run(SingleDevice(), epochs=2)
