@@ -41,7 +41,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     if type(batch) is list:
         batch = tuple(batch)
     leaves, treedef = jax.tree.flatten(batch)
-    wide = jax.config.read("jax_enable_x64")
+    wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
     for index, leaf in enumerate(leaves):
         array = _as_numpy(leaf)

@@ -26,6 +26,7 @@ from .step import (
     new_totals,
 )
 from .strategies import DataParallel
+from .strategies.base import no_ambient_mesh
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -81,7 +82,8 @@ class Engine:
             "predict": Packer(strategy.num_shards, "prediction"),
         }
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
-        self.state = strategy.place(state)
+        with no_ambient_mesh():
+            self.state = strategy.place(state)
 
     @property
     def state(self) -> TrainState:
@@ -172,11 +174,13 @@ class Engine:
         return packed, compiled
 
     def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
-        compiled = {
+        compile_kind = {
             "train": self._compile_train,
             "evaluate": self._compile_evaluate,
             "predict": self._compile_predict,
-        }[kind](packed)
+        }[kind]
+        with no_ambient_mesh():
+            compiled = compile_kind(packed)
         if kind != "predict":
             self.facts[kind] = compiled.out_info[1].facts
         self._compiled[kind, packed.shape] = compiled

@@ -10,9 +10,11 @@ random augmentations do not depend on the number of workers.
 import contextlib
 import itertools
 import multiprocessing
+import pickle
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
@@ -83,6 +85,8 @@ class Source:
                 exception.add_note(
                     f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
                 )
+                if "exited unexpectedly" in str(exception):
+                    exception.add_note(_WORKER_RULES)
                 raise
             yield host
 
@@ -131,7 +135,7 @@ class TorchSource(Source):
         """Iterable datasets and loaders that iterate in their own way."""
         generators = _Generators(_seed_of(self.seed, epoch))
         with generators.active(), _safe_workers(self.loader):
-            batches = iter(self.loader)
+            batches = _started(self.loader, self.argument)
         while True:
             with generators.active():
                 batch = next(batches, None)
@@ -187,7 +191,7 @@ class TorchSource(Source):
             _seed_of(self.seed, epoch)
         )
         with _safe_workers(self._workers):
-            return iter(self._workers)
+            return _started(self._workers, self.argument)
 
 
 def open_loader(loader: Any, argument: str, seed: int) -> Source:
@@ -241,6 +245,30 @@ def _whole_rows(dataset: Any) -> Callable[[Any], Batch] | None:
         return tuple(column.take(indices, axis=0) for column in columns)
 
     return fetch
+
+
+_WORKER_RULES = (
+    "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
+    " So the dataset, `collate_fn` and `worker_init_fn` must be importable: no"
+    " lambdas, nothing defined in a function or a notebook; and a script must train"
+    ' under `if __name__ == "__main__":`. Otherwise use num_workers=0 or, if no worker'
+    ' touches JAX, multiprocessing_context="fork". Workers that run out of memory are'
+    " killed, too."
+)
+
+
+def _started(loader: Any, argument: str) -> Iterator[Any]:
+    """`iter(loader)`, with help where its parts can't be sent to workers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
+            return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if not loader.num_workers:
+            raise
+        raise TypeError(
+            f"`{argument}` can't be sent to its workers: {error}. {_WORKER_RULES}"
+        ) from error
 
 
 class _Plan:

@@ -34,6 +34,7 @@ from .step import (
     new_totals,
 )
 from .strategies import DataParallel, Sharded
+from .strategies.base import no_ambient_mesh, with_auto_axes
 
 
 class Trainer:
@@ -553,10 +554,20 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
+            if jax.config.jax_disable_jit:  # pyright: ignore
+                raise RuntimeError(
+                    "jit is disabled (jax.disable_jit or jax_disable_jit), and the"
+                    " trainer compiles its steps; call the model by hand to debug it."
+                )
             params, buffers, static = self._parts
-            state = first_state(
-                params, buffers, self._model_state, self.optimizer, self.seed
-            )
+            with no_ambient_mesh():
+                state = first_state(
+                    with_auto_axes(params),
+                    with_auto_axes(buffers),
+                    with_auto_axes(self._model_state),
+                    self.optimizer,
+                    self.seed,
+                )
             self._engine = Engine(
                 Steps(
                     static,

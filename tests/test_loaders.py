@@ -166,6 +166,12 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
     assert loader.multiprocessing_context is None
 
 
+def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
+    loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
+    with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
+        list(open_loader(loader, "train_loader", seed=0).epoch(0))
+
+
 def test_iterable_datasets_are_iterated():
     for workers in (0, 2):
         loader = DataLoader(Stream(), 4, num_workers=workers)

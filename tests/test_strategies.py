@@ -209,6 +209,19 @@ def test_an_explicit_mesh_is_taken_as_auto():
     check_strategy(strategy)
 
 
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_a_model_on_an_explicit_mesh_and_an_ambient_mesh_are_taken(strategy):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    model = jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        trainer = Trainer(
+            model, loss="cross_entropy", strategy=strategy(), enable_progress_bar=False
+        )
+        trainer.fit(batches(16, 5), batches(8))
+        assert trainer.predict(batches(5)).shape == (5, 3)
+
+
 @pytest.mark.parametrize("strategy", [Sharded, Pmap])
 def test_too_many_devices_are_refused(strategy):
     with pytest.raises(ValueError, match=r"`devices`: 9 asked for, but there are 8"):

@@ -461,7 +461,7 @@ def test_64_bits_are_kept_where_jax_is_told_to():
     with jax.enable_x64(True):
         model = eqx.nn.Linear(4, 3, key=jax.random.key(0), dtype=jnp.float64)
         x, y = batches(16)[0]
-        data = [(x.astype(np.float64), y)]
+        data = [(x.astype(np.float64) / 3, y)]
         optimizer = optax.sgd(0.1)
         expected, _ = hand_written(model, optimizer, data, 3, cross_entropy)
         trainer = quiet(model, optimizer, loss="cross_entropy")

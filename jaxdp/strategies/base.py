@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ..step import Group, TrainState
@@ -125,6 +126,28 @@ def data_mesh(devices: Devices) -> Mesh:
     dropout keys and reshapes in ordinary models raise.
     """
     return Mesh(np.array(find_devices(devices)), (DATA,), axis_types=(AxisType.Auto,))
+
+
+def no_ambient_mesh() -> AbstractContextManager[Any]:
+    """Leaves a mesh that the user has set with `jax.set_mesh` for the time being.
+
+    Programs compiled under it would have to be for that very mesh.
+    """
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def with_auto_axes(tree: PyTree) -> PyTree:
+    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
+
+    def auto(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        devices = np.asarray(sharding.mesh.devices)
+        mesh = Mesh(devices, sharding.mesh.axis_names)
+        return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+
+    return jax.tree.map(auto, tree)
 
 
 def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
