@@ -6,27 +6,20 @@ between steps: flattening a model's tree in Python costs more than a small step.
 
 import collections
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .collectives import Collectives
 from .data import Packed, Packer, check_labels
-from .step import (
-    Batch,
-    Collectives,
-    Facts,
-    Group,
-    Metrics,
-    Steps,
-    TrainState,
-    means_of,
-    new_totals,
-)
+from .metrics import Facts, Metrics, means_of, new_totals
+from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import no_ambient_mesh
+from .strategies.base import no_ambient_mesh, with_auto_axes
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -56,20 +49,29 @@ class Engine:
     """Runs steps: packs batches, compiles once per shape, keeps the state.
 
     Args:
+        parts: the model as (trained leaves, other arrays, the rest).
+        model_state: its `eqx.nn.State`, or None.
         steps: the pure steps.
         strategy: places the state and compiles the steps.
-        state: the initial state, of the user's arrays.
+        seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
     """
 
     def __init__(
         self,
+        parts: tuple[PyTree, PyTree, PyTree],
+        model_state: PyTree,
         steps: Steps,
         strategy: DataParallel,
-        state: TrainState,
         *,
+        seed: int,
         micro_batches: int,
     ):
+        if jax.config.jax_disable_jit:  # pyright: ignore
+            raise RuntimeError(
+                "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
+                " compiles its steps; call the model by hand to debug it."
+            )
         self.steps = steps
         self.strategy = strategy
         self.donate = "state"
@@ -82,7 +84,11 @@ class Engine:
             "predict": Packer(strategy.num_shards, "prediction"),
         }
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
+        self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
+        params, buffers, _ = with_auto_axes(parts)
+        model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
+            state = first_state(params, buffers, model_state, steps.optimizer, seed)
             self.state = strategy.place(state)
 
     @property
@@ -94,10 +100,16 @@ class Engine:
     def state(self, state: TrainState) -> None:
         self._leaves, self._treedef = jax.tree.flatten(state)
 
-    @property
-    def version(self) -> Any:
-        """An object that changes whenever the state does."""
-        return self._leaves
+    def gather(self) -> tuple[PyTree, PyTree]:
+        """The model and its state, whole and live; gathered once per step."""
+        if self._gathered is None or self._gathered[0] is not self._leaves:
+            state = self.state
+            params, buffers, model_state = self.strategy.gather(
+                (state.params, state.buffers, state.model_state)
+            )
+            model = eqx.combine(params, buffers, self.steps.static)
+            self._gathered = self._leaves, (model, model_state)
+        return self._gathered[1]
 
     def set_options(self, donate: str, skip_nonfinite: bool) -> None:
         """What callbacks decide before compilation.
@@ -140,11 +152,24 @@ class Engine:
         self.in_flight.add(metrics.means)
         return totals
 
-    def predict(self, x: PyTree) -> tuple[PyTree, int]:
-        """Predictions on the device, padding included, and how many rows are real."""
-        packed, compiled = self.prepare("predict", [x])
-        groups = self.strategy.place_batch(packed.groups, split=packed.split)
-        return compiled(jax.tree.leaves(self.state.weights), groups), packed.rows
+    def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
+        """Predictions of each of `inputs` as NumPy arrays, without padding."""
+        waiting: collections.deque[tuple[PyTree, int]] = collections.deque()
+
+        def fetch() -> PyTree:
+            prediction, rows = waiting.popleft()
+            # Waits for the device, `IN_FLIGHT` batches late.
+            return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], prediction)
+
+        weights = jax.tree.leaves(self.state.weights)
+        for x in inputs:
+            packed, compiled = self.prepare("predict", [x])
+            groups = self.strategy.place_batch(packed.groups, split=packed.split)
+            waiting.append((compiled(weights, groups), packed.rows))
+            if len(waiting) > IN_FLIGHT:
+                yield fetch()
+        while waiting:
+            yield fetch()
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The train step for the largest batch so far."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from .callbacks.timer import parse_duration
 from .checks import check_count
-from .loaders import Source, capped, check_share
+from .source import Source, capped, check_share
 
 
 class Limits:

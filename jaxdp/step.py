@@ -5,7 +5,7 @@ them the `Collectives` that fit how it splits the batch. Everything else that de
 the numbers is in this file and in `objective`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -16,15 +16,14 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from . import objective as objectives
+from .collectives import Collectives
+from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
 from .remat import Remat, remat_function, remat_submodules
 from .tree import leaf_path
 
 Batch = PyTree
 """Leaves shaped `(rows, ...)`, on the host."""
-
-MAX_METRICS: Final = 63
-"""How many metrics an epoch can sum; fixed, so that the state's shape always is."""
 
 _RESERVED: Final = 0xFFFFFFFF
 """Folded into a key where no step or row number ever gets: for validation, and
@@ -49,7 +48,8 @@ class TrainState(NamedTuple):
     step: Any
     """int32 `()`. Number of completed optimizer steps."""
     totals: Any
-    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see `_add`."""
+    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
+    `metrics.add_to_totals`."""
 
     @property
     def weights(self) -> "Weights":
@@ -66,55 +66,6 @@ class Weights(NamedTuple):
     key: Any
 
 
-class Facts(NamedTuple):
-    """What tracing a step found out."""
-
-    names: tuple[str, ...]
-    rows_interact: bool
-    """Whether a row's loss depends on other rows, so that padding would change it."""
-    num_classes: int | None
-
-
-@jax.tree_util.register_pytree_node_class
-class Metrics(Mapping[str, Any]):
-    """The metrics of one step by name: lazy, nothing leaves the device until read.
-
-    `metrics["loss"]` waits for the step and gives a NumPy float32; all means come in
-    one transfer. Values from `Callback.inside_step` are read one by one.
-    """
-
-    def __init__(self, facts: Facts, means: Any, inside: Any):
-        # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
-        self.facts = facts
-        self.means = means
-        self.inside = inside
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.facts.names:
-            # A wait for the device, and the only one; NumPy caches it on the array.
-            return np.asarray(self.means)[self.facts.names.index(name)]
-        if name not in self.inside:
-            raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
-        return np.asarray(self.inside[name])[()]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self.facts.names, *self.inside))
-
-    def __len__(self) -> int:
-        return len(self.facts.names) + len(self.inside)
-
-    def __repr__(self) -> str:
-        return f"Metrics({', '.join(self)})"
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Facts]:
-        return (self.means, self.inside), self.facts
-
-    @classmethod
-    def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
-        means, inside = children
-        return cls(facts, means, inside)
-
-
 class Group(NamedTuple):
     """Micro-batches of one shape, stacked."""
 
@@ -123,64 +74,6 @@ class Group(NamedTuple):
     counts: Any
     """int32 `(micro_batches, blocks)`: real rows in each equal block of a micro-batch's
     rows. A block is what one process loaded, its real rows first, then its padding."""
-
-
-class Collectives:
-    """How a compiled step reaches the other devices' shares. Here: no need to.
-
-    Under `jax.jit` with shardings, and on one device, the step sees the whole batch
-    and XLA inserts what communication there is. `AxisCollectives` is for steps that
-    see one device's share.
-    """
-
-    axis_name: str | None = None
-    num_shards: int = 1
-
-    def row_ids(self, rows: int) -> Int[Array, " rows"]:
-        """Places in the global batch of the `rows` rows that this step sees."""
-        return jnp.arange(rows)
-
-    def gather(self, params: PyTree) -> PyTree:
-        """Whole parameters from the shares held here; differentiated through."""
-        return params
-
-    def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Sums gradients of all devices' rows; held as params are."""
-        return gradients
-
-    def sum(self, values: PyTree) -> PyTree:
-        """Sums over all devices' rows."""
-        return values
-
-    def mean(self, values: PyTree) -> PyTree:
-        """Means over the devices, of floating leaves; others are left alone."""
-        return values
-
-
-class AxisCollectives(Collectives):
-    """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
-
-    Args:
-        axis_name: the axis that the rows of a batch are split over.
-        num_shards: its size.
-    """
-
-    def __init__(self, axis_name: str, num_shards: int):
-        self.axis_name = axis_name
-        self.num_shards = num_shards
-
-    def row_ids(self, rows: int) -> Int[Array, " rows"]:
-        return jax.lax.axis_index(self.axis_name) * rows + jnp.arange(rows)
-
-    def sum_gradients(self, gradients: PyTree) -> PyTree:
-        return self.sum(gradients)
-
-    def sum(self, values: PyTree) -> PyTree:
-        return jax.lax.psum(values, self.axis_name)
-
-    def mean(self, values: PyTree) -> PyTree:
-        floating, rest = eqx.partition(values, eqx.is_inexact_array)
-        return eqx.combine(jax.lax.pmean(floating, self.axis_name), rest)
 
 
 class Steps(NamedTuple):
@@ -238,7 +131,7 @@ class Steps(NamedTuple):
         grads = collectives.sum_gradients(grads)
         sums = collectives.sum(summed.sums)
         model_state = collectives.mean(model_state)
-        means = _vector(sums, summed.facts) / total
+        means = vector(sums, summed.facts) / total
 
         updates, opt_state = self.optimizer.update(
             grads, state.opt_state, state.params, value=means[0]
@@ -252,7 +145,7 @@ class Steps(NamedTuple):
             opt_state=_as(state.opt_state, opt_state, "optimizer state"),
             key=state.key,
             step=state.step + 1,
-            totals=_add(state.totals, total, means * total),
+            totals=add_to_totals(state.totals, total, means * total),
         )
         inside: dict[str, Array] = {}
         for hook in self.inside:
@@ -294,8 +187,8 @@ class Steps(NamedTuple):
         facts = _facts(found, stateful=False)
         sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
         total = group.counts.sum().astype(jnp.float32)
-        vector = _vector(collectives.sum(sums), facts)
-        return _add(totals, total, vector), Metrics(facts, vector / total, {})
+        summed = vector(collectives.sum(sums), facts)
+        return add_to_totals(totals, total, summed), Metrics(facts, summed / total, {})
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -346,19 +239,6 @@ def first_state(
         step=np.int32(0),
         totals=new_totals(),
     )
-
-
-def new_totals() -> np.ndarray:
-    """The zero that `TrainState.totals` starts an epoch from."""
-    return np.zeros((2, MAX_METRICS + 1), np.float32)
-
-
-def means_of(totals: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Exact means over real rows, from fetched totals."""
-    sums = totals[0].astype(np.float64) - totals[1].astype(np.float64)
-    if sums[0] == 0:  # every step of the epoch was skipped
-        return dict.fromkeys(names, float("nan"))
-    return {name: float(sums[1 + i] / sums[0]) for i, name in enumerate(names)}
 
 
 class _Micro(NamedTuple):
@@ -474,29 +354,6 @@ def _weigh(value: Array, mask: Array) -> Array:
     if value.ndim == 0:
         return value * mask.sum().astype(value.dtype)
     return jnp.where(mask, value, 0).sum()
-
-
-def _vector(sums: dict[str, Array], facts: Facts) -> Array:
-    """In the order of `names`: a dict that went through JAX comes back sorted."""
-    return jnp.stack([sums[name].astype(jnp.float32) for name in facts.names])
-
-
-def _add(totals: Array, total: Array, sums: Array) -> Array:
-    """Adds a step's sums in float32 with Kahan's compensation.
-
-    Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
-    rounding added to them.
-    """
-    step = (
-        jnp.zeros(totals.shape[1], totals.dtype)
-        .at[: len(sums) + 1]
-        .set(jnp.concatenate([total[None], sums]))
-    )
-    corrected = step - totals[1]
-    summed = totals[0] + corrected
-    lost = (summed - totals[0]) - corrected
-    # An infinite sum has lost nothing; inf - inf would make it NaN.
-    return jnp.stack([summed, jnp.where(jnp.isfinite(lost), lost, 0)])
 
 
 def _all_finite(tree: PyTree) -> Array:

@@ -17,24 +17,17 @@ from .callbacks import ProgressBar
 from .callbacks.base import Callback, Hooks
 from .console import say
 from .data import windows
-from .engine import IN_FLIGHT, Engine
+from .engine import Engine
 from .history import History
 from .interrupts import Interrupts
 from .limits import Limits
-from .loaders import Source, open_loader
+from .loaders import open_loader
+from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, split_pair
 from .remat import Remat
-from .step import (
-    Batch,
-    Metrics,
-    Steps,
-    TrainState,
-    first_state,
-    means_of,
-    new_totals,
-)
+from .source import Source
+from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded
-from .strategies.base import no_ambient_mesh, with_auto_axes
 
 
 class Trainer:
@@ -162,7 +155,6 @@ class Trainer:
         self._hooks = Hooks(self.callbacks)
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
-        self._gathered: tuple[Any, tuple[PyTree, Any]] | None = None
         self._batches_done = 0
         self._epoch_is_over = False
         self._is_whole = False
@@ -339,23 +331,14 @@ class Trainer:
             returns: exactly the rows that came, in their order.
         """
         source = open_loader(loader, "loader", self.seed)
-        engine = self._ready()
-        waiting: list[tuple[PyTree, int]] = []
+        inputs = (
+            batch[0] if isinstance(batch, tuple) else batch for batch in source.epoch(0)
+        )
         done: list[PyTree] = []
-
-        def fetch(prediction: PyTree, rows: int) -> None:
-            # Waits for the device, a few batches late.
-            done.append(jax.tree.map(lambda x: np.asarray(x)[:rows], prediction))
-
         with self._interrupts:
-            for batch in source.epoch(0):
-                x = batch[0] if isinstance(batch, tuple) else batch
-                waiting.append(engine.predict(x))
-                if len(waiting) > IN_FLIGHT:
-                    fetch(*waiting.pop(0))
+            for prediction in self._ready().predict(inputs):
+                done.append(prediction)
                 self._interrupts.check()
-        for prediction, rows in waiting:
-            fetch(prediction, rows)
         if not done:
             raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
@@ -363,12 +346,14 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return self._gather()[0]
+        return self._model if self._engine is None else self._engine.gather()[0]
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        return self._gather()[1]
+        if self._engine is None:
+            return self._model_state
+        return self._engine.gather()[1]
 
     @property
     def state(self) -> TrainState:
@@ -554,30 +539,19 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
-            if jax.config.jax_disable_jit:  # pyright: ignore
-                raise RuntimeError(
-                    "jit is disabled (jax.disable_jit or jax_disable_jit), and the"
-                    " trainer compiles its steps; call the model by hand to debug it."
-                )
-            params, buffers, static = self._parts
-            with no_ambient_mesh():
-                state = first_state(
-                    with_auto_axes(params),
-                    with_auto_axes(buffers),
-                    with_auto_axes(self._model_state),
-                    self.optimizer,
-                    self.seed,
-                )
+            inside = self._hooks.inside_step()
             self._engine = Engine(
+                self._parts,
+                self._model_state,
                 Steps(
-                    static,
+                    self._parts[2],
                     self._objective,
                     self.optimizer,
-                    self._hooks.inside_step(),
+                    inside,
                     remat=self._remat,
                 ),
                 self.strategy,
-                state,
+                seed=self.seed,
                 micro_batches=self.accumulate_grad_batches,
             )
         if batch is not None and self._engine.steps.objective is None:
@@ -586,17 +560,3 @@ class Trainer:
             objective = CriterionObjective(losses.LOSSES[name], self._metrics)
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
-
-    def _gather(self) -> tuple[PyTree, Any]:
-        """The model and its state; gathered once per step."""
-        if self._engine is None:
-            return self._model, self._model_state
-        version = self._engine.version
-        if self._gathered is None or self._gathered[0] is not version:
-            state = self._engine.state
-            params, buffers, model_state = self.strategy.gather(
-                (state.params, state.buffers, state.model_state)
-            )
-            model = eqx.combine(params, buffers, self._parts[2])
-            self._gathered = version, (model, model_state)
-        return self._gathered[1]

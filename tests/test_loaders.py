@@ -18,7 +18,9 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from jaxdp.loaders import Source, TorchSource, _seed_of, open_loader  # noqa: E402
+from jaxdp.loaders import open_loader  # noqa: E402
+from jaxdp.source import Source  # noqa: E402
+from jaxdp.torch_loader import TorchSource, _seed_of  # noqa: E402
 
 
 class Squares(Dataset):

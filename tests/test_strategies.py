@@ -36,7 +36,7 @@ class Threads(DataParallel):
         return place_copy(state, jax.tree.map(lambda _: self.whole, state))
 
     def compile(self, step, arguments, roles, results, *, donate=(), split=True):
-        from jaxdp.step import Collectives
+        from jaxdp.collectives import Collectives
 
         program = jax.jit(
             functools.partial(step, Collectives()),
@@ -74,7 +74,7 @@ class Unmasked(Pmap):
     """Forgets to sum over the devices."""
 
     def compile(self, step, arguments, roles, results, *, donate=(), split=True):
-        from jaxdp.step import AxisCollectives
+        from jaxdp.collectives import AxisCollectives
 
         class Forgetful(AxisCollectives):
             def sum_gradients(self, gradients):

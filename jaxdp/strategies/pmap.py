@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..step import AxisCollectives, Collectives, Group, TrainState
+from ..collectives import AxisCollectives, Collectives
+from ..step import Group, TrainState
 from .base import DATA, DataParallel, Devices, Role, data_mesh, each, place_copy
 
 

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..step import Collectives, Group, TrainState
+from ..collectives import Collectives
+from ..step import Group, TrainState
 from ..tree import leaf_path
 from .base import (
     DATA,

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..step import Collectives, TrainState
+from ..collectives import Collectives
+from ..step import TrainState
 from .base import DataParallel, Role, find_devices, place_copy
 
 

@@ -1,0 +1,97 @@
+"""Values of a step by name, and their exact sums over an epoch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+MAX_METRICS: Final = 63
+"""How many metrics an epoch can sum; fixed, so that the state's shape always is."""
+
+
+class Facts(NamedTuple):
+    """What tracing a step found out."""
+
+    names: tuple[str, ...]
+    rows_interact: bool
+    """Whether a row's loss depends on other rows, so that padding would change it."""
+    num_classes: int | None
+
+
+@jax.tree_util.register_pytree_node_class
+class Metrics(Mapping[str, Any]):
+    """The metrics of one step by name: lazy, nothing leaves the device until read.
+
+    `metrics["loss"]` waits for the step and gives a NumPy float32; all means come in
+    one transfer. Values from `Callback.inside_step` are read one by one.
+    """
+
+    def __init__(self, facts: Facts, means: Any, inside: Any):
+        # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
+        self.facts = facts
+        self.means = means
+        self.inside = inside
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.facts.names:
+            # A wait for the device, and the only one; NumPy caches it on the array.
+            return np.asarray(self.means)[self.facts.names.index(name)]
+        if name not in self.inside:
+            raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
+        return np.asarray(self.inside[name])[()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.facts.names, *self.inside))
+
+    def __len__(self) -> int:
+        return len(self.facts.names) + len(self.inside)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Facts]:
+        return (self.means, self.inside), self.facts
+
+    @classmethod
+    def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
+        means, inside = children
+        return cls(facts, means, inside)
+
+
+def new_totals() -> np.ndarray:
+    """The zero that `TrainState.totals` starts an epoch from."""
+    return np.zeros((2, MAX_METRICS + 1), np.float32)
+
+
+def means_of(totals: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Exact means over real rows, from fetched totals."""
+    sums = totals[0].astype(np.float64) - totals[1].astype(np.float64)
+    if sums[0] == 0:  # every step of the epoch was skipped
+        return dict.fromkeys(names, float("nan"))
+    return {name: float(sums[1 + i] / sums[0]) for i, name in enumerate(names)}
+
+
+def vector(sums: dict[str, Array], facts: Facts) -> Array:
+    """In the order of `names`: a dict that went through JAX comes back sorted."""
+    return jnp.stack([sums[name].astype(jnp.float32) for name in facts.names])
+
+
+def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
+    """Adds a step's sums in float32 with Kahan's compensation.
+
+    Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
+    rounding added to them.
+    """
+    step = (
+        jnp.zeros(totals.shape[1], totals.dtype)
+        .at[: len(sums) + 1]
+        .set(jnp.concatenate([total[None], sums]))
+    )
+    corrected = step - totals[1]
+    summed = totals[0] + corrected
+    lost = (summed - totals[0]) - corrected
+    # An infinite sum has lost nothing; inf - inf would make it NaN.
+    return jnp.stack([summed, jnp.where(jnp.isfinite(lost), lost, 0)])

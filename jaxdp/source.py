@@ -1,0 +1,103 @@
+"""Any iterable of batches, epoch by epoch."""
+
+import itertools
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from .data import to_host
+from .step import Batch
+
+
+class Source:
+    """Any iterable of batches.
+
+    Args:
+        loader: an iterable of batches, iterated once per epoch. An iterator goes on
+            where the last epoch stopped.
+        argument: how the user calls it, for messages.
+    """
+
+    def __init__(self, loader: Any, argument: str):
+        self.loader = loader
+        self.argument = argument
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches per epoch, or None where that can't be known."""
+        try:
+            return len(self.loader) if isinstance(self.loader, Sized) else None
+        except TypeError:  # a DataLoader over an iterable dataset without a length
+            return None
+
+    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
+        """Host batches of an epoch, in order, but for the first `skip`.
+
+        An iterator has given those already, and is not asked for them again.
+        """
+        # What is no list may write every batch into the same memory.
+        copy = not isinstance(self.loader, list | tuple)
+        batches = iter(self.loader)
+        if batches is not self.loader:
+            batches = itertools.islice(batches, skip, None)
+        return self._converted(batches, epoch, skip, copy)
+
+    def first(self, share: int | float) -> list[Batch]:
+        """The first batches of epoch 0: so many, or as a float such a share."""
+        count = capped("overfit_batches", share, self.num_batches)
+        return list(itertools.islice(self.epoch(0), count))
+
+    def gave_nothing(self) -> str:
+        """What to say when an epoch has no batches."""
+        return (
+            f"`{self.argument}` gave no batches. Is the dataset empty, shorter than one"
+            " batch with drop_last=True, a generator exhausted, or a limit 0?"
+        )
+
+    def _explain(self, exception: Exception) -> None:
+        """Adds what may help to an exception of the loader."""
+
+    def _converted(
+        self, batches: Iterator[Any], epoch: int, first: int, copy: bool
+    ) -> Iterator[Batch]:
+        for batch_idx in itertools.count(first):
+            try:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                host = to_host(batch, copy=copy)
+            except Exception as exception:
+                exception.add_note(
+                    f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
+                )
+                self._explain(exception)
+                raise
+            yield host
+
+
+def check_share(name: str, limit: Any) -> None:
+    """Raises unless `limit` is None, a number of batches or a share of them."""
+    if limit is None or isinstance(limit, int) and not isinstance(limit, bool):
+        if limit is not None and limit < 0:
+            raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    elif not isinstance(limit, float):
+        raise TypeError(
+            f"`{name}` must be an int (batches) or a float (share of them); got"
+            f" {limit!r} of type {type(limit).__name__}."
+        )
+    elif not 0 <= limit <= 1:
+        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
+
+
+def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
+    """`limit` in batches: a float is a share of the `available` ones."""
+    check_share(name, limit)
+    if limit is None or isinstance(limit, int):
+        return limit
+    if limit == 1.0:  # all of them, however many come
+        return None
+    if available is None:
+        raise ValueError(
+            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
+            " not known; pass a number of batches."
+        )
+    return int(available * limit)

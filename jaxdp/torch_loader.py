@@ -1,0 +1,339 @@
+"""Batches from a torch `DataLoader`, as iterating it gives them.
+
+A loader over a map-style dataset is not iterated itself. Its sampler is asked for the
+epoch's index lists, in the order and with the random draws of torch's own iteration,
+and the lists are fetched here, or by workers of a loader like it. So an epoch is
+decided by the trainer's seed, torch's global generator is left alone, and random
+augmentations do not depend on the number of workers.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import pickle
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .data import to_host
+from .source import Source
+from .step import Batch
+
+_DRAW_AT_ONCE = 64
+"""Index lists drawn from a sampler per change of generators."""
+
+
+class TorchSource(Source):
+    """A torch `DataLoader`.
+
+    Args:
+        loader: the loader; neither it nor torch's global generator is changed.
+        argument: how the user calls it, for messages.
+        seed: decides, with the epoch, what the sampler draws (unless the loader has a
+            generator of its own) and what augmentations draw.
+    """
+
+    def __init__(self, loader: Any, argument: str, seed: int):
+        super().__init__(loader, argument)
+        self.seed = seed
+        self._workers: Any = None
+        self._plan = _Plan()
+
+    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
+        for sampler in (self.loader.sampler, self.loader.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        if self._is_plain():
+            batches = self._by_index(epoch, skip)
+        else:
+            batches = itertools.islice(self._as_it_is(epoch), skip, None)
+        # torch's collation makes new tensors, and what crosses from a worker is new.
+        fresh = self._is_torchs_collation() or self.loader.num_workers > 0
+        return self._converted(batches, epoch, skip, copy=not fresh)
+
+    def _explain(self, exception: Exception) -> None:
+        if "exited unexpectedly" in str(exception):
+            exception.add_note(_WORKER_RULES)
+
+    def _is_torchs_collation(self) -> bool:
+        from torch.utils.data import default_collate
+
+        return self.loader._auto_collation and self.loader.collate_fn is default_collate
+
+    def _is_plain(self) -> bool:
+        from torch.utils.data import DataLoader, IterableDataset
+
+        return type(self.loader).__iter__ is DataLoader.__iter__ and not isinstance(
+            self.loader.dataset, IterableDataset
+        )
+
+    def _as_it_is(self, epoch: int) -> Iterator[Any]:
+        """Iterable datasets and loaders that iterate in their own way."""
+        generators = _Generators(_seed_of(self.seed, epoch))
+        with generators.active(), _safe_workers(self.loader):
+            batches = _started(self.loader, self.argument)
+        while True:
+            with generators.active():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _by_index(self, epoch: int, skip: int) -> Iterator[Any]:
+        lists = itertools.islice(self._index_lists(epoch), skip, None)
+        seeded = (
+            (_seed_of(self.seed, epoch, batch_idx), indices)
+            for batch_idx, indices in enumerate(lists, skip)
+        )
+        if self.loader.num_workers:
+            return self._from_workers(seeded, epoch)
+        whole_rows = None
+        if self._is_torchs_collation():
+            whole_rows = _whole_rows(self.loader.dataset)
+        if whole_rows is not None:
+            return map(whole_rows, lists)
+        return self._from_here(seeded)
+
+    def _index_lists(self, epoch: int) -> Iterator[Any]:
+        """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
+        import torch
+
+        generators = _Generators(_seed_of(self.seed, epoch))
+        with generators.active():
+            lists = iter(self.loader._index_sampler)
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        while True:
+            with generators.active():
+                drawn = list(itertools.islice(lists, _DRAW_AT_ONCE))
+            if not drawn:
+                return
+            yield from drawn
+
+    def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        dataset = _Seeded(self.loader.dataset)
+        fetch = dataset.fetch_many if self.loader._auto_collation else dataset.fetch
+        for seed, indices in seeded:
+            with _Generators(seed).active():
+                batch = self.loader.collate_fn(fetch(indices))
+            yield batch
+
+    def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
+        import torch
+
+        if self._workers is None:
+            self._workers = _with_workers(self.loader, self._plan)
+        self._plan.lists = seeded
+        self._workers.generator = torch.Generator().manual_seed(
+            _seed_of(self.seed, epoch)
+        )
+        with _safe_workers(self._workers):
+            return _started(self._workers, self.argument)
+
+
+def _whole_rows(dataset: Any) -> Callable[[Any], Batch] | None:
+    """Fetches a batch in one indexing operation, where that gives the same batch.
+
+    That is for tensors, or a subset of them. torch's own collation would take the rows
+    apart and stack them again.
+    """
+    from torch.utils.data import Subset, TensorDataset
+
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset) == 0:
+        return None
+    columns = to_host(dataset.tensors)
+
+    def fetch(indices: Any) -> Batch:
+        for subset in subsets:
+            indices = subset.take(indices)
+        return tuple(column.take(indices, axis=0) for column in columns)
+
+    return fetch
+
+
+_WORKER_RULES = (
+    "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
+    " So the dataset, `collate_fn` and `worker_init_fn` must be importable: no"
+    " lambdas, nothing defined in a function or a notebook; and a script must train"
+    ' under `if __name__ == "__main__":`. Otherwise use num_workers=0 or, if no worker'
+    ' touches JAX, multiprocessing_context="fork". Workers that run out of memory are'
+    " killed, too."
+)
+
+
+def _started(loader: Any, argument: str) -> Iterator[Any]:
+    """`iter(loader)`, with help where its parts can't be sent to workers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
+            return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if not loader.num_workers:
+            raise
+        raise TypeError(
+            f"`{argument}` can't be sent to its workers: {error}. {_WORKER_RULES}"
+        ) from error
+
+
+class _Plan:
+    """A batch sampler that gives what it is told, with the seed of each batch."""
+
+    lists: Iterator[tuple[int, Any]] = iter(())
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self.lists
+
+
+class _Seeded:
+    """A dataset whose random draws are decided by the batch, in whichever worker."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, seeded: tuple[int, Any]) -> Any:
+        seed, index = seeded
+        _seed_generators(seed)
+        return self.fetch(index)
+
+    def __getitems__(self, seeded: tuple[int, Any]) -> Any:
+        seed, indices = seeded
+        _seed_generators(seed)
+        return self.fetch_many(indices)
+
+    def fetch(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def fetch_many(self, indices: Any) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else [self.dataset[i] for i in indices]
+
+
+class _WorkerInit:
+    """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
+
+    def __init__(self, worker_init_fn: Any):
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        # Ctrl-C goes to the whole process group; it is the trainer's to answer.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, _Seeded):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+class _Generators:
+    """A set of states for the global generators of torch, NumPy and Python.
+
+    Args:
+        seed: where the set starts; without it, at the current states.
+    """
+
+    def __init__(self, seed: int | None = None):
+        self._seed = seed
+        self._states: tuple[Any, ...] | None = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts this set in place, and the user's back afterwards."""
+        users = _generator_states()
+        if self._states is not None:
+            _set_generator_states(self._states)
+        elif self._seed is not None:
+            _seed_generators(self._seed)
+        try:
+            yield
+        finally:
+            self._states = _generator_states()
+            _set_generator_states(users)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    import torch
+
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_generator_states(states: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    import torch
+
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _seed_of(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _with_workers(loader: Any, plan: _Plan) -> Any:
+    """A loader like `loader` that fetches what `plan` says."""
+    from torch.utils.data import DataLoader
+
+    sampling: dict[str, Any] = {"batch_sampler": plan}
+    if not loader._auto_collation:
+        sampling = {"sampler": plan, "batch_size": None}
+    # pin_memory is left out: it serves torch's own copies to a GPU.
+    return DataLoader(
+        _Seeded(loader.dataset),  # type: ignore[arg-type]
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+@contextlib.contextmanager
+def _safe_workers(loader: Any) -> Iterator[None]:
+    """Starts worker processes deaf to Ctrl-C, and not by "fork" where that is default.
+
+    A fork of a process that runs JAX's threads can deadlock in the child. A loader that
+    names its own `multiprocessing_context` keeps it. The fork server imports torch and
+    this module once, so that workers start in tenths of a second.
+    """
+    if not loader.num_workers:
+        yield
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a data loader worker is running the training script itself: worker"
+            " processes import the script, so the part that trains must stand under"
+            ' `if __name__ == "__main__":`.'
+        )
+    users = loader.multiprocessing_context, loader.worker_init_fn
+    default = multiprocessing.get_start_method(allow_none=True) or "fork"
+    available = "forkserver" in multiprocessing.get_all_start_methods()
+    if users[0] is None and default == "fork" and available:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch.utils.data"])
+        loader.multiprocessing_context = context
+    loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = users[1]
+        if not loader.persistent_workers:
+            loader.multiprocessing_context = users[0]
