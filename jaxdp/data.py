@@ -3,6 +3,7 @@
 Where batches come from, torch's `DataLoader` included, is in `loaders`.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -140,20 +141,18 @@ class Packer:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        for batch in micro_batches:
-            self._check(batch)
-            self._count += 1
-        sizes = [num_rows(batch) for batch in micro_batches]
+        sizes = tuple(map(self._checked_rows, micro_batches))
         if self.rows_interact:
             return self._at_true_size(micro_batches, sizes)
-        self._size = max(self._size, *(self._rounded(size) for size in sizes))
+        largest = max(sizes)
+        if largest > self._size:
+            self._size = math.ceil(largest / self.num_shards) * self.num_shards
         missing = slots - len(micro_batches)
         padded = [_pad(batch, self._size) for batch in micro_batches]
         padded += [padded[0]] * missing
-        counts = sizes + [0] * missing
-        return Packed([_stack(padded, counts)], True, sum(sizes))
+        return Packed([_stack(padded, sizes + (0,) * missing)], True, sum(sizes))
 
-    def _at_true_size(self, batches: Sequence[Batch], sizes: list[int]) -> Packed:
+    def _at_true_size(self, batches: Sequence[Batch], sizes: tuple[int, ...]) -> Packed:
         split = all(size % self.num_shards == 0 for size in sizes)
         groups, start = [], 0
         for stop in range(1, len(sizes) + 1):
@@ -162,16 +161,16 @@ class Packer:
                 start = stop
         return Packed(groups, split, sum(sizes))
 
-    def _rounded(self, size: int) -> int:
-        return math.ceil(size / self.num_shards) * self.num_shards
-
-    def _check(self, batch: Batch) -> None:
+    def _checked_rows(self, batch: Batch) -> int:
+        """How many rows a batch has that is otherwise like the first one."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         if self._expected is None:
             self._expected = found
         elif self._expected != found:
             raise ValueError(self._changed(batch, *self._expected))
+        self._count += 1
+        return len(leaves[0])
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)
@@ -269,12 +268,20 @@ def _pad(batch: Batch, size: int) -> Batch:
     return jax.tree.map(pad, batch)
 
 
-def _stack(batches: Sequence[Batch], counts: Sequence[int]) -> Group:
+def _stack(batches: Sequence[Batch], counts: tuple[int, ...]) -> Group:
     if len(batches) == 1:
         stacked = jax.tree.map(lambda leaf: leaf[None], batches[0])
     else:
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-    return Group(stacked, np.asarray(counts, np.int32)[:, None])
+    return Group(stacked, _counts(counts))
+
+
+@functools.lru_cache
+def _counts(counts: tuple[int, ...]) -> np.ndarray:
+    """Made once for each of the few there are in a run."""
+    array = np.asarray(counts, np.int32)[:, None]
+    array.flags.writeable = False
+    return array
 
 
 def _axes(shape: tuple[int, ...]) -> str:

@@ -258,6 +258,7 @@ class Trainer:
             limits.start_clock()
             while not self._is_done(limits):
                 hooks.on_train_epoch_start(self)
+                batches = batches or self._windows(train, limits)
                 for _ in self._steps(batches, hooks):
                     if val is not None and limits.interval_is_up(
                         self.current_epoch, self._batches_done
@@ -275,7 +276,7 @@ class Trainer:
                 if val is not None and limits.epoch_is_due(self.current_epoch):
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
-                batches = self._windows(train, limits)
+                batches = None
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:

@@ -312,8 +312,7 @@ def test_a_diffusion_loss_with_keys_per_row_is_the_same_under_pmap():
         one = functools.partial(single_loss_fn, model, weight, int_beta)
         return jax.vmap(one)(data, jax.vmap(jr.uniform)(keys) * 10, keys)
 
-    one = diffusion_losses(SingleDevice, rows)
-    assert_same(diffusion_losses(Pmap, rows), one)
+    assert_same(diffusion_losses(Pmap, rows), diffusion_losses(SingleDevice, rows))
 
 
 class Stateful(eqx.Module):
