@@ -67,10 +67,6 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     return treedef.unflatten(arrays)
 
 
-def num_rows(batch: Batch) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
-
-
 def leaf_name(batch: Any, index: int) -> str:
     """How a user would write the leaf number `index`: `batch[0]['image']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -104,13 +100,8 @@ class Packed(NamedTuple):
     """Whether rows are split over the devices, or the batch is whole on each."""
     rows: int
     """How many real rows there are."""
-
-    @property
-    def shape(self) -> Hashable:
-        """What a compiled step depends on: the split, and each group's two sizes."""
-        return self.split, tuple(
-            jax.tree.leaves(group.batch)[0].shape[:2] for group in self.groups
-        )
+    shape: Hashable
+    """What a compiled step depends on: the split, and each group's two sizes."""
 
 
 class Packer:
@@ -132,7 +123,7 @@ class Packer:
         self.rows_interact = False
         self._size = 0
         self._count = 0
-        self._expected: tuple[Any, ...] | None = None
+        self._expected: tuple[Any, ...] = ()
 
     def pack(self, micro_batches: Sequence[Batch], slots: int = 1) -> Packed:
         """Packs micro-batches into `slots` places; places left over hold no real rows.
@@ -141,36 +132,52 @@ class Packer:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        sizes = tuple(map(self._checked_rows, micro_batches))
+        micros = [self._checked_leaves(batch) for batch in micro_batches]
+        sizes = tuple(len(leaves[0]) for leaves in micros)
+        split, rows = True, sum(sizes)
         if self.rows_interact:
-            return self._at_true_size(micro_batches, sizes)
+            split = all(size % self.num_shards == 0 for size in sizes)
+        else:
+            micros, sizes = self._padded(micros, sizes, slots)
+        groups, shapes, start = [], [], 0
+        for stop in range(1, len(micros) + 1):
+            if stop == len(micros) or len(micros[stop][0]) != len(micros[start][0]):
+                group = self._stacked(micros[start:stop], sizes[start:stop])
+                groups.append(group)
+                shapes.append((stop - start, len(micros[start][0])))
+                start = stop
+        return Packed(groups, split, rows, (split, tuple(shapes)))
+
+    def _padded(
+        self, micros: list[list[np.ndarray]], sizes: tuple[int, ...], slots: int
+    ) -> tuple[list[list[np.ndarray]], tuple[int, ...]]:
+        """All of one size, the largest so far, and as many as there are slots."""
         largest = max(sizes)
         if largest > self._size:
             self._size = math.ceil(largest / self.num_shards) * self.num_shards
-        missing = slots - len(micro_batches)
-        padded = [_pad(batch, self._size) for batch in micro_batches]
-        padded += [padded[0]] * missing
-        return Packed([_stack(padded, sizes + (0,) * missing)], True, sum(sizes))
+        missing = slots - len(micros)
+        padded = [_pad(leaves, self._size) for leaves in micros]
+        return padded + padded[:1] * missing, sizes + (0,) * missing
 
-    def _at_true_size(self, batches: Sequence[Batch], sizes: tuple[int, ...]) -> Packed:
-        split = all(size % self.num_shards == 0 for size in sizes)
-        groups, start = [], 0
-        for stop in range(1, len(sizes) + 1):
-            if stop == len(sizes) or sizes[stop] != sizes[start]:
-                groups.append(_stack(batches[start:stop], sizes[start:stop]))
-                start = stop
-        return Packed(groups, split, sum(sizes))
+    def _stacked(
+        self, micros: list[list[np.ndarray]], counts: tuple[int, ...]
+    ) -> Group:
+        if len(micros) == 1:
+            stacked = [leaf[None] for leaf in micros[0]]
+        else:
+            stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
+        return Group(jax.tree.unflatten(self._expected[0], stacked), _counts(counts))
 
-    def _checked_rows(self, batch: Batch) -> int:
-        """How many rows a batch has that is otherwise like the first one."""
+    def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:
+        """The leaves of a batch that is like the first one but for its rows."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._expected is None:
+        if self._count == 0:
             self._expected = found
         elif self._expected != found:
             raise ValueError(self._changed(batch, *self._expected))
         self._count += 1
-        return len(leaves[0])
+        return leaves
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)
@@ -256,24 +263,14 @@ def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     )
 
 
-def _pad(batch: Batch, size: int) -> Batch:
-    rows = num_rows(batch)
-    if rows == size:
-        return batch
-
-    def pad(leaf: np.ndarray) -> np.ndarray:
-        filling = np.broadcast_to(leaf[:1], (size - rows, *leaf.shape[1:]))
-        return np.concatenate([leaf, filling])
-
-    return jax.tree.map(pad, batch)
-
-
-def _stack(batches: Sequence[Batch], counts: tuple[int, ...]) -> Group:
-    if len(batches) == 1:
-        stacked = jax.tree.map(lambda leaf: leaf[None], batches[0])
-    else:
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-    return Group(stacked, _counts(counts))
+def _pad(leaves: list[np.ndarray], size: int) -> list[np.ndarray]:
+    missing = size - len(leaves[0])
+    if missing == 0:
+        return leaves
+    return [
+        np.concatenate([leaf, np.broadcast_to(leaf[:1], (missing, *leaf.shape[1:]))])
+        for leaf in leaves
+    ]
 
 
 @functools.lru_cache

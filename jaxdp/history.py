@@ -30,7 +30,7 @@ class History(Mapping[str, list[float]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         """Which epochs are in here, counted from 0."""
-        self._values: dict[str, list[float]] = {}
+        self._values: dict[str, list[float | None]] = {}  # None: not measured
 
     def __getitem__(self, name: str) -> list[float]:
         if name not in self._values:
@@ -39,7 +39,7 @@ class History(Mapping[str, list[float]]):
                 f"`history[{name!r}]`: nothing of that name was logged; known names:"
                 f" {known}."
             )
-        return list(self._values[name])
+        return [math.nan if v is None else v for v in self._values[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -63,9 +63,9 @@ class History(Mapping[str, list[float]]):
         if not self.epochs or epoch > self.epochs[-1]:
             self.epochs.append(epoch)
             for values in self._values.values():
-                values.append(math.nan)
+                values.append(None)
         for name, value in metrics.items():
-            missing = [math.nan] * len(self.epochs)
+            missing: list[float | None] = [None] * len(self.epochs)
             self._values.setdefault(name, missing)[-1] = float(value)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
@@ -82,7 +82,9 @@ class History(Mapping[str, list[float]]):
         x = [epoch + 1 for epoch in self.epochs]
         for name, values in self._values.items():
             points = [
-                (a, b) for a, b in zip(x, values, strict=True) if math.isfinite(b)
+                (a, b)
+                for a, b in zip(x, values, strict=True)
+                if b is not None and math.isfinite(b)
             ]
             panel = panels.setdefault(name.removeprefix(VALIDATION), Panel([], []))
             is_validation = name.startswith(VALIDATION)
@@ -95,7 +97,10 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes one row per epoch: `epoch` (from 0), then every name; NaN is empty."""
+        """Writes one row per epoch: `epoch` (from 0), then every name.
+
+        A cell is empty where nothing was measured.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -103,14 +108,14 @@ class History(Mapping[str, list[float]]):
             writer.writerow(["epoch", *self._values])
             for i, epoch in enumerate(self.epochs):
                 row = [values[i] for values in self._values.values()]
-                writer.writerow([epoch, *("" if math.isnan(v) else v for v in row)])
+                writer.writerow([epoch, *("" if v is None else v for v in row)])
 
     def state_dict(self) -> dict[str, Any]:
         """The whole history as JSON values; numbers that JSON lacks are strings."""
         return {
             "epochs": list(self.epochs),
             "metrics": {
-                name: [v if math.isfinite(v) else str(v) for v in values]
+                name: [v if v is None or math.isfinite(v) else str(v) for v in values]
                 for name, values in self._values.items()
             },
         }
@@ -119,7 +124,7 @@ class History(Mapping[str, list[float]]):
         """Takes back what `state_dict` gave, in place of what is here."""
         self.epochs = [int(epoch) for epoch in state["epochs"]]
         self._values = {
-            name: [float(v) for v in values]
+            name: [None if v is None else float(v) for v in values]
             for name, values in state["metrics"].items()
         }
 
@@ -152,7 +157,7 @@ class History(Mapping[str, list[float]]):
             finite = [
                 (v, i)
                 for i, v in enumerate(self._values.get(name, []))
-                if math.isfinite(v)
+                if v is not None and math.isfinite(v)
             ]
             if finite:
                 return name, min(finite)[1]
@@ -263,5 +268,5 @@ def _matplotlib() -> tuple[Any, Any]:
     )
 
 
-def _short(value: float) -> str:
-    return f"{value:.4g}"
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

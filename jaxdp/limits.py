@@ -44,10 +44,13 @@ class Limits:
         )
         self.deadline: float | None = None
         self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.val_batches = None
+        self.val_batches, self.skips_validation = None, False
         if val is not None:
             cap = capped("limit_val_batches", limit_val_batches, val.num_batches)
-            self.val_batches = _least(val.num_batches, cap)
+            self.val_batches, self.skips_validation = (
+                _least(val.num_batches, cap),
+                cap == 0,
+            )
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches
         )

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, Final
 
 from .data import to_host
 from .step import Batch
+
+END: Final = object()
+"""What `next` gives at the end of an iterator, where None would be a batch."""
 
 
 class Source:
@@ -61,8 +64,8 @@ class Source:
     ) -> Iterator[Batch]:
         for batch_idx in itertools.count(first):
             try:
-                batch = next(batches, None)
-                if batch is None:
+                batch = next(batches, END)
+                if batch is END:
                     return
                 host = to_host(batch, copy=copy)
             except Exception as exception:

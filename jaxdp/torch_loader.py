@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .data import to_host
-from .source import Source
+from .source import END, Source
 from .step import Batch
 
 _DRAW_AT_ONCE = 64
@@ -78,8 +78,8 @@ class TorchSource(Source):
             batches = _started(self.loader, self.argument)
         while True:
             with generators.active():
-                batch = next(batches, None)
-            if batch is None:
+                batch = next(batches, END)
+            if batch is END:
                 return
             yield batch
 

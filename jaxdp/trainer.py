@@ -243,7 +243,7 @@ class Trainer:
                 stacklevel=2,
             )
             return self.history
-        val = None if limits.val_batches == 0 else val
+        val = None if limits.skips_validation else val
         self._announce(limits, val)
         hooks = Hooks(
             callback

@@ -194,6 +194,11 @@ def test_fit_refuses_arguments(settings, message):
         make().fit(batches(8, 8), batches(8), **settings)
 
 
+def test_an_empty_val_loader_is_refused():
+    with pytest.raises(ValueError, match="`val_loader` gave no batches"):
+        make().fit(batches(8), [])
+
+
 def test_shares_need_a_length():
     with pytest.raises(ValueError, match="length of the loader is not known"):
         make().fit((batch for batch in batches(8)), limit_train_batches=0.5)

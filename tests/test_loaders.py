@@ -234,6 +234,11 @@ def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_a_batch_of_nothing_is_no_end():
+    with pytest.raises(TypeError, match="a batch has no arrays in it: None"):
+        list(Source([(np.ones(2),), None], "train_loader").epoch(0))
+
+
 def test_an_iterator_goes_on_from_epoch_to_epoch():
     source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
     for epoch in range(2):
