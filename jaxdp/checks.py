@@ -43,6 +43,11 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
 def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, optax.GradientTransformation):
         return
+    if hasattr(optimizer, "gradient_transformation"):
+        raise TypeError(
+            f"`optimizer` is an optax {type(optimizer).__name__}; pass what its"
+            " gradient_transformation() returns, or use `accumulate_grad_batches`."
+        )
     kind = type(optimizer).__name__
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls.__module__.startswith("torch"):

@@ -1,9 +1,14 @@
 """How a compiled step reaches the rows that other devices work on."""
 
+from typing import Final
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
+
+DATA: Final = "data"
+"""Name of the axis that a batch's rows are split over."""
 
 
 class Collectives:

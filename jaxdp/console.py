@@ -4,25 +4,26 @@ import logging
 import sys
 
 _logger = logging.getLogger("jaxdp")
+_logger.setLevel(logging.INFO)
 
 
 class _Stderr(logging.Handler):
-    """To the present `sys.stderr`, unless the program has set up logging itself."""
+    """To the present `sys.stderr`, clear of progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
-            return
         text = f"jaxdp: {record.getMessage()}"
         tqdm = sys.modules.get("tqdm.std")
-        if tqdm is not None:  # so that the line is not written over a bar
+        if tqdm is not None:
             tqdm.tqdm.write(text, file=sys.stderr)
         else:
             print(text, file=sys.stderr)
 
 
-if not _logger.handlers:
+# A program that has set up logging before gets the messages there. One that has not
+# may still be given handlers later, by a package it imports; those would say it twice.
+if not logging.getLogger().handlers:
     _logger.addHandler(_Stderr())
-    _logger.setLevel(logging.INFO)
+    _logger.propagate = False
 
 
 def say(message: str) -> None:

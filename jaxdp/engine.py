@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
+from .console import say
 from .data import Packed, Packer, check_labels
 from .metrics import Facts, Metrics, means_of, new_totals
 from .step import Batch, Group, Steps, TrainState, first_state
@@ -209,6 +210,13 @@ class Engine:
         if kind != "predict":
             self.facts[kind] = compiled.out_info[1].facts
         self._compiled[kind, packed.shape] = compiled
+        shapes = sum(known == kind for known, _ in self._compiled)
+        if shapes == 4:
+            say(
+                f"the {kind} step was compiled for a fourth batch size, {packed.rows}"
+                " rows. A loss that returns one value per row is padded to one size; a"
+                " scalar loss, or BatchNorm, needs batches of few sizes."
+            )
         return compiled
 
     def _compile_train(self, packed: Packed) -> jax.stages.Compiled:

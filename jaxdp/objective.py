@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from . import losses
+from .collectives import DATA
 
 INJECTED = ("keys", "key", "mask", "state")
 """What a `loss_fn` is given when it has a parameter of that name."""
@@ -144,8 +145,15 @@ class LossFnObjective:
         with_state = self.takes_state and model_state is not None
         names = _axis_names(model)
         call = functools.partial(self.loss_fn, model, *arguments, **keywords)
+        names = names if len(names) > 1 else ()
         with _constants_in_state(bound_axes):
-            result = _binding(names if len(names) > 1 else (), bound_axes, call)
+            try:
+                result = _binding(names, bound_axes, call)
+            except NameError as error:
+                # A collective over the rows' shares, where this step sees all rows.
+                if f"unbound axis name: {DATA}" not in str(error):
+                    raise
+                result = _binding((*names, DATA), bound_axes, call)
         if with_state:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(

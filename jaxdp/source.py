@@ -18,11 +18,16 @@ class Source:
         loader: an iterable of batches, iterated once per epoch. An iterator goes on
             where the last epoch stopped.
         argument: how the user calls it, for messages.
+
+    Attributes:
+        state: what, of its own, the loader started the present epoch from, or is to
+            start the next one from; None for as it is. JSON.
     """
 
     def __init__(self, loader: Any, argument: str):
         self.loader = loader
         self.argument = argument
+        self.state: Any = None
 
     @property
     def num_batches(self) -> int | None:
@@ -43,6 +48,10 @@ class Source:
         if batches is not self.loader:
             batches = itertools.islice(batches, skip, None)
         return self._converted(batches, epoch, skip, copy)
+
+    def present_state(self) -> Any:
+        """What `state` would be of an epoch that started now."""
+        return None
 
     def first(self, share: int | float) -> list[Batch]:
         """The first batches of epoch 0: so many, or as a float such a share."""

@@ -5,6 +5,7 @@ them the `Collectives` that fit how it splits the batch. Everything else that de
 the numbers is in this file and in `objective`.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -133,9 +134,7 @@ class Steps(NamedTuple):
         model_state = collectives.mean(model_state)
         means = vector(sums, summed.facts) / total
 
-        updates, opt_state = self.optimizer.update(
-            grads, state.opt_state, state.params, value=means[0]
-        )
+        updates, opt_state = self._update(grads, state, loss=means[0])
         new = TrainState(
             params=_as(
                 state.params, eqx.apply_updates(state.params, updates), "params"
@@ -149,7 +148,14 @@ class Steps(NamedTuple):
         )
         inside: dict[str, Array] = {}
         for hook in self.inside:
-            inside |= hook(grads, updates, new)
+            values = hook(grads, updates, new)
+            if not isinstance(values, dict):
+                owner = type(getattr(hook, "__self__", hook)).__name__
+                raise TypeError(
+                    f"{owner}.inside_step returned a {type(values).__name__}; it must"
+                    " return a dict of named arrays."
+                )
+            inside |= values
         if self.skip_nonfinite:
             finite = _all_finite((means[0], grads))
             kept = state._replace(step=new.step)
@@ -208,6 +214,29 @@ class Steps(NamedTuple):
             _bound(collectives),
         )
         return prediction
+
+    def _update(
+        self, grads: PyTree, state: TrainState, *, loss: Array
+    ) -> tuple[PyTree, PyTree]:
+        """The optimizer's updates and new state; it is given the loss if it takes it.
+
+        (`optax.contrib.reduce_on_plateau` does.)
+        """
+        update = self.optimizer.update
+        parameters = inspect.signature(update).parameters.values()
+        takes_value = any(
+            p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters
+        )
+        extra = {"value": loss} if takes_value else {}
+        try:
+            return update(grads, state.opt_state, state.params, **extra)
+        except TypeError as error:
+            if "required keyword-only" in str(error):
+                error.add_note(
+                    "`optimizer` evaluates the loss itself, as optax.lbfgs does; the"
+                    " trainer gives an optimizer gradients and the loss, no functions."
+                )
+            raise
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)
@@ -341,8 +370,8 @@ def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
     names = tuple(found.values)
     if len(names) > MAX_METRICS:
         raise ValueError(
-            f"`loss_fn` returned {len(names)} values; at most {MAX_METRICS} can be"
-            " kept."
+            f"there are {len(names)} values per step, the loss and its metrics; at"
+            f" most {MAX_METRICS} can be kept."
         )
     scalars = any(value.ndim == 0 for value in found.values.values())
     return Facts(names, scalars or stateful, found.num_classes)

@@ -3,10 +3,12 @@
 A loader over a map-style dataset is not iterated itself. Its sampler is asked for the
 epoch's index lists, in the order and with the random draws of torch's own iteration,
 and the lists are fetched here, or by workers of a loader like it. So an epoch is
-decided by the trainer's seed, torch's global generator is left alone, and random
-augmentations do not depend on the number of workers.
+decided by the trainer's seed, random augmentations do not depend on the number of
+workers, and the global generators of torch, NumPy and Python are given back as they
+were when the pass ends.
 """
 
+import base64
 import contextlib
 import itertools
 import multiprocessing
@@ -26,12 +28,15 @@ from .step import Batch
 _DRAW_AT_ONCE = 64
 """Index lists drawn from a sampler per change of generators."""
 
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Keeps the seeds of neighbouring batches far apart (2**64 / golden ratio, odd)."""
+
 
 class TorchSource(Source):
     """A torch `DataLoader`.
 
     Args:
-        loader: the loader; neither it nor torch's global generator is changed.
+        loader: the loader, which is not changed.
         argument: how the user calls it, for messages.
         seed: decides, with the epoch, what the sampler draws (unless the loader has a
             generator of its own) and what augmentations draw.
@@ -44,6 +49,11 @@ class TorchSource(Source):
         self._plan = _Plan()
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
+        if self.state is not None:
+            own = self._own_generators()
+            for generator, state in zip(own, self.state, strict=False):
+                generator.set_state(_from_text(state))
+        self.state = self.present_state()
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -58,6 +68,15 @@ class TorchSource(Source):
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
             exception.add_note(_WORKER_RULES)
+
+    def present_state(self) -> list[str]:
+        return [_as_text(each.get_state()) for each in self._own_generators()]
+
+    def _own_generators(self) -> list[Any]:
+        """The generators that the user gave the loader or its sampler."""
+        owners = self.loader, self.loader.sampler
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if g is not None}.values())
 
     def _is_torchs_collation(self) -> bool:
         from torch.utils.data import default_collate
@@ -85,8 +104,9 @@ class TorchSource(Source):
 
     def _by_index(self, epoch: int, skip: int) -> Iterator[Any]:
         lists = itertools.islice(self._index_lists(epoch), skip, None)
+        start = _seed_of(self.seed, epoch)
         seeded = (
-            (_seed_of(self.seed, epoch, batch_idx), indices)
+            ((start + batch_idx * _GOLDEN) % 2**63, indices)
             for batch_idx, indices in enumerate(lists, skip)
         )
         if self.loader.num_workers:
@@ -116,10 +136,12 @@ class TorchSource(Source):
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         dataset = _Seeded(self.loader.dataset)
         fetch = dataset.fetch_many if self.loader._auto_collation else dataset.fetch
-        for seed, indices in seeded:
-            with _Generators(seed).active():
-                batch = self.loader.collate_fn(fetch(indices))
-            yield batch
+        # The user's generators come back at the end of the pass: to swap them around
+        # every batch would cost 150 us, more than many a step.
+        with _Generators().active():
+            for seed, indices in seeded:
+                _seed_generators(seed)
+                yield self.loader.collate_fn(fetch(indices))
 
     def _from_workers(self, seeded: Iterator[tuple[int, Any]], epoch: int) -> Any:
         import torch
@@ -257,6 +279,16 @@ class _Generators:
         finally:
             self._states = _generator_states()
             _set_generator_states(users)
+
+
+def _as_text(state: Any) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _generator_states() -> tuple[Any, ...]:

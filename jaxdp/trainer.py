@@ -47,10 +47,12 @@ class Trainer:
             floating ones the mean squared error.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
-            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools) and
-            `state` (the `eqx.nn.State`). It returns the loss, or `(loss, metrics)`, and
-            the new state last if it takes one. Values shaped `(batch,)` are averaged
-            over real rows; a scalar is taken as the mean over the batch.
+            `key` (one per batch; under `Pmap` one per device), `mask` (which rows are
+            real, `(batch,)` bools) and `state` (the `eqx.nn.State`). It returns the
+            loss, or `(loss, metrics)`, and the new state last if it takes one. Values
+            shaped `(batch,)` must each come from their own row alone; they are averaged
+            over real rows. A scalar is taken as the mean over the batch, whose rows may
+            interact, as in contrastive losses: such batches are never padded.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation.
         strategy: where things live and how the step is compiled; `Sharded()`, all
@@ -156,6 +158,8 @@ class Trainer:
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._batches_done = 0
+        self._source: Source | None = None
+        self._source_state: Any = None
         self._epoch_is_over = False
         self._is_whole = False
         self._is_fitting = False
@@ -222,6 +226,9 @@ class Trainer:
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
+        if self._source is not None:  # of an earlier fit
+            self._source_state = self._source.state if self._batches_done else None
+        self._source, train.state = train, self._source_state
         limits = Limits(
             train,
             val,
@@ -372,6 +379,7 @@ class Trainer:
             "current_epoch": self.current_epoch + self._is_whole,
             "batches_done": 0 if self._is_whole else self._batches_done,
             "examples_seen": self.examples_seen,
+            "source": self._state_of_source(),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -395,6 +403,7 @@ class Trainer:
         self.current_epoch = meta["current_epoch"]
         self._batches_done = meta["batches_done"]
         self.examples_seen = meta["examples_seen"]
+        self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
         for index, callback in enumerate(self.callbacks):
             saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
@@ -521,7 +530,16 @@ class Trainer:
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            if self._source is not None:
+                self._source.state = None
         self._is_whole = False
+
+    def _state_of_source(self) -> Any:
+        """What the next batch's epoch starts from, for a checkpoint."""
+        if self._source is None:
+            return self._source_state
+        between = self._is_whole or self._batches_done == 0
+        return self._source.present_state() if between else self._source.state
 
     def _is_done(self, limits: Limits) -> bool:
         return self.should_stop or limits.done(self.global_step, self.current_epoch)

@@ -1,6 +1,7 @@
 """Eight faked devices, checked types; tiny models and data."""
 
 import itertools
+import logging
 import os
 import pathlib
 
@@ -20,6 +21,10 @@ INSIDE = ["data", "engine", "metrics", "objective", "remat", "step", "tree"]
 
 with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartype"):
     import jaxdp  # noqa: F401
+
+
+# What is said goes to the root logger, where `caplog` listens.
+logging.getLogger("jaxdp").propagate = True
 
 
 @pytest.fixture

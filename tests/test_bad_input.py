@@ -35,6 +35,7 @@ class Unknown:
         ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
         ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
         ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
+        ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
         ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
         ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
         ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of"),
@@ -197,6 +198,12 @@ def test_fit_refuses_arguments(settings, message):
 def test_an_empty_val_loader_is_refused():
     with pytest.raises(ValueError, match="`val_loader` gave no batches"):
         make().fit(batches(8), [])
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_explained():
+    with pytest.raises(TypeError, match="value_fn") as caught:
+        make(None, optax.lbfgs()).fit(batches(8))
+    assert "`optimizer` evaluates the loss itself" in caught.value.__notes__[0]
 
 
 def test_shares_need_a_length():

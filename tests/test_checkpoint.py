@@ -49,25 +49,32 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path)
     assert first.losses + second.losses == whole.losses
 
 
-@pytest.mark.parametrize("workers", [None, 0])
-def test_a_checkpoint_inside_an_epoch_resumes_inside_it(workers, tmp_path):
-    loader = DATA
-    if workers is not None:
+@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.parametrize("kind", ["list", "loader", "loader with a generator"])
+def test_a_checkpoint_inside_an_epoch_resumes_inside_it(kind, stop, tmp_path):
+    def make_loader():
+        if kind == "list":
+            return DATA
         torch = pytest.importorskip("torch")
         x, y = (np.concatenate(part) for part in zip(*DATA, strict=True))
         pairs = [(torch.tensor(a), int(b)) for a, b in zip(x, y, strict=True)]
-        loader = torch.utils.data.DataLoader(pairs, 8, shuffle=True)
+        own = torch.Generator().manual_seed(3) if "generator" in kind else None
+        return torch.utils.data.DataLoader(pairs, 8, shuffle=True, generator=own)
+
     whole, first, second = Recorder(), Recorder(), Recorder()
     expected = make(callbacks=[whole])
-    expected.fit(loader, max_epochs=3)
+    expected.fit(make_loader(), max_epochs=3)
+    loader = make_loader()
     trainer = make(callbacks=[first])
-    trainer.fit(loader, max_steps=5)
+    trainer.fit(loader, max_steps=stop)
     path = trainer.save(tmp_path / "saved")
     again = make(callbacks=[second])
     again.load(path)
-    again.fit(loader, max_epochs=3)
+    again.fit(make_loader(), max_epochs=3)
     assert first.losses + second.losses == whole.losses
     assert again.history["loss"] == expected.history["loss"]
+    trainer.fit(loader, max_epochs=3)
+    assert first.losses == whole.losses
 
 
 def test_a_model_may_hold_prng_keys_and_numpy_arrays(tmp_path):

@@ -188,6 +188,24 @@ def test_pmap_shows_the_loss_one_device_and_an_axis_to_reduce_over():
     np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
+    """A tail of five rows is worked on whole by each of eight devices."""
+
+    def loss_fn(model, x, y):
+        logits = jax.vmap(model)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return jax.lax.pmean(losses.mean(), "data")
+
+    recorder = Recorder()
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    Trainer(
+        model, optax.sgd(0.1), loss_fn=loss_fn, strategy=strategy(),
+        callbacks=[recorder], enable_progress_bar=False,
+    ).fit(batches(16, 5), batches(5))  # fmt: skip
+    assert np.isfinite(recorder.losses).all()
+
+
 def test_gradients_cross_the_devices_in_one_all_reduce():
     import re
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from .base import Callback
-from .monitor import check_mode, check_monitor, is_better
+from .monitor import announce, check_mode, check_monitor, is_better
 
 
 class ModelCheckpoint(Callback):
@@ -89,6 +89,18 @@ class ModelCheckpoint(Callback):
             raise type(error)(
                 f"`dirpath`: checkpoints can't be written to {self.dirpath}: {error}."
             ) from error
+        others = [
+            name
+            for name in os.listdir(self.dirpath)
+            if name.isdecimal() and os.path.join(self.dirpath, name) not in self._scores
+        ]
+        if others:
+            announce(
+                trainer,
+                "ModelCheckpoint",
+                f"{self.dirpath} has {len(others)} checkpoints of another run already;"
+                " those of the same step will be replaced",
+            )
 
     def on_fit_start(self, trainer: Any) -> None:
         if self.monitor is not None:

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..collectives import DATA
 from ..step import Group, TrainState
-
-DATA: Final = "data"
-"""Name of the mesh axis that a batch's rows are split over."""
 
 Devices = int | Sequence[Any] | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""

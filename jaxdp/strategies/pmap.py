@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import AxisCollectives, Collectives
+from ..collectives import DATA, AxisCollectives, Collectives
 from ..step import Group, TrainState
-from .base import DATA, DataParallel, Devices, Role, data_mesh, each, place_copy
+from .base import DataParallel, Devices, Role, data_mesh, each, place_copy
 
 
 class Pmap(DataParallel):
@@ -20,6 +20,9 @@ class Pmap(DataParallel):
     scalars are averaged, and so are the running statistics after each step, as torch's
     DistributedDataParallel keeps one set. `BatchNorm(axis_name=("batch", "data"))`
     reduces over all devices instead, and gives the numbers of `Sharded`.
+
+    Dropout by the key of each row is the same as under other strategies with JAX's
+    default generator, threefry; what "rbg" draws depends on how rows are batched.
 
     Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
     state is replicated, never stacked, so checkpoints interchange with `Sharded`.

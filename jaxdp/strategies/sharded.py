@@ -8,11 +8,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..collectives import Collectives
+from ..collectives import DATA, Collectives
 from ..step import Group, TrainState
 from ..tree import leaf_path
 from .base import (
-    DATA,
     DataParallel,
     Devices,
     Role,
