@@ -250,6 +250,11 @@ class Trainer:
                 stacklevel=2,
             )
             return self.history
+        if self._batches_done:
+            say(
+                f"going on in epoch {self.current_epoch}, after batch"
+                f" {self._batches_done} of it, where the last fit stopped"
+            )
         val = None if limits.skips_validation else val
         self._announce(limits, val)
         hooks = Hooks(

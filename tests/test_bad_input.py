@@ -258,7 +258,9 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     assert watching.seen == [KeyboardInterrupt, "end"]
     trainer.model(jnp.ones(4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    trainer.fit(batches(8, 8), max_epochs=2)
+    with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1
+        trainer.fit(batches(*[8] * 10), max_epochs=2)
+    assert (trainer.global_step, trainer.current_epoch) == (13, 1)
 
 
 class CtrlCLate(Callback):

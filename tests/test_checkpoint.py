@@ -157,6 +157,13 @@ def test_model_checkpoint_keeps_the_best_by_a_monitor(tmp_path):
     assert found["val_loss"] == pytest.approx(scores[best[0]], rel=1e-6)
 
 
+def test_model_checkpoint_saves_no_epoch_that_was_not_judged(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    trainer = make(callbacks=[checkpoint])
+    trainer.fit(DATA, batches(16, seed=1), max_epochs=5, check_val_every_n_epoch=2)
+    assert folders(tmp_path) == [6, 12]
+
+
 def test_model_checkpoint_by_steps_keeps_the_newest(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=3)
     saved = []

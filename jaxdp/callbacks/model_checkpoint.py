@@ -19,7 +19,8 @@ class ModelCheckpoint(Callback):
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
-        monitor: name of an epoch metric, such as "val_loss".
+        monitor: name of an epoch metric, such as "val_loss"; an epoch in which it is
+            not measured is not saved. Saves by steps or time go by its latest value.
         mode: whether "min" or "max" of it is best.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its value.
@@ -73,6 +74,7 @@ class ModelCheckpoint(Callback):
         self.last_model_path = ""
         self._scores: dict[str, float] = {}
         self._score: float | None = None
+        self._is_fresh = False
         self._saved_at = time.monotonic()
 
     def setup(self, trainer: Any) -> None:
@@ -117,15 +119,16 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if self.monitor in metrics:
-            self._score = metrics[self.monitor]
+        self._look(metrics)
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if self.monitor in metrics:
-            self._score = metrics[self.monitor]
+        self._look(metrics)
         every = self.every_n_epochs
-        if every is not None and (trainer.current_epoch + 1) % every == 0:
+        # An epoch without a value of its own can't be judged by an older model's.
+        judged = self.monitor is None or self._is_fresh
+        if every is not None and (trainer.current_epoch + 1) % every == 0 and judged:
             self._save(trainer)
+        self._is_fresh = False
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -140,6 +143,10 @@ class ModelCheckpoint(Callback):
         self.best_model_score = state["best_model_score"]
         self.last_model_path = state["last_model_path"]
         self._scores = dict(state["scores"])
+
+    def _look(self, metrics: dict[str, float]) -> None:
+        if self.monitor in metrics:
+            self._score, self._is_fresh = metrics[self.monitor], True
 
     def _save(self, trainer: Any) -> None:
         score = float(trainer.global_step) if self.monitor is None else self._score
