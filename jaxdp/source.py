@@ -20,14 +20,15 @@ class Source:
         argument: how the user calls it, for messages.
 
     Attributes:
-        state: what, of its own, the loader started the present epoch from, or is to
-            start the next one from; None for as it is. JSON.
+        state: what, of its own, the loader started the present epoch from; JSON.
+        start_from: such a state, for the next epoch alone to start from.
     """
 
     def __init__(self, loader: Any, argument: str):
         self.loader = loader
         self.argument = argument
         self.state: Any = None
+        self.start_from: Any = None
 
     @property
     def num_batches(self) -> int | None:

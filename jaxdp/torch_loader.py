@@ -49,11 +49,10 @@ class TorchSource(Source):
         self._plan = _Plan()
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        if self.state is not None:
-            own = self._own_generators()
-            for generator, state in zip(own, self.state, strict=False):
-                generator.set_state(_from_text(state))
-        self.state = self.present_state()
+        own = self._own_generators()
+        for generator, state in zip(own, self.start_from or (), strict=False):
+            generator.set_state(_from_text(state))
+        self.state, self.start_from = self.present_state(), None
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

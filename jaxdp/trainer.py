@@ -228,7 +228,7 @@ class Trainer:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
             self._source_state = self._source.state if self._batches_done else None
-        self._source, train.state = train, self._source_state
+        self._source, train.start_from = train, self._source_state
         limits = Limits(
             train,
             val,
@@ -535,8 +535,6 @@ class Trainer:
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
-            if self._source is not None:
-                self._source.state = None
         self._is_whole = False
 
     def _state_of_source(self) -> Any:
