@@ -68,7 +68,7 @@ class Trainer:
         remat: recompute activations in the backward pass: True, a policy of
             `jax.checkpoint_policies`, or path patterns of submodules.
         data: with several processes, whether each is given the same loader ("global")
-            or one with its own rows ("local").
+            or one with its own rows ("local"). One process is its own whole.
         seed: decides initial shuffling, dropout, everything.
         reproducible: None.
         log_every_n_steps: how often loggers see a row.
@@ -110,6 +110,7 @@ class Trainer:
         checks.check_unavailable("reproducible", reproducible, None)
         checks.check_unavailable("steps_per_execution", steps_per_execution, 1)
         checks.check_choice("data", data, ("global", "local"))
+        checks.check_one_process()
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
         checks.check_count("log_every_n_steps", log_every_n_steps)
         checks.check_count("seed", seed, least=0)
