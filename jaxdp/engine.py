@@ -41,10 +41,6 @@ class InFlight:
         if len(self._waiting) > IN_FLIGHT:
             self._waiting.popleft().block_until_ready()
 
-    def drain(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().block_until_ready()
-
 
 class Engine:
     """Runs steps: packs batches, compiles once per shape, keeps the state.

@@ -1,6 +1,5 @@
 """Eight faked devices, checked types; tiny models and data."""
 
-import itertools
 import logging
 import os
 import pathlib
@@ -25,13 +24,6 @@ with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartyp
 
 # What is said goes to the root logger, where `caplog` listens.
 logging.getLogger("jaxdp").propagate = True
-
-
-@pytest.fixture
-def getkey():
-    """A new PRNG key at each call, the same ones in every run."""
-    counter = itertools.count()
-    return lambda: jax.random.key(next(counter))
 
 
 @pytest.fixture(scope="session")

@@ -192,18 +192,26 @@ def test_pmap_shows_the_loss_one_device_and_an_axis_to_reduce_over():
 def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
     """A tail of five rows is worked on whole by each of eight devices."""
 
-    def loss_fn(model, x, y):
+    def mean(model, x, y):
         logits = jax.vmap(model)(x)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return jax.lax.pmean(losses.mean(), "data")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    recorder = Recorder()
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    Trainer(
-        model, optax.sgd(0.1), loss_fn=loss_fn, strategy=strategy(),
-        callbacks=[recorder], enable_progress_bar=False,
-    ).fit(batches(16, 5), batches(5))  # fmt: skip
-    assert np.isfinite(recorder.losses).all()
+    def mean_over_devices(model, x, y):
+        return jax.lax.pmean(mean(model, x, y), "data")
+
+    def losses_of(loss_fn, strategy):
+        recorder = Recorder()
+        model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+        trainer = Trainer(
+            model, optax.sgd(0.1), loss_fn=loss_fn, strategy=strategy,
+            callbacks=[recorder], enable_progress_bar=False,
+        )  # fmt: skip
+        history = trainer.fit(batches(16, 5), batches(5), max_epochs=2)
+        return [*recorder.losses, *history["val_loss"]]
+
+    expected = losses_of(mean, SingleDevice())
+    found = losses_of(mean_over_devices, strategy())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_gradients_cross_the_devices_in_one_all_reduce():
