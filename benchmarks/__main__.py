@@ -64,6 +64,8 @@ def _say(one: dict[str, Any]) -> None:
         beside = f"{value / expert:6.2f} of E" if expert else ""
         loss = one["loss"].get(name)
         end = "" if loss is None else f"  loss {loss:.6g}"
+        if not report.is_quiet(one, name):
+            end += f"  (others took {one['busy'][name]:.0%} of the cores)"
         print(f"{one['work']:4} {name:15} {value * 1e6:9.1f} us {beside}{end}")
     for name, reason in one["skipped"].items():
         print(f"{one['work']:4} {name:15} not run: {reason}")
@@ -73,4 +75,4 @@ def _say(one: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(any(one["failed"] for one in main()["rounds"]))

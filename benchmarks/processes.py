@@ -6,12 +6,14 @@ import json
 import math
 import os
 import pty
+import resource
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ def run_round(
 
     Returns:
         A dict of plain JSON: the "work", and by peer "seconds_per_step", "loss",
+        "busy" (the part of the cores' time that other programs took meanwhile),
         "skipped" (why a peer was not run) and "failed" (the end of its output, or that
         it ended at another loss than the expert, so that its time says nothing).
     """
     found: dict[str, Any] = {"work": work.name}
-    parts = ("seconds_per_step", "loss", "skipped", "failed")
+    parts = ("seconds_per_step", "loss", "busy", "skipped", "failed")
     found |= {part: {} for part in parts}
     for name in peers if turn % 2 == 0 else reversed(peers):
         result = run_one(work, name, toy=toy)
@@ -74,6 +77,7 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
             "TERM": os.environ.get("TERM", "xterm"),
         }
         # Elsewhere than in the repository, where nobody should leave files.
+        before = _clocks()
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 command,
@@ -84,9 +88,25 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
                 stderr=slave,
                 timeout=SECONDS,
             )
+        seconds, everybody, mine = (
+            b - a for a, b in zip(before, _clocks(), strict=True)
+        )
         if output.exists():
-            return json.loads(output.read_text())
+            busy = max(0.0, everybody - mine) / (seconds * (os.cpu_count() or 1))
+            return json.loads(output.read_text()) | {"busy": busy}
         return {"failed": bytes(shown)[-3000:].decode(errors="replace")}
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: of the wall clock, of all cores at work, of them for these processes."""
+    used = [resource.getrusage(resource.RUSAGE_SELF)]
+    used += [resource.getrusage(resource.RUSAGE_CHILDREN)]
+    mine = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    everybody, stat = mine, Path("/proc/stat")
+    if stat.exists():
+        user, nice, system, _, _, *rest = map(int, stat.read_text().split()[1:9])
+        everybody = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), everybody, mine
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from .works import WORKS
 
 Rounds = Sequence[dict[str, Any]]
 
+BUSY = 0.1
+"""The part of the cores' time that others may take while something is measured."""
+
 PACKAGES = (
     *("jax", "jaxlib", "equinox", "optax", "numpy", "torch"),
     *("keras", "flax", "lightning", "jaxdp"),
@@ -36,22 +39,32 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def is_quiet(one: dict[str, Any], *peers: str) -> bool:
+    """Whether other programs left the machine alone while these were measured."""
+    return all(one["busy"].get(peer, 0.0) <= BUSY for peer in peers)
+
+
+def _measured(rounds: Rounds, work: str, *peers: str) -> list[list[float]]:
+    """The times of `peers` in each round that has all of them: quiet ones, if any."""
+    found = [
+        one
+        for one in rounds
+        if one["work"] == work and {*peers} <= one["seconds_per_step"].keys()
+    ]
+    found = [one for one in found if is_quiet(one, *peers)] or found
+    return [[one["seconds_per_step"][peer] for peer in peers] for one in found]
+
+
 def seconds(rounds: Rounds, work: str, peer: str) -> float | None:
     """The median time of a step, or None if it was not measured."""
-    found = [
-        one["seconds_per_step"][peer]
-        for one in rounds
-        if one["work"] == work and peer in one["seconds_per_step"]
-    ]
+    found = [time for (time,) in _measured(rounds, work, peer)]
     return statistics.median(found) if found else None
 
 
 def ratio(rounds: Rounds, work: str, peer: str) -> float | None:
     """The median of the times over the expert's of the same round, or None."""
     found = [
-        one["seconds_per_step"][peer] / one["seconds_per_step"]["expert"]
-        for one in rounds
-        if one["work"] == work and {peer, "expert"} <= one["seconds_per_step"].keys()
+        time / experts for time, experts in _measured(rounds, work, peer, "expert")
     ]
     return statistics.median(found) if found else None
 
@@ -84,6 +97,12 @@ def markdown(rounds: Rounds) -> str:
     )
     titles = "; ".join(f"{work}: {WORKS[work].title}" for work in works)
     lines += ["", f"{titles}.", "", f"Rounds: {counts}."]
+    loud = sum(not is_quiet(one, *one["busy"]) for one in rounds)
+    if loud:
+        lines += [
+            f"In {loud} rounds of {len(rounds)} other programs took more than a tenth"
+            " of the cores' time; they count only where there is no quiet one."
+        ]
     lines += [f"Not run: {note}." for note in sorted(_notes(rounds))]
     return "\n".join(lines) + "\n"
 
@@ -140,12 +159,12 @@ def _works(rounds: Rounds) -> list[str]:
 
 
 def _notes(rounds: Rounds) -> set[str]:
-    """Why peers are missing, and what of it is no longer true is left out."""
+    """Why peers are missing: the reason that they gave, or the end of their output."""
     return {
-        f"{PEERS[peer].title} ({' '.join(reason.split())[:200].rstrip('.')})"
+        f"{PEERS[peer].title} on {one['work']} ({' '.join(reason.split())[-200:]})"
         for one in rounds
         for peer, reason in {**one["skipped"], **one["failed"]}.items()
-        if all(seconds(rounds, name, peer) is None for name in (one["work"],))
+        if seconds(rounds, one["work"], peer) is None
     }
 
 

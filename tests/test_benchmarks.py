@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -17,7 +20,7 @@ from jaxdp.callbacks import Callback
 pytest.importorskip("torch")
 
 import benchmarks.__main__ as everything
-from benchmarks import gpu, memory, models, processes, quick, report
+from benchmarks import gpu, memory, models, processes, quick, report, start
 from benchmarks.peers import PEERS, Skip
 from benchmarks.works import WORKS
 
@@ -126,7 +129,7 @@ def test_a_crash_is_shown_and_an_unknown_name_is_refused():
 
 
 def one_round(**seconds):
-    empty = {"skipped": {}, "failed": {}, "loss": {}}
+    empty = {"busy": {}, "skipped": {}, "failed": {}, "loss": {}}
     return {"work": "W1", "seconds_per_step": seconds, **empty}
 
 
@@ -140,6 +143,25 @@ def test_ratios_are_medians_of_ratios_within_a_round():
     expected = {"expert": 1.0, "jaxdp": 0.75, "torch": 3.0}
     assert report.ratios(rounds) == {"W1": expected}
     assert report.seconds(rounds, "W1", "expert") == 2.0
+
+
+def test_rounds_on_a_busy_machine_count_only_where_there_are_no_others():
+    loud = one_round(expert=1.0, jaxdp=9.0) | {"busy": {"expert": 0.0, "jaxdp": 0.5}}
+    assert report.ratios([loud])["W1"]["jaxdp"] == 9.0
+    assert report.ratios([loud, one_round(expert=1.0, jaxdp=2.0)])["W1"]["jaxdp"] == 2.0
+    assert "In 1 rounds of 1 other programs" in report.markdown([loud])
+
+
+def test_the_time_that_others_take_is_seen():
+    burn = "import time; t = time.time()\nwhile time.time() < t + 60: pass"
+    others = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(2)]
+    try:
+        found = processes.run_one(WORKS["W1"], "expert", toy=True)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert found["busy"] * os.cpu_count() > 0.5
 
 
 def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
@@ -157,6 +179,12 @@ def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
     assert quick.compare({"W1": {}}, {"W1": {"jaxdp": 1.0}})[0][-1]  # it fell out
     assert quick.compare({}, {"W4": {"jaxdp": 1.0}}) == []  # it was not asked for
     capsys.readouterr()
+
+
+def test_the_time_to_the_first_loss_is_measured(capsys):
+    found = start.main(["--only", "W1", "--repeats", "1"])
+    assert all(0 < first and 0 < second for first, second in found.values())
+    assert "| W1, import to first loss: cold; warm cache |" in capsys.readouterr().out
 
 
 def test_memory_of_a_run_is_flat(capsys):
