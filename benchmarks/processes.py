@@ -77,7 +77,7 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
             "TERM": os.environ.get("TERM", "xterm"),
         }
         # Elsewhere than in the repository, where nobody should leave files.
-        before = _clocks()
+        before = clocks()
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 command,
@@ -89,7 +89,7 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
                 timeout=SECONDS,
             )
         seconds, everybody, mine = (
-            b - a for a, b in zip(before, _clocks(), strict=True)
+            b - a for a, b in zip(before, clocks(), strict=True)
         )
         if output.exists():
             busy = max(0.0, everybody - mine) / (seconds * (os.cpu_count() or 1))
@@ -97,7 +97,7 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
         return {"failed": bytes(shown)[-3000:].decode(errors="replace")}
 
 
-def _clocks() -> tuple[float, float, float]:
+def clocks() -> tuple[float, float, float]:
     """Seconds: of the wall clock, of all cores at work, of them for these processes."""
     used = [resource.getrusage(resource.RUSAGE_SELF)]
     used += [resource.getrusage(resource.RUSAGE_CHILDREN)]

@@ -124,7 +124,9 @@ def draw(rounds: Rounds, path: Path) -> None:
         axis.set_visible(False)
     for work, axis in zip(works, axes.flat, strict=False):
         found = table[work]
-        names = sorted(found, key=lambda name: -found[name])
+        # What is only a part of the work is for the table.
+        names = [name for name in found if name not in ("loading", "computing")]
+        names.sort(key=lambda name: -found[name])
         colors = [
             "#c2410c" if name.startswith("jaxdp") else "#94a3b8" for name in names
         ]

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import json
-import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -153,15 +154,21 @@ def test_rounds_on_a_busy_machine_count_only_where_there_are_no_others():
 
 
 def test_the_time_that_others_take_is_seen():
-    burn = "import time; t = time.time()\nwhile time.time() < t + 60: pass"
-    others = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(2)]
-    try:
-        found = processes.run_one(WORKS["W1"], "expert", toy=True)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert found["busy"] * os.cpu_count() > 0.5
+    if not Path("/proc/stat").exists():
+        pytest.skip("only Linux tells")
+    burn = "import time; t = time.time()\nwhile time.time() < t + {}: pass"
+    begin = processes.clocks()
+    other = subprocess.Popen([sys.executable, "-c", burn.format(60)])
+    time.sleep(0.5)
+    middle = processes.clocks()
+    other.kill()
+    other.wait()
+    # As long as it was not waited for, it was somebody else's.
+    _, everybody, mine = (b - a for a, b in zip(begin, middle, strict=True))
+    assert everybody - mine > 0.05
+    # Now it counts as ours.
+    _, _, mine = (b - a for a, b in zip(begin, processes.clocks(), strict=True))
+    assert mine > 0.05
 
 
 def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
@@ -188,8 +195,8 @@ def test_the_time_to_the_first_loss_is_measured(capsys):
 
 
 def test_memory_of_a_run_is_flat(capsys):
-    assert memory.main(["--steps", "100"]) == 0
-    assert "| 100 |" in capsys.readouterr().out
+    assert memory.main(["--steps", "40"]) == 0
+    assert "| 40 |" in capsys.readouterr().out
 
 
 class Hoard(Callback):
@@ -215,7 +222,7 @@ def test_a_leak_of_arrays_is_seen():
 
 def test_gpu_benchmark_runs_anywhere_at_toy_size(tmp_path, capsys):
     arguments = ["--toy", "--repeats", "1", "--output", str(tmp_path)]
-    results = gpu.main([*arguments, "--only", "tiny,big-f32,big-bf16"])
+    results = gpu.main([*arguments, "--only", "tiny,big-f32"])
     assert json.loads((tmp_path / "gpu.json").read_text()) == results
     for name in ("tiny", "big-f32"):
         found = results["cases"][name]
