@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         longest = max(longest, time.perf_counter() - started)
 
     found = report.ratios(rounds)
+    if not all(report.is_quiet(one, *one["busy"]) for one in rounds):
+        print("other programs took more than a tenth of the cores' time meanwhile")
     for one in rounds:
         for peer, shown in one["failed"].items():
             print(f"{one['work']} {peer} FAILED\n{shown}", file=sys.stderr)
@@ -87,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     recorded = {}
     if args.recorded.exists():
         recorded = json.loads(args.recorded.read_text())["ratios"]
+    else:
+        print(f"nothing is recorded in {args.recorded} to compare with: use --record")
     rows = compare(found, recorded)
     print("| work | loop | of E | recorded | |\n|---|---|---|---|---|")
     for work, peer, ratio, before, worse in rows:
