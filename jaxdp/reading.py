@@ -322,7 +322,9 @@ class Reading:
         leaves = list(dict.fromkeys(itertools.chain(*moved)))
         phase, scope = _phase(each), _scope(each)
         prefix = f"{phase}: " if phase else ""
-        others = "activations" if phase else "other arrays"
+        # Inside a loop it can't be seen where an array comes from and goes to.
+        is_seen = bool(self.program.outputs_of(each.name, None))
+        others = "activations" if phase and is_seen else "other arrays"
         if not leaves:
             return prefix + others + (f" in {scope}" if scope else "")
         rest = ["metrics"] * ("metrics" in leaves) + [others] * ([] in moved)
@@ -344,6 +346,9 @@ class Reading:
         leaves = [self.leaves[i] for i in inputs] if each.kind == "all-gather" else []
         results = self.program.outputs_of(each.name, index)
         states = [self.leaves[i] for i in results if i < self.num_state]
+        if not results:
+            alike = [leaf for leaf in self.params if leaf.shape == operand.array.shape]
+            return [alike[0].path] if len(alike) == 1 and _phase(each) else []
         for leaf in leaves + states:
             if leaf.group != "other" and size in self._sizes(leaf):
                 return [self._parameter(leaf)]
