@@ -77,6 +77,9 @@ class Engine:
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
         steps_per_execution: train steps per dispatch, or "auto".
+        abstract: whether there are only shapes: nothing is placed, no step can run, and
+            every leaf crosses for itself, so that a program's inputs tell them apart;
+            see `join_small_leaves`.
 
     Attributes:
         ahead: how many steps of the newest block nobody has counted yet.
@@ -96,12 +99,14 @@ class Engine:
         seed: int,
         micro_batches: int,
         steps_per_execution: int | str = 1,
+        abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
             raise RuntimeError(
                 "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
                 " compiles its steps; call the model by hand to debug it."
             )
+        self._joins = not abstract
         self.steps = steps
         self.strategy = strategy
         self.donate = "state"
@@ -125,6 +130,10 @@ class Engine:
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
+        if abstract:
+            with no_ambient_mesh():
+                self.state = _shapes_of_state(parts, model_state, steps, strategy)
+            return
         params, buffers, _ = with_auto_axes(parts)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
@@ -142,11 +151,17 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._flat = Flat(state)
+        self._flat = Flat(state, join=self._joins)
         leaves = jax.tree.leaves(state)
         self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         self._arrays = self._flat.placed(leaves)
-        self._start, self.ahead, self._whole = None, 0, None
+        self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
+
+    def join_small_leaves(self) -> None:
+        """From now on they cross as where steps run, for an `abstract` engine."""
+        self._joins = True
+        self.state = self.state
+        self._compiled.clear()
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""
@@ -200,7 +215,7 @@ class Engine:
 
     def prepare_training(self, block: Block) -> list[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
-        self._compiled_for("train", block.packed)
+        self.compiled_for("train", block.packed)
         packer = self._packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
@@ -217,15 +232,16 @@ class Engine:
         if window is not None and window is not block.windows[0]:
             (block,) = self.blocks([window])
         packed = block.packed
-        compiled = self._compiled_for("train", packed)
+        compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
         self._check_labels(facts, packed)
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
         before, started = self._arrays, time.perf_counter()
-        self._arrays, means, inside = compiled(before, groups)
+        self._arrays, (means, inside) = compiled(before, groups)
         self.ahead = steps
         if self._whole is not None:
-            self._outdate()
+            kept = self.donate == "none" or steps > 1 and self.can_rewind
+            self._outdate(kept)
         if steps > 1:
             self._start = (before, block) if self.can_rewind else None
             self.in_flight.add(means, BLOCKS_IN_FLIGHT)
@@ -249,15 +265,15 @@ class Engine:
             self.train(single)
         self.ahead = 0
 
-    def _outdate(self) -> None:
-        """Deletes what was handed out of the state, if its large leaves are, too.
+    def _outdate(self, kept: bool) -> None:
+        """Deletes the small leaves of a state handed out, if its large ones are gone.
 
         Else code that holds on to `state` would work with small models only.
         """
         assert self._whole is not None
-        (arrays, whole), self._whole = self._whole, None
-        if arrays is not self._arrays and arrays and arrays[0].is_deleted():
-            for leaf in jax.tree.leaves(whole):
+        (_, whole), self._whole = self._whole, None
+        if not kept:
+            for leaf in self._flat.small(jax.tree.leaves(whole)):
                 leaf.delete()
 
     def start_epoch(self) -> None:
@@ -308,14 +324,15 @@ class Engine:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
         packer = self._packers[kind]
         packed = packer.pack([batch])
-        compiled = self._compiled_for(kind, packed)
+        compiled = self.compiled_for(kind, packed)
         if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
             packer.rows_interact = True
             packed = packer.pack([batch])
-            compiled = self._compiled_for(kind, packed)
+            compiled = self.compiled_for(kind, packed)
         return packed, compiled
 
-    def _compiled_for(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
+    def compiled_for(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
+        """The step for batches of this shape, compiled if it is a new one."""
         # What only trains blocks of steps without `can_rewind` overwrites the start.
         key = kind, packed.shape, self.can_rewind and len(packed.rows) > 1
         compiled = self._compiled.get(key)
@@ -393,19 +410,17 @@ class Engine:
 
         def train_all(
             collectives: Collectives, arrays: list[Array], groups: list[Group]
-        ) -> tuple[list[Array], Any, Any]:
+        ) -> tuple[list[Array], Any]:
             if steps == 1:
-                arrays, results = train(collectives, arrays, groups)
-                return arrays, *results
+                return train(collectives, arrays, groups)
             (group,) = groups
             # The carry is what crosses into single steps, so that XLA fuses the same
             # operations in both; other fusions round otherwise.
-            arrays, results = jax.lax.scan(
+            return jax.lax.scan(
                 lambda arrays, group: train(collectives, arrays, [group]),
                 arrays,
                 jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group),
             )
-            return arrays, *results
 
         places = {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
         if steps > 1 and self.can_rewind:
@@ -420,7 +435,7 @@ class Engine:
                 train_all,
                 (self._arrays, packed.groups),
                 ("state", "groups"),
-                ("state", "whole", "whole"),
+                ("state", "whole"),
                 donate=places,
                 split=packed.split,
             )
@@ -468,3 +483,24 @@ class Engine:
             "rows",
             split=packed.split,
         )
+
+
+def _shapes_of_state(
+    parts: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    strategy: DataParallel,
+) -> TrainState:
+    """The first state as shapes and shardings; nothing is computed or moved."""
+
+    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
+        return first_state(params, buffers, model_state, steps.optimizer, seed=0)
+
+    state = jax.eval_shape(first, parts[0], parts[1], model_state)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        state,
+        strategy.state_shardings(state),
+    )

@@ -26,12 +26,13 @@ class Flat:
 
     Args:
         state: a placed pytree of arrays.
+        join: whether small leaves are to cross together.
     """
 
-    def __init__(self, state: PyTree):
+    def __init__(self, state: PyTree, *, join: bool = True):
         leaves, self.treedef = jax.tree.flatten(state)
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._is_small = [_is_small(leaf) for leaf in leaves]
+        self._is_small = [join and _is_small(leaf) for leaf in leaves]
         if sum(self._is_small) < 2:
             self._is_small = [False] * len(leaves)
         small, _ = self._divided(leaves)
@@ -56,7 +57,15 @@ class Flat:
     def placed(self, leaves: Sequence[Array]) -> list[Array]:
         """`pack` on the devices."""
         small, large = self._divided(leaves)
-        return [self._join(small), *large] if small else large
+        if not small:
+            return large
+        if isinstance(small[0], jax.ShapeDtypeStruct):
+            size = sum(math.prod(leaf.shape) for leaf in small)
+            joined: Any = jax.ShapeDtypeStruct(
+                (size,), jnp.uint32, sharding=small[0].sharding
+            )
+            return [joined, *large]
+        return [self._join(small), *large]
 
     def leaves(self, arrays: Sequence[Array]) -> list[Array]:
         """`unpack` on the devices."""
@@ -79,6 +88,10 @@ class Flat:
             arrays[0] = self._overwrite(arrays[0], bits, self._start(index))
         else:
             arrays[place] = jax.device_put(leaf, arrays[place].sharding)
+
+    def small(self, leaves: Sequence[Array]) -> list[Array]:
+        """Those of the state's leaves that cross together."""
+        return self._divided(leaves)[0]
 
     def names(self, paths: Sequence[str]) -> list[str]:
         """What crosses, of the paths of the state's leaves."""
@@ -129,7 +142,7 @@ def _overwritten(joined: Array, bits: Array, start: Any) -> Array:
 
 def _is_small(leaf: Array) -> bool:
     return (
-        leaf.nbytes <= _SMALL
+        math.prod(leaf.shape) * 4 <= _SMALL
         and leaf.dtype in _PACKED_DTYPES
         and leaf.sharding.is_fully_replicated
     )
