@@ -89,6 +89,10 @@ class Sharded(DataParallel):
         """
         return self.param_spec(path, leaf)
 
+    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a leaf of the optimizer state is split that is like no parameter."""
+        return PartitionSpec()
+
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         """How a leaf of a batch, shaped `(rows, ...)`, is split."""
         return PartitionSpec(self.row_axes)
@@ -122,7 +126,7 @@ class Sharded(DataParallel):
 
         A leaf of the optimizer state belongs to the parameter whose path its own path
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
-        `mu.layers[0].weight` does. Whatever belongs to none is replicated.
+        `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
         """
         return jax.tree.map(
             lambda layout: NamedSharding(self.mesh, layout.spec),
@@ -153,7 +157,11 @@ class Sharded(DataParallel):
                 if stacked >= 0 and leaf.shape[stacked:] == shape:
                     spec = PartitionSpec(*[None] * stacked, *layout.spec)
                     return layout._replace(spec=spec)
-            return Layout(PartitionSpec(), "whole: like no parameter")
+            name = leaf_path(path)
+            spec = self.state_spec(name, leaf)
+            self._check_spec("state_spec", spec, name, leaf)
+            split = ", split by its own shape" if any(spec) else ", whole"
+            return Layout(spec, f"like no parameter{split}")
 
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
