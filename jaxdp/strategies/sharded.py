@@ -256,27 +256,31 @@ class Sharded(DataParallel):
         self._check_spec("update_spec", spec, path, leaf)
         return spec
 
+    def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
+        """Where a spec comes from, for messages."""
+        return f"`{method}` gave {spec} for {path}"
+
     def _check_spec(
         self, method: str, spec: PartitionSpec, path: str, leaf: Any
     ) -> None:
         if len(spec) > leaf.ndim:
             raise ValueError(
-                f"`{method}` gave {spec} for {path} of shape {leaf.shape}: more"
+                f"{self._origin(method, spec, path)} of shape {leaf.shape}: more"
                 " entries than the array has axes."
             )
         for axis, entry in enumerate(spec):
             for name in names_of(entry):
                 if name not in self.mesh.shape:
                     raise ValueError(
-                        f"`{method}` gave {spec} for {path}: the mesh has no axis"
+                        f"{self._origin(method, spec, path)}: the mesh has no axis"
                         f" {name!r}, only {self.mesh.axis_names}."
                     )
             parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
             if leaf.shape[axis] % parts:
                 raise ValueError(
-                    f"`{method}` gave {spec} for {path} of shape {leaf.shape}: axis"
+                    f"{self._origin(method, spec, path)} of shape {leaf.shape}: axis"
                     f" {axis} of size {leaf.shape[axis]} is not divisible by {parts}."
-                    " Return PartitionSpec() for leaves that do not divide."
+                    " Give PartitionSpec() for leaves that do not divide."
                 )
 
     def __repr__(self) -> str:
