@@ -302,7 +302,7 @@ def test_any_optimizer_gives_the_numbers_of_one_device(name):
     """Norms over all parameters, and over rows and columns, are those of the whole."""
     # Adafactor keeps rows and columns only of what is as wide as this.
     width = 128 if name == "adafactor" else 32
-    model = eqx.nn.MLP(width, 10, width, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(width, 16, width, 1, key=jax.random.key(0))
     data = [(np.tile(x, 2)[:, :width], y) for x, y in make("mlp")[1]]
     optimizer = OPTIMIZERS[name]()
     one, expected = train(model, data, SingleDevice(), optimizer)
