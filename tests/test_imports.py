@@ -16,6 +16,7 @@ ORDER = [
         "history",
         "collectives",
         "metrics",
+        "flat",
         "hlo",
         "flops",
         "hardware",

@@ -34,6 +34,8 @@ class NanGuard(Callback):
         skipped_steps: the numbers of the steps that were dropped.
     """
 
+    looks_inside_blocks = False
+
     def __init__(self, action: str = "stop", max_skips: int = 10):
         if action not in ("stop", "skip"):
             raise ValueError(
