@@ -11,12 +11,21 @@ from .callbacks import Callback
 from .history import History
 from .plan import Plan
 from .step import TrainState
-from .strategies import DataParallel, Pmap, Sharded, SingleDevice
+from .strategies import (
+    FSDP,
+    DataParallel,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    ZeRO,
+)
 from .trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDP",
     "Callback",
     "DataParallel",
     "History",
@@ -24,8 +33,10 @@ __all__ = [
     "Pmap",
     "Sharded",
     "SingleDevice",
+    "TensorParallel",
     "TrainState",
     "Trainer",
+    "ZeRO",
     "callbacks",
     "losses",
     "strategies",

@@ -32,12 +32,12 @@ class Flat:
     def __init__(self, state: PyTree, *, join: bool = True):
         leaves, self.treedef = jax.tree.flatten(state)
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._is_small = [join and _is_small(leaf) for leaf in leaves]
-        if sum(self._is_small) < 2:
-            self._is_small = [False] * len(leaves)
+        # Where any leaf is split, XLA would move more to put new small leaves together.
+        whole = all(leaf.sharding.is_fully_replicated for leaf in leaves)
+        self._is_small = [join and whole and _is_small(leaf) for leaf in leaves]
         small, _ = self._divided(leaves)
-        if len({leaf.sharding for leaf in small}) > 1:  # a layout of the user's own
-            self._is_small = [False] * len(leaves)
+        if len(small) < 2 or len({leaf.sharding for leaf in small}) > 1:
+            self._is_small, small = [False] * len(leaves), []
         sharding = small[0].sharding if small else None
         self._join = jax.jit(_joined, out_shardings=sharding)
         self._part = jax.jit(self._parted, out_shardings=sharding)
@@ -141,8 +141,4 @@ def _overwritten(joined: Array, bits: Array, start: Any) -> Array:
 
 
 def _is_small(leaf: Array) -> bool:
-    return (
-        math.prod(leaf.shape) * 4 <= _SMALL
-        and leaf.dtype in _PACKED_DTYPES
-        and leaf.sharding.is_fully_replicated
-    )
+    return math.prod(leaf.shape) * 4 <= _SMALL and leaf.dtype in _PACKED_DTYPES

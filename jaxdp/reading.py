@@ -154,6 +154,7 @@ class Reading:
     ):
         self.state = state
         self.compiled = compiled
+        self.runs = runs
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
@@ -277,11 +278,10 @@ class Reading:
         batch = sum(each.bytes_per_device for each in self.leaves[self.num_state :])
         found = self.analysis
         copies = found.output_size_in_bytes - found.alias_size_in_bytes
-        metrics = sum(
-            _nbytes(leaf) for leaf in jax.tree.leaves(self.compiled.out_info[1])
-        )
+        results = self.runs.out_info
+        metrics = sum(_nbytes(leaf) for leaf in jax.tree.leaves(results[1]))
         # A program returns a table with a pointer to each result.
-        metrics += 8 * len(jax.tree.leaves(self.compiled.out_info))
+        metrics += 8 * len(jax.tree.leaves(results))
         return (
             Bound(
                 "bytes sent per device: every gradient summed over the devices of the"

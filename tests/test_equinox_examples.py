@@ -17,7 +17,7 @@ import optax
 import pytest
 from toys import Recorder
 
-from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
@@ -236,7 +236,7 @@ def test_a_vision_transformer_learns_as_by_hand():
     assert_same(vit_losses(0.0, Sharded), expected)
 
 
-@pytest.mark.parametrize("strategy", [Sharded, Pmap])
+@pytest.mark.parametrize("strategy", [Sharded, Pmap, FSDP])
 def test_a_vision_transformer_drops_the_same_units_everywhere(strategy):
     one = vit_losses(0.3, SingleDevice)
     assert_same(vit_losses(0.3, strategy), one)
@@ -434,6 +434,8 @@ def text_loss(model, batch):
         (SingleDevice, {"loss_fn": text_loss}),
         (Sharded, {"loss_fn": text_loss}),
         (Pmap, {"loss": "cross_entropy", "metrics": ["accuracy"]}),
+        (FSDP, {"loss_fn": text_loss}),
+        (FSDP, {"loss": "cross_entropy", "metrics": ["accuracy"]}),
     ],
 )
 def test_tied_weights_learn_as_by_hand_from_dicts_and_stay_tied(strategy, arguments):

@@ -2,7 +2,19 @@
 
 from .base import DataParallel
 from .pmap import Pmap
-from .sharded import Sharded
+from .sharded import Layout, Sharded
 from .single_device import SingleDevice
+from .split import FSDP, ZeRO
+from .tensor_parallel import TensorParallel, tensor_rules
 
-__all__ = ["DataParallel", "Pmap", "Sharded", "SingleDevice"]
+__all__ = [
+    "FSDP",
+    "DataParallel",
+    "Layout",
+    "Pmap",
+    "Sharded",
+    "SingleDevice",
+    "TensorParallel",
+    "ZeRO",
+    "tensor_rules",
+]
