@@ -9,12 +9,22 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["console", "tree", "losses", "history", "collectives", "metrics"],
-    ["objective", "remat"],
+    [
+        "console",
+        "tree",
+        "losses",
+        "history",
+        "collectives",
+        "metrics",
+        "fingerprint",
+        "interrupts",
+    ],
+    ["objective", "remat", "interrupts"],
     ["step"],
-    ["strategies", "data", "checkpoint", "callbacks"],
-    ["source", "engine", "checks", "interrupts"],
-    ["torch_loader", "limits"],
+    ["checkpoint", "checkpoint_dir"],
+    ["strategies", "data", "callbacks"],
+    ["source", "engine", "checks"],
+    ["torch_loader", "limits", "resume"],
     ["loaders"],
     ["trainer"],
     ["testing"],
