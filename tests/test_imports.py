@@ -22,7 +22,7 @@ ORDER = [
     ["objective", "remat", "interrupts"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
-    ["strategies", "data", "callbacks"],
+    ["strategies", "data", "callbacks", "weights"],
     ["source", "engine", "checks"],
     ["torch_loader", "limits", "resume"],
     ["loaders"],
