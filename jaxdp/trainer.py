@@ -15,8 +15,8 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, losses, resume
-from .callbacks import ProgressBar
-from .callbacks.base import Callback, Hooks
+from .callbacks import ModelCheckpoint, ProgressBar
+from .callbacks.base import Callback, Hooks, RollBack
 from .console import say
 from .data import windows
 from .engine import Engine
@@ -168,6 +168,8 @@ class Trainer:
         self._batches_seen = 0
         self._validated_at = 0
         self._epoch_ended = False
+        self._left_out: set[tuple[int, int]] = set()
+        self._roll_back: RollBack | None = None
         self._source: Source | None = None
         self._source_state: Any = None
         self._epoch_is_over = False
@@ -228,8 +230,12 @@ class Trainer:
         Returns:
             The history of this trainer: means per epoch over real rows.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
+        if self._roll_back is not None:
+            self._left_out |= self._roll_back.left_out
+            self._roll_back = None
         train = open_loader(train_loader, "train_loader", self.seed)
         val = None
         if val_loader is not None:
@@ -311,6 +317,14 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 batches = None
+        if self._roll_back is not None:
+            if hasattr(train_loader, "__next__"):
+                raise RuntimeError(
+                    "`train_loader` is an iterator, which can't go back to the batches"
+                    f" after {self._roll_back.path}; pass an iterable that can start"
+                    " again, such as a DataLoader."
+                )
+            return self.fit(**(arguments | {"ckpt_path": self._roll_back.path}))
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
@@ -425,6 +439,7 @@ class Trainer:
             "batches_seen": self._batches_seen,
             "epoch_ended": self._epoch_ended and not self._is_whole,
             "validated_at": 0 if self._is_whole else self._validated_at,
+            "left_out": sorted(self._left_out),
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
             "source": self._state_of_source(),
@@ -460,6 +475,7 @@ class Trainer:
         self._epoch_ended = meta.get("epoch_ended", False)
         self._validated_at = meta.get("validated_at", 0)
         self._val_metrics = meta.get("val_metrics", {})
+        self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self.examples_seen = meta["examples_seen"]
         self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
@@ -482,6 +498,20 @@ class Trainer:
                     " own.",
                     stacklevel=2,
                 )
+
+    def last_checkpoint(self, before: int) -> str | None:
+        """The newest checkpoint of fewer than `before` steps that the callbacks saved.
+
+        Its path, or None if there is none.
+        """
+        found = [
+            (step, callback.folder(self).path_of(step))
+            for callback in self.callbacks
+            if isinstance(callback, ModelCheckpoint)
+            for step in callback.folder(self).steps()
+            if step < before
+        ]
+        return max(found)[1] if found else None
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -511,6 +541,10 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+        except RollBack as request:
+            # The fit ends here, and is resumed like any other.
+            hooks.on_fit_end(self)
+            self._roll_back = request
         except BaseException as exception:
             with self._noting(exception):
                 hooks.on_exception(self, exception)
@@ -580,6 +614,10 @@ class Trainer:
         self._epoch_is_over = False
         first = -(-self._batches_done // self.accumulate_grad_batches)
         for batch_idx, window in enumerate(batches, first):
+            if (self.current_epoch, batch_idx) in self._left_out:
+                self._batches_done += len(window)
+                self._batches_seen += len(window)
+                continue
             batch = window[0] if self.accumulate_grad_batches == 1 else window
             hooks.on_train_batch_start(self, batch, batch_idx)
             metrics, rows = engine.train(window)

@@ -10,6 +10,7 @@ from .model_checkpoint import ModelCheckpoint
 from .nan_guard import NanGuard
 from .preemption import Preemption
 from .progress import ProgressBar
+from .stall_watch import StallWatch
 from .timer import Timer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "NanGuard",
     "Preemption",
     "ProgressBar",
+    "StallWatch",
     "TensorBoardLogger",
     "Timer",
 ]
