@@ -89,13 +89,17 @@ class Harm(jaxdp.Callback):
         setattr(self, hook, run)
 
 
-def send(name):
-    """Sends this process a signal."""
-    return lambda: os.kill(os.getpid(), getattr(signal, name))
+class Signal:
+    """Sends this process a signal, or its whole group, workers included."""
 
+    def __init__(self, name, group=False):
+        self.number, self.group = getattr(signal, name), group
 
-def give_up():
-    raise OSError("harm was done")
+    def __call__(self):
+        if self.group:
+            os.killpg(0, self.number)
+        else:
+            os.kill(os.getpid(), self.number)
 
 
 def train(
@@ -111,6 +115,7 @@ def train(
     ckpt_path="auto",
     prepare=None,
     dirpath=None,
+    preemption=None,
     **options,
 ):
     """Runs the job in the folder `root`; to be called in a process of its own."""
@@ -119,6 +124,7 @@ def train(
     log = os.open(root / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)
+    os.setpgid(0, 0)  # as a shell does for a job
     jax.config.update("jax_num_cpu_devices", devices)
     # Jobs are many and small, and would compile most of the time.
     jax.config.update("jax_compilation_cache_dir", str(root.parent / "compiled"))
@@ -149,6 +155,7 @@ def train(
             callbacks.TensorBoardLogger(root / "events"),
             callbacks.EarlyStopping(patience=100),
             callbacks.NanGuard(),
+            *([callbacks.Preemption(*preemption)] if preemption else []),
             *[Harm(*each) for each in harm],
             Progress(root, pause),
         ],
