@@ -5,11 +5,13 @@ A checkpoint is a folder with two Orbax items:
     state/           the arrays: {field of TrainState: {path of leaf: array}}
     meta/metadata    JSON: what the trainer wants kept, a description of the arrays
                      (shapes, dtypes, fingerprints), versions, and a digest of it all
+    files.json       the SHA-256 of every file in these two
 
 It is whole or absent: everything is written into a folder beside it, which then gets
-the final name. What has come to harm afterwards is found when it is read: the digest
-covers the JSON, and the fingerprints in it every array. Nothing that is read can run
-code. Plain Orbax reads the arrays, too:
+the final name. What has come to harm afterwards is found when it is read, before
+anything else looks into the files; the fingerprints tell, at last, that what arrived on
+the devices are the bits that left them. Nothing that is read can run code, and no name
+in it is used as a path. Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
@@ -90,7 +92,7 @@ class Saving:
     def _wait(self) -> None:
         try:
             self._checkpointer.wait_until_finished()
-            _flush(self.path)
+            _sync(os.path.dirname(self.path))
             self._checkpointer.close()
         except BaseException as error:
             self._error = error
@@ -132,7 +134,13 @@ def start_saving(
     _quieten()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        # The callback runs when all is written, just before the folder gets its name.
+        options = ocp.options.AsyncOptions(
+            post_finalization_callback=lambda: _seal(path)
+        )
+        checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(), async_options=options
+        )
         checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
@@ -305,6 +313,8 @@ def _read_arrays(
     if not wanted:
         return {}
     path = os.path.abspath(path)
+    if meta["format"] > 1:
+        _check_seal(path)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
@@ -416,18 +426,63 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
     )
 
 
-def _flush(path: str) -> None:
-    """Asks the disk for every file, so that not even a power failure undoes it."""
-    parent = os.path.dirname(path)
-    inside = [
-        os.path.join(at, name) for at, _, names in os.walk(path) for name in names
-    ]
-    for name in (*inside, *(at for at, _, _ in os.walk(path)), parent):
-        descriptor = os.open(name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _seal(path: str) -> None:
+    """Notes the SHA-256 of all files of a checkpoint that is about to be named `path`.
+
+    And asks the disk for each of them, so that not even a power failure undoes it.
+    """
+    (unnamed,) = glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+    sums = _sums_of_files(unnamed)
+    seal = os.path.join(unnamed, "files.json")
+    with open(seal, "w", encoding="utf-8") as file:
+        json.dump(sums, file, indent=0, sort_keys=True)
+    for folder, _, files in os.walk(unnamed):
+        for name in files:
+            _sync(os.path.join(folder, name))
+        _sync(folder)
+
+
+def _check_seal(path: str) -> None:
+    """Raises unless every file is what it was when the checkpoint was saved."""
+    try:
+        with open(os.path.join(path, "files.json"), encoding="utf-8") as file:
+            saved = json.load(file)
+        found = _sums_of_files(path)
+        changed = sorted(
+            name
+            for name in found.keys() | saved.keys()
+            if found.get(name) != saved.get(name)
+        )
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: its files.json can't be read:"
+            f" {error}."
+        ) from error
+    if changed:
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: not what was saved, or missing,"
+            f" is {_listed(changed)}."
+        )
+
+
+def _sums_of_files(path: str) -> dict[str, str]:
+    sums = {}
+    for item in ("state", "meta"):
+        for folder, _, files in os.walk(os.path.join(path, item)):
+            for name in files:
+                full = os.path.join(folder, name)
+                with open(full, "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                sums[os.path.relpath(full, path)] = digest
+    return sums
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _versions() -> dict[str, str]:

@@ -65,6 +65,9 @@ class Jobs:
             assert time.monotonic() < end, "the job hangs"
             time.sleep(0.002)
 
+    def wait_for_step(self, process, root, step):
+        self.wait(process, lambda: self.step(root) >= step)
+
     def step(self, root):
         with contextlib.suppress(OSError, ValueError):
             return int((root / "progress").read_text())

@@ -198,3 +198,26 @@ def events(folder):
         for event in event_file_loader.EventFileLoader(str(path)).Load()
         for value in event.summary.value
     ]
+
+
+def turn_back_the_clock():
+    """From now on every look at the clock shows a minute less."""
+    start, looks = time.time(), iter(range(10**9))
+    time.time = lambda: start - 60 * next(looks)
+
+
+def kill_a_worker():
+    """As the kernel does when memory is short."""
+    parent, me = {}, str(os.getpid())
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        parent[text.split()[0]] = text.rpartition(")")[2].split()[1]
+    mine = [p for p in parent if me in (parent[p], parent.get(parent[p]))]
+    leaves = [p for p in mine if p not in parent.values()]
+    names = {p: pathlib.Path(f"/proc/{p}/cmdline").read_text() for p in leaves}
+    for process in leaves:
+        if "resource_tracker" not in names[process]:
+            os.kill(int(process), signal.SIGKILL)
