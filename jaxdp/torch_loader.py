@@ -86,9 +86,14 @@ class TorchSource(Source):
     def _is_plain(self) -> bool:
         from torch.utils.data import DataLoader, IterableDataset
 
-        return type(self.loader).__iter__ is DataLoader.__iter__ and not isinstance(
-            self.loader.dataset, IterableDataset
+        kind = type(self.loader)
+        # torchdata's loader differs in that it can tell its state. By index lists it
+        # needs none, and its next epoch after a resumed one is right, too.
+        torchs = kind.__iter__ is DataLoader.__iter__ or (
+            kind.__module__.startswith("torchdata.stateful_dataloader")
+            and not hasattr(self.loader.dataset, "load_state_dict")
         )
+        return torchs and not isinstance(self.loader.dataset, IterableDataset)
 
     def _as_it_is(self, epoch: int) -> Iterator[Any]:
         """Iterable datasets and loaders that iterate in their own way."""
