@@ -51,15 +51,11 @@ class CheckpointDir:
 
         Only real folders count: a symbolic link could lead anywhere.
         """
-        try:
-            entries = list(os.scandir(self.path))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(
-            int(entry.name)
-            for entry in entries
-            if _STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        )
+        return sorted(int(e.name) for e in self._named_by_step() if _is_folder(e))
+
+    def impostors(self) -> list[int]:
+        """Steps whose name is taken by something that is no folder, a link perhaps."""
+        return sorted(int(e.name) for e in self._named_by_step() if not _is_folder(e))
 
     def path_of(self, step: int) -> str:
         """The folder of a step."""
@@ -129,9 +125,18 @@ class CheckpointDir:
 
     def _sweep(self) -> None:
         for entry in list(os.scandir(self.path)):
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if is_folder and _RUBBISH.fullmatch(entry.name):
+            if _is_folder(entry) and _RUBBISH.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _named_by_step(self) -> list["os.DirEntry[str]"]:
+        try:
+            return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_dir(follow_symlinks=False)
 
 
 def _this_process() -> dict[str, object]:

@@ -115,13 +115,16 @@ class Packer:
     Args:
         num_shards: sizes are rounded up to a multiple of it.
         what: which batches, for messages: "training".
+
+    Attributes:
+        size: rows of a padded batch; 0 before the first.
     """
 
     def __init__(self, num_shards: int, what: str):
         self.num_shards = num_shards
         self.what = what
         self.rows_interact = False
-        self._size = 0
+        self.size = 0
         self._count = 0
         self._expected: tuple[Any, ...] = ()
 
@@ -148,15 +151,19 @@ class Packer:
                 start = stop
         return Packed(groups, split, rows, (split, tuple(shapes)))
 
+    def pad_to(self, rows: int) -> None:
+        """From now on batches get so many rows, or a few more, at least."""
+        if rows > self.size:
+            self.size = math.ceil(rows / self.num_shards) * self.num_shards
+
     def _padded(
         self, micros: list[list[np.ndarray]], sizes: tuple[int, ...], slots: int
     ) -> tuple[list[list[np.ndarray]], tuple[int, ...]]:
         """All of one size, the largest so far, and as many as there are slots."""
         largest = max(sizes)
-        if largest > self._size:
-            self._size = math.ceil(largest / self.num_shards) * self.num_shards
+        self.pad_to(largest)
         missing = slots - len(micros)
-        padded = [_pad(leaves, self._size) for leaves in micros]
+        padded = [_pad(leaves, self.size) for leaves in micros]
         return padded + padded[:1] * missing, sizes + (0,) * missing
 
     def _stacked(

@@ -6,7 +6,7 @@ between steps: flattening a model's tree in Python costs more than a small step.
 
 import collections
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import equinox as eqx
@@ -121,6 +121,19 @@ class Engine:
             self._compiled = {
                 k: v for k, v in self._compiled.items() if k[0] != "train"
             }
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many rows batches of each kind are padded to."""
+        return {kind: packer.size for kind, packer in self._packers.items()}
+
+    def pad_to(self, sizes: Mapping[str, int]) -> None:
+        """Takes up the `sizes` of another engine.
+
+        Another size would be another program, whose sums may round differently.
+        """
+        for kind, packer in self._packers.items():
+            packer.pad_to(sizes.get(kind, 0))
 
     def train(self, window: Sequence[Batch]) -> tuple[Metrics, int]:
         """One optimizer step; returns its metrics and how many real rows it had."""

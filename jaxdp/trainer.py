@@ -168,6 +168,7 @@ class Trainer:
         self._batches_seen = 0
         self._validated_at = 0
         self._epoch_ended = False
+        self._padded_rows: Any = None
         self._left_out: set[tuple[int, int]] = set()
         self._roll_back: RollBack | None = None
         self._source: Source | None = None
@@ -449,6 +450,7 @@ class Trainer:
                 name: checks.check_json(name, callback.state_dict())
                 for name, callback in self.named_callbacks()
             },
+            "padded_rows": [self.num_training_batches, self._ready().sizes],
             "strategy": repr(self.strategy),
             "devices": len(self.state.step.sharding.device_set),
         }
@@ -476,6 +478,7 @@ class Trainer:
         self._validated_at = meta.get("validated_at", 0)
         self._val_metrics = meta.get("val_metrics", {})
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
+        self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
         self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
@@ -692,6 +695,9 @@ class Trainer:
         self.max_epochs, self.max_steps = limits.max_epochs, limits.max_steps
         self.num_training_batches = limits.steps_per_epoch
         self.num_val_batches = None if val is None else limits.val_batches
+        if self._padded_rows and self._padded_rows[0] == self.num_training_batches:
+            self._ready().pad_to(self._padded_rows[1])  # the same loader, resumed
+        self._padded_rows = None
 
     def _name_what_is_logged(self, validates: bool) -> None:
         self.metric_names = self._ready().facts["train"].names

@@ -161,6 +161,7 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
     assert again.current_epoch == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdatas_loader_goes_on_in_this_epoch_and_the_next(tmp_path, workers):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")

@@ -293,7 +293,7 @@ class ModelCheckpoint(Callback):
         """Finds out whose the checkpoints are that lie in the folder."""
         there = set(self._dir.steps())
         self._scores = {s: v for s, v in self._scores.items() if s in there}
-        strangers = []
+        strangers = self._dir.impostors()
         for step in sorted(there - set(self._scores)):
             if step > trainer.global_step or not self._is_of_run(step, trainer.run_id):
                 strangers.append(step)

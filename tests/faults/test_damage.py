@@ -154,7 +154,8 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
     (folder / "007").mkdir()
     (folder / "-1").mkdir()
     (folder / "8").mkdir()  # empty
-    trainer = make(ModelCheckpoint(folder, every_n_train_steps=2))
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    trainer = make(saver)
     with pytest.warns(UserWarning, match="no checkpoint at .*/8"):
         trainer.fit(batches(8, 8, 8, 8), ckpt_path="last", max_epochs=2)
     assert trainer.global_step == 8
