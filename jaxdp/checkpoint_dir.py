@@ -97,10 +97,18 @@ class CheckpointDir:
         _locks.add(self)
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
-        self._sweep()
+        self.sweep()
 
     def close(self) -> None:
         """Lets other runs write here. May be called again."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self.sweep()
+            os.close(self._lock)
+        self._lock = None
+
+    def forget(self) -> None:
+        """Gives up a lock that a parent process holds."""
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
@@ -123,7 +131,8 @@ class CheckpointDir:
             os.rename(self.path_of(step), os.path.join(path, str(step)))
         return path
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Removes what killed or failed saves and removals have left."""
         for entry in list(os.scandir(self.path)):
             if _is_folder(entry) and _RUBBISH.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -162,7 +171,7 @@ def _holder(lock: int) -> str:
 def _forget_locks() -> None:
     """In a forked child, which would hold the lock beyond its parent's end."""
     for folder in _locks:
-        folder.close()
+        folder.forget()
 
 
 if hasattr(os, "register_at_fork"):

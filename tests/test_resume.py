@@ -166,11 +166,12 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
 def test_torchdatas_loader_goes_on_in_this_epoch_and_the_next(tmp_path, workers):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     torch, dataset = torch_data(40)
+    examples = list(dataset)
 
     def loader():
         generator = torch.Generator().manual_seed(1)
         return loaders.StatefulDataLoader(
-            list(dataset), 8, shuffle=True, generator=generator, num_workers=workers
+            examples, 8, shuffle=True, generator=generator, num_workers=workers
         )
 
     whole, first, second = Recorder(), Recorder(), Recorder()

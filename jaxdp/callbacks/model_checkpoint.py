@@ -250,6 +250,7 @@ class ModelCheckpoint(Callback):
 
     def _fail(self, step: int, error: checkpoint.SaveFailed) -> None:
         del self._scores[step]
+        self._dir.sweep()
         if self.on_save_error == "raise":
             error.add_note(
                 "ModelCheckpoint(on_save_error='warn') would go on without this one."

@@ -165,9 +165,11 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
     meta.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointCorrupt, match="is a symbolic link"):
         make().load(folder / "4")
+    empty = tmp_path / "empty"
+    empty.mkdir()
     for path, error in (
         (folder, FileNotFoundError),  # has checkpoints in it
-        (folder / "8", FileNotFoundError),
+        (empty, FileNotFoundError),
         (pathlib.Path(__file__), NotADirectoryError),
     ):
         before = sorted(os.listdir(folder))
