@@ -272,6 +272,9 @@ class Trainer:
                 " earlier fits counted in. Raise them to train on.",
                 stacklevel=2,
             )
+            if ckpt_path is not None:  # a kill at the very end may have left rubbish
+                with self._ending_well(self._hooks):
+                    self._hooks.setup(self)
             return self.history
         if self._batches_done:
             say(
