@@ -2,6 +2,8 @@
 # make test   format, lint, types and the test suite
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
+# make bench  how fast jaxdp is beside a loop by hand and other libraries; an hour
+# make bench-quick   has jaxdp become slower? Two minutes
 #
 # Each first installs what it needs, once. PYTHON=python3.12 uses an environment of
 # its own beside the default one: .venv-python3.12 beside .venv.
@@ -10,6 +12,8 @@ DEFAULT_PYTHON := python3.11
 PYTHON ?= $(DEFAULT_PYTHON)
 # How many tests run at a time.
 JOBS ?= 2
+# What is installed besides what jaxdp needs: an extra of setup.cfg.
+EXTRA := test
 TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
 
@@ -19,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test faults lint format clean
+.PHONY: demo test faults lint format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -39,6 +43,15 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The libraries to compare with have an environment of their own: what they bring
+# along should not be what jaxdp is tested with.
+bench:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRA=bench $(VENV)-bench/.ready
+	$(VENV)-bench/bin/python -m benchmarks $(ARGS)
+
+bench-quick: $(READY)
+	$(BIN)/python -m benchmarks.quick $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info
@@ -62,7 +75,8 @@ define LISTED
 import configparser
 config = configparser.ConfigParser()
 config.read("setup.cfg")
-text = config["options"]["install_requires"] + config["options.extras_require"]["test"]
+extra = config["options.extras_require"]["$(EXTRA)"]
+text = config["options"]["install_requires"] + extra
 print("\n".join(line for line in text.split("\n") if not line.startswith("torch")))
 endef
 export LISTED

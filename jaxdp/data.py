@@ -4,6 +4,7 @@ Where batches come from, torch's `DataLoader` included, is in `loaders`.
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ def leaf_name(batch: Any, index: int) -> str:
 
 
 def check_labels(batch: Batch, num_classes: int) -> None:
-    """Raises when an integer label of a `(x, y)` batch is no class of the model.
+    """Raises when an integer label of `(x, y)` batches is no class of the model.
 
     JAX would clamp a label that is too large and wrap a negative one, silently.
     """
@@ -93,15 +94,15 @@ def check_labels(batch: Batch, num_classes: int) -> None:
 
 
 class Packed(NamedTuple):
-    """One optimizer step's batches, ready for a compiled step."""
+    """The batches of one dispatch, ready for a compiled step."""
 
     groups: list[Group]
     split: bool
     """Whether rows are split over the devices, or the batch is whole on each."""
-    rows: int
-    """How many real rows there are."""
+    rows: list[int]
+    """How many real rows each optimizer step has. Several steps are one group."""
     shape: Hashable
-    """What a compiled step depends on: the split, and each group's two sizes."""
+    """What a compiled step depends on: the split, the steps, each group's sizes."""
 
 
 class Packer:
@@ -125,19 +126,32 @@ class Packer:
         self.what = what
         self.rows_interact = False
         self.size = 0
+        self._usual: Hashable = None
         self._count = 0
         self._expected: tuple[Any, ...] = ()
 
-    def pack(self, micro_batches: Sequence[Batch], slots: int = 1) -> Packed:
+    def pack(
+        self, micro_batches: Sequence[Batch], slots: int = 1, steps: int = 1
+    ) -> Packed:
         """Packs micro-batches into `slots` places; places left over hold no real rows.
+
+        Args:
+            micro_batches: of `steps` optimizer steps in turn; only the last step may
+                have fewer than `slots // steps`.
+            slots: of all the steps together.
+            steps: how many steps; see `can_stack` for more than one.
 
         Raises:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
         micros = [self._checked_leaves(batch) for batch in micro_batches]
-        sizes = tuple(len(leaves[0]) for leaves in micros)
-        split, rows = True, sum(sizes)
+        sizes = tuple([len(leaves[0]) for leaves in micros])
+        if slots == 1 and sizes[0] == self.size and not self.rows_interact:
+            return Packed([self._stacked(micros, sizes)], True, [*sizes], self._usual)
+        each = slots // steps
+        rows = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
+        split = True
         if self.rows_interact:
             split = all(size % self.num_shards == 0 for size in sizes)
         else:
@@ -149,12 +163,20 @@ class Packer:
                 groups.append(group)
                 shapes.append((stop - start, len(micros[start][0])))
                 start = stop
-        return Packed(groups, split, rows, (split, tuple(shapes)))
+        return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+
+    def can_stack(self, micro_batches: Sequence[Batch], slots: int) -> bool:
+        """Whether all these would be one group, with `slots` places."""
+        if not self.rows_interact:
+            return True
+        sizes = {rows_of(batch) for batch in micro_batches}
+        return len(sizes) == 1 and len(micro_batches) == slots
 
     def pad_to(self, rows: int) -> None:
         """From now on batches get so many rows, or a few more, at least."""
         if rows > self.size:
             self.size = math.ceil(rows / self.num_shards) * self.num_shards
+            self._usual = (True, 1, ((1, self.size),))
 
     def _padded(
         self, micros: list[list[np.ndarray]], sizes: tuple[int, ...], slots: int
@@ -205,15 +227,15 @@ class Packer:
         )
 
 
+def rows_of(batch: Batch) -> int:
+    """How many rows a host batch has."""
+    return len(jax.tree.leaves(batch)[0])
+
+
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """Lists of `size` batches; the last may be shorter."""
-    window: list[Batch] = []
-    for batch in batches:
-        window.append(batch)
-        if len(window) == size:
-            yield window
-            window = []
-    if window:
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, size)):
         yield window
 
 

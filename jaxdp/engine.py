@@ -1,13 +1,15 @@
 """The compiled steps of a trainer and the placed state that they run on.
 
-The state crosses into the compiled step as a flat list of arrays, and stays one
+The state crosses into the compiled step as a flat list of few arrays, and stays one
 between steps: flattening a model's tree in Python costs more than a small step.
 """
 
 import collections
+import math
+import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,17 +18,31 @@ from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
 from .console import say
-from .data import Packed, Packer, check_labels
-from .metrics import Facts, Metrics, means_of, new_totals
+from .data import Packed, Packer, check_labels, rows_of
+from .flat import Flat
+from .metrics import (
+    BLOCKS_IN_FLIGHT,
+    IN_FLIGHT,
+    Facts,
+    Metrics,
+    means_of,
+    new_totals,
+)
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, with_auto_axes
+from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
 
-IN_FLIGHT: Final = 8
-"""Steps handed to the device and not waited for. More would gain nothing, hold more
-host batches, and abort the process on jax 0.10.2 with faked devices."""
+_MOST_STEPS: Final = 64
+_ENOUGH_SECONDS: Final = 0.01
+_MOST_BYTES: Final = 2**26
+"""What `steps_per_execution="auto"` aims at: blocks of at most so many steps and bytes
+of batches that keep the device busy for so long."""
+
+_MOST_SIZES: Final = 4
+"""Block sizes that are compiled for; others run step by step."""
 
 
 class InFlight:
@@ -35,11 +51,19 @@ class InFlight:
     def __init__(self) -> None:
         self._waiting: collections.deque[Array] = collections.deque()
 
-    def add(self, array: Array) -> None:
-        """Counts a step by one of its results; waits for the one `IN_FLIGHT` ago."""
+    def add(self, array: Array, most: int = IN_FLIGHT) -> None:
+        """Counts a dispatch by one of its results; waits for the one `most` ago."""
         self._waiting.append(array)
-        if len(self._waiting) > IN_FLIGHT:
+        while len(self._waiting) > most:
             self._waiting.popleft().block_until_ready()
+
+
+class Block(NamedTuple):
+    """Optimizer steps that one dispatch takes."""
+
+    windows: list[list[Batch]]
+    """The batches of each step."""
+    packed: Packed
 
 
 class Engine:
@@ -52,6 +76,14 @@ class Engine:
         strategy: places the state and compiles the steps.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
+        steps_per_execution: train steps per dispatch, or "auto".
+
+    Attributes:
+        ahead: how many steps of the newest block nobody has counted yet.
+        can_rewind: whether a block's start is kept, for `rewind`, at the cost of a
+            second state in memory.
+        steps_per_execution: the present number.
+        steps_per_epoch: None if it is not known; "auto" divides it well.
     """
 
     def __init__(
@@ -63,6 +95,7 @@ class Engine:
         *,
         seed: int,
         micro_batches: int,
+        steps_per_execution: int | str = 1,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
             raise RuntimeError(
@@ -75,12 +108,22 @@ class Engine:
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
         self.facts: dict[Kind, Facts] = {}
+        self.ahead = 0
+        self.can_rewind = False
+        self.steps_per_epoch: int | None = None
+        self._trial: list[float] | None = None
+        if steps_per_execution == "auto":
+            self._trial, steps_per_execution = [], 1
+        self.steps_per_execution = int(steps_per_execution)
+        self._sizes: collections.Counter[int] = collections.Counter()
+        self._start: tuple[list[Array], Block] | None = None
         self._packers: dict[Kind, Packer] = {
             "train": Packer(strategy.num_shards, "training"),
             "evaluate": Packer(strategy.num_shards, "validation"),
             "predict": Packer(strategy.num_shards, "prediction"),
         }
-        self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
+        self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
+        self._whole: tuple[list[Array], TrainState] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         params, buffers, _ = with_auto_axes(parts)
         model_state = with_auto_axes(model_state)
@@ -91,30 +134,46 @@ class Engine:
     @property
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
-        return jax.tree.unflatten(self._treedef, self._leaves)
+        if self._whole is None or self._whole[0] is not self._arrays:
+            leaves = self._flat.leaves(self._arrays)
+            whole = jax.tree.unflatten(self._flat.treedef, leaves)
+            self._whole = self._arrays, whole
+        return self._whole[1]
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._leaves, self._treedef = jax.tree.flatten(state)
+        self._flat = Flat(state)
+        leaves = jax.tree.leaves(state)
+        self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
+        self._arrays = self._flat.placed(leaves)
+        self._start, self.ahead, self._whole = None, 0, None
+
+    def arrays(self) -> dict[str, Array]:
+        """What crosses into the compiled step of the state, by the leaves in it."""
+        with_path = jax.tree_util.tree_leaves_with_path(self.state)
+        names = self._flat.names([leaf_path(path) for path, _ in with_path])
+        return dict(zip(names, self._arrays, strict=True))
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
-        if self._gathered is None or self._gathered[0] is not self._leaves:
+        if self._gathered is None or self._gathered[0] is not self._arrays:
             state = self.state
             params, buffers, model_state = self.strategy.gather(
                 (state.params, state.buffers, state.model_state)
             )
             model = eqx.combine(params, buffers, self.steps.static)
-            self._gathered = self._leaves, (model, model_state)
+            self._gathered = self._arrays, (model, model_state)
         return self._gathered[1]
 
-    def set_options(self, donate: str, skip_nonfinite: bool) -> None:
+    def set_options(self, donate: str, skip_nonfinite: bool, can_rewind: bool) -> None:
         """What callbacks decide before compilation.
 
         Args:
             donate: what the train step may overwrite: "state", "all" or "none".
             skip_nonfinite: whether a step that is not finite keeps the old state.
+            can_rewind: whether the start of a block of steps is kept.
         """
+        self.can_rewind = can_rewind
         if (donate, skip_nonfinite) != (self.donate, self.steps.skip_nonfinite):
             self.donate = donate
             self.steps = self.steps._replace(skip_nonfinite=skip_nonfinite)
@@ -135,31 +194,103 @@ class Engine:
         for kind, packer in self._packers.items():
             packer.pad_to(sizes.get(kind, 0))
 
-    def train(self, window: Sequence[Batch]) -> tuple[Metrics, int]:
-        """One optimizer step; returns its metrics and how many real rows it had."""
-        packed, compiled = self.prepare("train", window)
+    def blocks(self, windows: list[list[Batch]]) -> list[Block]:
+        """The batches of some optimizer steps in blocks, one for each dispatch.
+
+        All in one, if they fit together and a program for so many steps is there or
+        worth its compilation; otherwise a block for each.
+        """
+        packer, steps = self._packers["train"], len(windows)
+        if steps > 1 and self._is_worth_compiling(steps):
+            micros = [batch for window in windows for batch in window]
+            slots = steps * self.micro_batches
+            if packer.can_stack(micros, slots):
+                return [Block(windows, packer.pack(micros, slots, steps))]
+        return [
+            Block([window], packer.pack(window, self.micro_batches))
+            for window in windows
+        ]
+
+    def prepare_training(self, block: Block) -> list[Block]:
+        """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
+        self._compiled_for("train", block.packed)
+        packer = self._packers["train"]
+        if self.facts["train"].rows_interact and not packer.rows_interact:
+            # Only tracing tells, and now they may not be padded.
+            packer.rows_interact = True
+            return self.blocks(block.windows)
+        return [block]
+
+    def train(self, block: Block, window: list[Batch] | None = None) -> list[Metrics]:
+        """Takes the steps of `block`, in one dispatch; returns each one's metrics.
+
+        If `window` is given and not the block's first, the block was begun, and
+        rewound: then it is one step, over that window.
+        """
+        if window is not None and window is not block.windows[0]:
+            (block,) = self.blocks([window])
+        packed = block.packed
+        compiled = self._compiled_for("train", packed)
+        facts, steps = self.facts["train"], len(packed.rows)
+        self._check_labels(facts, packed)
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
-        self._leaves, metrics = compiled(self._leaves, groups)
-        self.in_flight.add(metrics.means)
-        return metrics, packed.rows
+        before, started = self._arrays, time.perf_counter()
+        self._arrays, means, inside = compiled(before, groups)
+        self.ahead = steps
+        if self._whole is not None:
+            self._outdate()
+        if steps > 1:
+            self._start = (before, block) if self.can_rewind else None
+            self.in_flight.add(means, BLOCKS_IN_FLIGHT)
+            return [Metrics(facts, means, inside, index) for index in range(steps)]
+        self.in_flight.add(means)
+        if self._trial is not None:
+            means.block_until_ready()  # a wait for the device, in the trial only
+            self._choose_steps(time.perf_counter() - started, packed)
+        return [Metrics(facts, means, inside)]
+
+    def rewind(self) -> None:
+        """Back to the last counted step inside the newest block.
+
+        The steps up to there are taken again from the block's start, one by one, which
+        gives the same bits.
+        """
+        assert self._start is not None
+        (self._arrays, block), self._start = self._start, None
+        for window in block.windows[: len(block.windows) - self.ahead]:
+            (single,) = self.blocks([window])
+            self.train(single)
+        self.ahead = 0
+
+    def _outdate(self) -> None:
+        """Deletes what was handed out of the state, if its large leaves are, too.
+
+        Else code that holds on to `state` would work with small models only.
+        """
+        assert self._whole is not None
+        (arrays, whole), self._whole = self._whole, None
+        if arrays is not self._arrays and arrays and arrays[0].is_deleted():
+            for leaf in jax.tree.leaves(whole):
+                leaf.delete()
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
-        totals = jax.device_put(new_totals(), self.state.totals.sharding)
-        self.state = self.state._replace(totals=totals)
+        self._arrays = list(self._arrays)
+        self._flat.overwrite(self._arrays, self._totals, new_totals())
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
-        totals = np.asarray(self.state.totals)
+        totals = self._flat.fetch(self._arrays, self._totals)
         return means_of(totals, self.facts["train"].names)
 
     def evaluate(self, batch: Batch, totals: Any, batch_idx: int) -> Any:
         """`totals` with those of `batch` added; start from `new_totals()`."""
-        packed, compiled = self.prepare("evaluate", [batch])
+        packed, compiled = self.prepare("evaluate", batch)
+        self._check_labels(self.facts["evaluate"], packed)
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
         weights = jax.tree.leaves(self.state.weights)
-        totals, metrics = compiled(weights, totals, np.int32(batch_idx), groups)
-        self.in_flight.add(metrics.means)
+        totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
+        self.in_flight.add(means)
         return totals
 
     def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
@@ -173,9 +304,9 @@ class Engine:
 
         weights = jax.tree.leaves(self.state.weights)
         for x in inputs:
-            packed, compiled = self.prepare("predict", [x])
+            packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
-            waiting.append((compiled(weights, groups), packed.rows))
+            waiting.append((compiled(weights, groups), rows_of(x)))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
         while waiting:
@@ -183,30 +314,27 @@ class Engine:
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The train step for the largest batch so far."""
-        steps = [step for (kind, _), step in self._compiled.items() if kind == "train"]
-        return steps[0] if steps else None
+        steps = (step for key, step in self._compiled.items() if key[0] == "train")
+        return next(steps, None)
 
-    def prepare(
-        self, kind: Kind, window: Sequence[Batch]
-    ) -> tuple[Packed, jax.stages.Compiled]:
-        """`window` packed, and the step for its shape, compiled if it is a new one."""
+    def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, jax.stages.Compiled]:
+        """`batch` packed, and the step for its shape, compiled if it is a new one."""
         packer = self._packers[kind]
-        slots = self.micro_batches if kind == "train" else 1
-        packed = packer.pack(window, slots)
-        compiled = self._compiled.get((kind, packed.shape))
-        if compiled is None:
-            compiled = self._compile(kind, packed)
-            # Only tracing tells whether rows interact, and so may not be padded.
-            if kind in self.facts and self.facts[kind].rows_interact:
-                packer.rows_interact = True
-                shape, packed = packed.shape, packer.pack(window, slots)
-                if packed.shape != shape:
-                    compiled = self._compile(kind, packed)
-        classes = self.facts[kind].num_classes if kind in self.facts else None
-        if classes is not None:
-            for batch in window:
-                check_labels(batch, classes)
+        packed = packer.pack([batch])
+        compiled = self._compiled_for(kind, packed)
+        if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
+            packer.rows_interact = True
+            packed = packer.pack([batch])
+            compiled = self._compiled_for(kind, packed)
         return packed, compiled
+
+    def _compiled_for(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
+        # What only trains blocks of steps without `can_rewind` overwrites the start.
+        key = kind, packed.shape, self.can_rewind and len(packed.rows) > 1
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(kind, packed)
+        return compiled
 
     def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
         compile_kind = {
@@ -216,26 +344,85 @@ class Engine:
         }[kind]
         with no_ambient_mesh():
             compiled = compile_kind(packed)
-        if kind != "predict":
-            self.facts[kind] = compiled.out_info[1].facts
-        self._compiled[kind, packed.shape] = compiled
-        shapes = sum(known == kind for known, _ in self._compiled)
-        if shapes == 4:
+        shapes = {key[1] for key in self._compiled if key[0] == kind}
+        if len(shapes) == 3 and self.steps_per_execution == 1:
+            rows = packed.groups[0].counts.sum()
             say(
-                f"the {kind} step was compiled for a fourth batch size, {packed.rows}"
+                f"the {kind} step was compiled for a fourth batch size, {rows}"
                 " rows. A loss that returns one value per row is padded to one size; a"
                 " scalar loss, or BatchNorm, needs batches of few sizes."
             )
         return compiled
 
+    def _check_labels(self, facts: Facts, packed: Packed) -> None:
+        if facts.num_classes is not None:
+            for group in packed.groups:
+                check_labels(group.batch, facts.num_classes)
+
+    def _is_worth_compiling(self, steps: int) -> bool:
+        """Whether blocks of so many steps are common enough for their own program."""
+        if steps == self.steps_per_execution:
+            return True
+        self._sizes[steps] += 1
+        often = [size for size, count in self._sizes.most_common() if count > 1]
+        return steps in often[:_MOST_SIZES]
+
+    def _choose_steps(self, seconds: float, packed: Packed) -> None:
+        """Ends the trial of "auto" after some steps, with a block size."""
+        assert self._trial is not None
+        self._trial.append(seconds)
+        if len(self._trial) < 8:
+            return
+        seconds, self._trial = min(self._trial[2:]), None
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.groups))
+        most = min(
+            _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
+        )
+        if seconds > _ENOUGH_SECONDS / 2 or most < 2:
+            most = 1
+        epoch = self.steps_per_epoch
+        if epoch is not None and most > 1:
+            # The steps left over at an epoch's end have no program of their own at
+            # first, so a size that leaves few is better than the largest one.
+            most = min(most, epoch)
+            most = min(range(most, most // 2, -1), key=lambda size: epoch % size)
+        self.steps_per_execution = most
+        say(
+            f"`steps_per_execution`='auto': {most} at a time, because a step takes"
+            f" {seconds * 1e3:.3g} ms"
+        )
+
     def _compile_train(self, packed: Packed) -> jax.stages.Compiled:
-        treedef = self._treedef
+        flat, steps = self._flat, len(packed.rows)
 
-        def train(collectives: Collectives, leaves: list[Array], groups: list[Group]):
-            state = jax.tree.unflatten(treedef, leaves)
+        def train(
+            collectives: Collectives, arrays: list[Array], groups: list[Group]
+        ) -> tuple[list[Array], Any]:
+            state = jax.tree.unflatten(flat.treedef, flat.unpack(arrays))
             state, metrics = self.steps.train(collectives, state, groups)
-            return jax.tree.leaves(state), metrics
+            self.facts["train"] = metrics.facts
+            results = metrics.means, metrics.inside
+            return flat.pack(jax.tree.leaves(state)), results
 
+        def train_all(
+            collectives: Collectives, arrays: list[Array], groups: list[Group]
+        ) -> tuple[list[Array], Any, Any]:
+            if steps == 1:
+                arrays, results = train(collectives, arrays, groups)
+                return arrays, *results
+            (group,) = groups
+            # The carry is what crosses into single steps, so that XLA fuses the same
+            # operations in both; other fusions round otherwise.
+            arrays, results = jax.lax.scan(
+                lambda arrays, group: train(collectives, arrays, [group]),
+                arrays,
+                jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group),
+            )
+            return arrays, *results
+
+        places = {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
+        if steps > 1 and self.can_rewind:
+            places = ()
         with warnings.catch_warnings():
             if self.donate == "all":
                 # A batch has no result of its shape to become; DonateBuffers reports.
@@ -243,11 +430,11 @@ class Engine:
                     "ignore", "Some donated buffers were not usable"
                 )
             return self.strategy.compile(
-                train,
-                (self._leaves, packed.groups),
+                train_all,
+                (self._arrays, packed.groups),
                 ("state", "groups"),
-                ("state", "whole"),
-                donate={"state": (0,), "all": (0, 1), "none": ()}[self.donate],
+                ("state", "whole", "whole"),
+                donate=places,
                 split=packed.split,
             )
 
@@ -263,7 +450,11 @@ class Engine:
         ) -> Any:
             weights = jax.tree.unflatten(treedef, leaves)
             (group,) = groups
-            return self.steps.evaluate(collectives, weights, totals, batch_idx, group)
+            totals, metrics = self.steps.evaluate(
+                collectives, weights, totals, batch_idx, group
+            )
+            self.facts["evaluate"] = metrics.facts
+            return totals, metrics.means
 
         return self.strategy.compile(
             evaluate,

@@ -57,6 +57,7 @@ class Limits:
         self.per_epoch = per_epoch = _least(train.num_batches, self.train_batches)
         self.val_interval = self._interval(val_check_interval, per_epoch)
         self._periods = 0
+        self.accumulate = accumulate
         self.steps_per_epoch = (
             None if per_epoch is None else -(-per_epoch // accumulate)
         )
@@ -85,6 +86,14 @@ class Limits:
         """Whether the fit is over, `epoch` epochs done."""
         full = self.max_epochs is not None and epoch >= self.max_epochs
         return full or self.reached(step)
+
+    def steps_until_stop(self, step: int, batches_done: int) -> int | None:
+        """Steps until `max_steps` or a validation inside the epoch; None: no such."""
+        stops = [] if self.max_steps is None else [self.max_steps - step]
+        if self.val_interval is not None:
+            left = self.val_interval - batches_done % self.val_interval
+            stops.append(-(-left // self.accumulate))
+        return min(stops, default=None)
 
     def interval_is_up(self, epoch: int, batches_done: int) -> bool:
         """Whether `val_check_interval` asks for a validation at this place."""

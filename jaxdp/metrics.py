@@ -8,6 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+IN_FLIGHT: Final = 8
+"""Steps handed to the device and not waited for. More would gain nothing, hold more
+host batches, and abort the process on jax 0.10.2 with faked devices."""
+
+BLOCKS_IN_FLIGHT: Final = 2
+"""The same for blocks of several steps."""
+
 MAX_METRICS: Final = 63
 """How many metrics an epoch can sum; fixed, so that the state's shape always is."""
 
@@ -27,21 +34,40 @@ class Metrics(Mapping[str, Any]):
 
     `metrics["loss"]` waits for the step and gives a NumPy float32; all means come in
     one transfer. Values from `Callback.inside_step` are read one by one.
+
+    Args:
+        facts: the names.
+        means: the values in their order.
+        inside: values from `Callback.inside_step`.
+        index: which of the steps of a block this is, if `means` and `inside` have a
+            leading axis of them.
     """
 
-    def __init__(self, facts: Facts, means: Any, inside: Any):
+    def __init__(self, facts: Facts, means: Any, inside: Any, index: int | None = None):
         # JAX rebuilds pytrees with placeholders for leaves, so no types are promised.
         self.facts = facts
         self.means = means
         self.inside = inside
+        self.index = index
 
     def __getitem__(self, name: str) -> Any:
         if name in self.facts.names:
-            # A wait for the device, and the only one; NumPy caches it on the array.
-            return np.asarray(self.means)[self.facts.names.index(name)]
+            # A wait for the device, and the only one; JAX keeps what it fetched.
+            return self._of_step(self.means)[self.facts.names.index(name)]
         if name not in self.inside:
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
-        return np.asarray(self.inside[name])[()]
+        return self._of_step(self.inside[name])[()]
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps later the device is surely done with this one."""
+        if self.index is None:
+            return IN_FLIGHT
+        return BLOCKS_IN_FLIGHT * self.means.shape[0]
+
+    def _of_step(self, array: Any) -> np.ndarray:
+        array = np.asarray(array)
+        return array if self.index is None else array[self.index]
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.facts.names, *self.inside))

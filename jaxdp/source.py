@@ -102,14 +102,19 @@ class Source:
                 return
 
     def _converted(
-        self, batches: Iterator[Any], epoch: int, first: int, copy: bool
+        self,
+        batches: Iterator[Any],
+        epoch: int,
+        first: int,
+        copy: bool,
+        ready: bool = False,
     ) -> Iterator[Batch]:
         for batch_idx in itertools.count(first):
             try:
                 batch = next(batches, END)
                 if batch is END:
                     return
-                host = to_host(batch, copy=copy)
+                host = batch if ready else to_host(batch, copy=copy)
             except Exception as exception:
                 exception.add_note(
                     f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"

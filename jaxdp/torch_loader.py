@@ -28,6 +28,9 @@ from .step import Batch
 _DRAW_AT_ONCE = 64
 """Index lists drawn from a sampler per change of generators."""
 
+_FETCH_AT_ONCE = 2**18
+"""Bytes of small batches that are fetched together."""
+
 _GOLDEN = 0x9E3779B97F4A7C15
 """Keeps the seeds of neighbouring batches far apart (2**64 / golden ratio, odd)."""
 
@@ -56,14 +59,21 @@ class TorchSource(Source):
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        if self._is_plain():
+        plain, workers = self._is_plain(), self.loader.num_workers
+        whole_rows = None
+        if plain and not workers and self._is_torchs_collation():
+            whole_rows = _whole_rows(self.loader.dataset)
+        if whole_rows is not None:
+            batches = whole_rows(self._lists(epoch, skip))
+        elif plain:
             batches = self._by_index(epoch, skip)
         else:
             batches = self._as_it_is(epoch)
             self._pass_over(batches, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        fresh = self._is_torchs_collation() or self.loader.num_workers > 0
-        return self._converted(batches, epoch, skip, copy=not fresh)
+        fresh = self._is_torchs_collation() or workers > 0
+        ready = whole_rows is not None
+        return self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -108,7 +118,7 @@ class TorchSource(Source):
             yield batch
 
     def _by_index(self, epoch: int, skip: int) -> Iterator[Any]:
-        lists = itertools.islice(self._index_lists(epoch), skip, None)
+        lists = self._lists(epoch, skip)
         start = _seed_of(self.seed, epoch)
         seeded = (
             ((start + batch_idx * _GOLDEN) % 2**63, indices)
@@ -116,12 +126,10 @@ class TorchSource(Source):
         )
         if self.loader.num_workers:
             return self._from_workers(seeded, epoch)
-        whole_rows = None
-        if self._is_torchs_collation():
-            whole_rows = _whole_rows(self.loader.dataset)
-        if whole_rows is not None:
-            return map(whole_rows, lists)
         return self._from_here(seeded)
+
+    def _lists(self, epoch: int, skip: int) -> Iterator[Any]:
+        return itertools.islice(self._index_lists(epoch), skip, None)
 
     def _index_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
@@ -133,10 +141,12 @@ class TorchSource(Source):
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         while True:
             with generators.active():
-                drawn = list(itertools.islice(lists, _DRAW_AT_ONCE))
-            if not drawn:
-                return
+                drawn, error = _taken(lists, _DRAW_AT_ONCE)
             yield from drawn
+            if error is not None:
+                raise error
+            if len(drawn) < _DRAW_AT_ONCE:
+                return
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         dataset = _Seeded(self.loader.dataset)
@@ -161,8 +171,20 @@ class TorchSource(Source):
             return _started(self._workers, self.argument)
 
 
-def _whole_rows(dataset: Any) -> Callable[[Any], Batch] | None:
-    """Fetches a batch in one indexing operation, where that gives the same batch.
+def _taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
+    """The next so many, or those before the one that raises, and what it raises."""
+    taken: list[Any] = []
+    try:
+        taken.extend(itertools.islice(iterator, most))
+    except Exception as error:
+        return taken, error
+    return taken, None
+
+
+def _whole_rows(
+    dataset: Any,
+) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
+    """Fetches many small batches in one indexing operation, where that gives the same.
 
     That is for tensors, or a subset of them. torch's own collation would take the rows
     apart and stack them again.
@@ -176,11 +198,31 @@ def _whole_rows(dataset: Any) -> Callable[[Any], Batch] | None:
     if type(dataset) is not TensorDataset or len(dataset) == 0:
         return None
     columns = to_host(dataset.tensors)
+    row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
 
-    def fetch(indices: Any) -> Batch:
+    def fetch(lists: Iterator[Any]) -> Iterator[Batch]:
+        for first in lists:
+            many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
+            parts, error = _taken(lists, many - 1)
+            try:
+                yield from split([first, *parts])
+            except IndexError:  # at its own batch, the others first
+                for part in [first, *parts]:
+                    yield from split([part])
+            if error is not None:
+                raise error
+
+    def split(parts: list[Any]) -> list[Batch]:
+        indices = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
-        return tuple(column.take(indices, axis=0) for column in columns)
+        rows = [column.take(indices, axis=0) for column in columns]
+        batches, start = [], 0
+        for part in parts:
+            stop = start + len(part)
+            batches.append(tuple([column[start:stop] for column in rows]))
+            start = stop
+        return batches
 
     return fetch
 

@@ -5,7 +5,14 @@ import itertools
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +26,7 @@ from .callbacks import ModelCheckpoint, ProgressBar
 from .callbacks.base import Callback, Hooks, RollBack
 from .console import say
 from .data import windows
-from .engine import Engine
+from .engine import Block, Engine
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .limits import Limits
@@ -66,7 +73,9 @@ class Trainer:
         precision: "32-true".
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
-        steps_per_execution: 1.
+        steps_per_execution: optimizer steps that one dispatch takes, or "auto", which
+            times some and picks. It changes the speed and nothing else: hooks see
+            every step, and whatever has to happen between two steps does.
         remat: recompute activations in the backward pass: True, a policy of
             `jax.checkpoint_policies`, or path patterns of submodules.
         data: with several processes, whether each is given the same loader ("global")
@@ -110,10 +119,11 @@ class Trainer:
         checks.check_strategy_argument(strategy)
         checks.check_unavailable("precision", precision, "32-true")
         checks.check_unavailable("reproducible", reproducible, None)
-        checks.check_unavailable("steps_per_execution", steps_per_execution, 1)
         checks.check_choice("data", data, ("global", "local"))
         checks.check_one_process()
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
+        if steps_per_execution != "auto":
+            checks.check_count("steps_per_execution", steps_per_execution)
         checks.check_count("log_every_n_steps", log_every_n_steps)
         checks.check_count("seed", seed, least=0)
         checks.check_norm("gradient_clip_val", gradient_clip_val)
@@ -127,6 +137,7 @@ class Trainer:
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
         self.accumulate_grad_batches = accumulate_grad_batches
+        self.steps_per_execution = steps_per_execution
         self.callbacks = list(checks.check_callbacks(callbacks))
         if enable_progress_bar and not any(
             isinstance(callback, ProgressBar) for callback in self.callbacks
@@ -290,7 +301,7 @@ class Trainer:
         )
         with self._ending_well(hooks):
             hooks.setup(self)
-            batches = self._begin(train, limits)
+            blocks = self._begin(train, limits, hooks)
             self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
@@ -298,18 +309,19 @@ class Trainer:
             limits.was_validated(self._validated_at)
             while not self._is_done(limits):
                 hooks.on_train_epoch_start(self)
-                batches = batches or self._windows(train, limits)
+                blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
                     self.current_epoch, self._batches_done
                 ):  # it was due where the run stopped
                     self._validate(val, limits, hooks)
-                for _ in self._steps(batches, hooks):
-                    if val is not None and limits.interval_is_up(
-                        self.current_epoch, self._batches_done
-                    ):
-                        self._validate(val, limits, hooks)
-                    if self._is_done(limits):
-                        break
+                with contextlib.closing(self._steps(blocks, hooks)) as steps:
+                    for _ in steps:
+                        if val is not None and limits.interval_is_up(
+                            self.current_epoch, self._batches_done
+                        ):
+                            self._validate(val, limits, hooks)
+                        if self._is_done(limits):
+                            break
                 if self._batches_done == 0:
                     warnings.warn(
                         f"`train_loader` gave no batches in epoch {self.current_epoch}:"
@@ -320,7 +332,7 @@ class Trainer:
                 if val is not None and limits.epoch_is_due(self.current_epoch):
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
-                batches = None
+                blocks = None
         if self._roll_back is not None:
             if hasattr(train_loader, "__next__"):
                 raise RuntimeError(
@@ -350,7 +362,7 @@ class Trainer:
         source = open_loader(train_loader, "train_loader", self.seed)
         self._batches_done, self.num_training_batches = 0, None
         self._hooks.setup(self)
-        steps = self._steps(self._begin(source), self._hooks)
+        steps = self._steps(self._begin(source, None, self._hooks), self._hooks)
         while True:
             with self._interrupts:  # not while the caller's code runs
                 metrics = next(steps, None)
@@ -399,19 +411,25 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return self._model if self._engine is None else self._engine.gather()[0]
+        if self._engine is None:
+            return self._model
+        self._settle()
+        return self._engine.gather()[0]
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
         if self._engine is None:
             return self._model_state
+        self._settle()
         return self._engine.gather()[1]
 
     @property
     def state(self) -> TrainState:
         """The placed `TrainState`. The next step overwrites it: copy what you keep."""
-        return self._ready().state
+        engine = self._ready()
+        self._settle()
+        return engine.state
 
     @property
     def is_at_epoch_end(self) -> bool:
@@ -435,6 +453,7 @@ class Trainer:
 
         The state is that of now, and the next step may overwrite it.
         """
+        state = self.state
         meta = {
             "run_id": self.run_id,
             "global_step": self.global_step,
@@ -455,11 +474,11 @@ class Trainer:
             },
             "padded_rows": [self.num_training_batches, self._ready().sizes],
             "strategy": repr(self.strategy),
-            "devices": len(self.state.step.sharding.device_set),
+            "devices": len(state.step.sharding.device_set),
         }
         return checkpoint.start_saving(
             path,
-            self.state,
+            state,
             meta,
             lambda path: self._hooks.on_save_checkpoint(self, path),
         )
@@ -533,6 +552,13 @@ class Trainer:
         """The compiled train step, or None before there is one."""
         return None if self._engine is None else self._engine.compiled_train_step()
 
+    def state_arrays(self) -> dict[str, jax.Array]:
+        """The arrays that the compiled step takes of `state`, in its order.
+
+        Small leaves cross in one array, whose name lists their paths.
+        """
+        return self._ready().arrays()
+
     # What the public methods are made of, in the order that `fit` uses it.
 
     @contextlib.contextmanager
@@ -571,72 +597,120 @@ class Trainer:
         except Exception as second:
             exception.add_note(f"and after that: {type(second).__name__}: {second}")
 
-    def _windows(
-        self, source: Source, limits: Limits | None = None
-    ) -> Iterator[list[Batch]]:
-        """What is left of the epoch, as many batches at a time as a step takes."""
-        batches = source.epoch(self.current_epoch, skip=self._batches_done)
-        if limits is not None and limits.train_batches is not None:
-            left = max(0, limits.train_batches - self._batches_done)
-            batches = itertools.islice(batches, left)
-        return windows(batches, self.accumulate_grad_batches)
-
     def _begin(
-        self, source: Source, limits: Limits | None = None
-    ) -> Iterator[list[Batch]]:
-        """Reads the first batch and compiles for it; returns all batches."""
-        batches = self._windows(source, limits)
-        first = next(batches, None)
+        self, source: Source, limits: Limits | None, hooks: Hooks
+    ) -> Iterator[Block]:
+        """Reads the first batch and compiles for it; returns all that the epoch has."""
+        engine = self._ready()
+        engine.set_options(
+            self.donate,
+            self.skip_nonfinite,
+            can_rewind=limits is None or hooks.look_inside_blocks,
+        )
+        engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
+        blocks = self._blocks(source, limits, hooks)
+        first = next(blocks, None)
         if first is None and self._batches_done and not self._epoch_ended:
             # It was saved between the last step of an epoch and what ends the epoch.
             with source.looking_back():
                 again = source.epoch(self.current_epoch)
-                first = next(windows(again, self.accumulate_grad_batches), None)
-            if first is not None:
-                self._prepare(first)
+                window = next(windows(again, self.accumulate_grad_batches), None)
+            if window is not None:
+                self._ready(window[0])
+                engine.prepare_training(engine.blocks([window])[0])
                 return iter(())
         if first is None and self._batches_done:
             # An earlier fit stopped just at the end of an epoch of unknown length.
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
-            return self._begin(source, limits)
+            return self._begin(source, limits, hooks)
         if first is None:
             raise ValueError(source.gave_nothing())
-        self._prepare(first)
-        return itertools.chain([first], batches)
+        self._ready(first.windows[0][0])
+        return itertools.chain(engine.prepare_training(first), blocks)
 
-    def _prepare(self, window: list[Batch]) -> None:
-        """Compiles the train step."""
-        engine = self._ready(window[0])
-        engine.set_options(self.donate, self.skip_nonfinite)
-        engine.prepare("train", window)
+    def _blocks(
+        self, source: Source, limits: Limits | None, hooks: Hooks
+    ) -> Iterator[Block]:
+        """What is left of the epoch, as many batches at a time as a dispatch takes."""
+        engine = self._ready()
+        batches = source.epoch(self.current_epoch, skip=self._batches_done)
+        if limits is not None and limits.train_batches is not None:
+            left = max(0, limits.train_batches - self._batches_done)
+            batches = itertools.islice(batches, left)
+        steps = windows(batches, self.accumulate_grad_batches)
+        while taken := list(itertools.islice(steps, self._room(limits, hooks))):
+            yield from engine.blocks(taken)
 
-    def _steps(self, batches: Iterable[list[Batch]], hooks: Hooks) -> Iterator[Metrics]:
-        """Takes a step for each of `batches`, and never waits for one."""
+    def _room(self, limits: Limits | None, hooks: Hooks) -> int:
+        """How many steps may run as one, before somebody must see the state."""
+        most = self._ready().steps_per_execution
+        if most == 1 or self._left_out:
+            return 1
+        stop = hooks.next_stop(self)
+        rooms = [most] if stop is None else [most, stop - self.global_step]
+        if limits is not None:
+            left = limits.steps_until_stop(self.global_step, self._batches_done)
+            rooms += [] if left is None else [left]
+        return max(1, min(rooms))
+
+    def _steps(
+        self, blocks: Iterable[Block], hooks: Hooks
+    ) -> Generator[Metrics, None, None]:
+        """Takes the steps of `blocks`, and never waits for one."""
         engine = self._ready()
         if self._batches_done == 0:
             engine.start_epoch()
             self.examples_seen = self._validated_at = 0
             self._val_metrics = {}
         self._epoch_is_over = False
-        first = -(-self._batches_done // self.accumulate_grad_batches)
-        for batch_idx, window in enumerate(batches, first):
-            if (self.current_epoch, batch_idx) in self._left_out:
-                self._batches_done += len(window)
-                self._batches_seen += len(window)
+        batch_idx = -(-self._batches_done // self.accumulate_grad_batches)
+        for block in blocks:
+            if (self.current_epoch, batch_idx) in self._left_out:  # alone, see `_room`
+                for window in block.windows:
+                    self._batches_done += len(window)
+                    self._batches_seen += len(window)
+                    batch_idx += 1
                 continue
-            batch = window[0] if self.accumulate_grad_batches == 1 else window
-            hooks.on_train_batch_start(self, batch, batch_idx)
-            metrics, rows = engine.train(window)
-            self.global_step += 1
-            self.examples_seen += rows
-            self._batches_done += len(window)
-            self._batches_seen += len(window)
-            self._epoch_ended = False
-            hooks.on_train_batch_end(self, metrics, batch_idx)
-            hooks.on_boundary(self)
-            self._interrupts.check()
-            yield metrics
+            try:
+                ahead: Iterator[Metrics] = iter(())
+                for window, rows in zip(block.windows, block.packed.rows, strict=True):
+                    batch = window[0] if self.accumulate_grad_batches == 1 else window
+                    hooks.on_train_batch_start(self, batch, batch_idx)
+                    if engine.ahead == 0:
+                        ahead = iter(engine.train(block, window))
+                    metrics = next(ahead)
+                    self._count(window, rows)
+                    hooks.on_train_batch_end(self, metrics, batch_idx)
+                    batch_idx += 1
+                    if engine.ahead == 0:
+                        hooks.on_boundary(self)
+                        self._interrupts.check()
+                    yield metrics
+            finally:
+                self._settle(block)
         self._epoch_is_over = True
+
+    def _count(self, window: list[Batch], rows: int) -> None:
+        self._ready().ahead -= 1
+        self.global_step += 1
+        self.examples_seen += rows
+        self._batches_done += len(window)
+        self._batches_seen += len(window)
+        self._epoch_ended = False
+
+    def _settle(self, block: Block | None = None) -> None:
+        """Brings the state to `global_step`, if the device is ahead inside a block.
+
+        Where the block's start was not kept, the counters of `block` go forward to
+        the state.
+        """
+        engine = self._ready()
+        if engine.ahead and engine.can_rewind:
+            engine.rewind()
+        elif engine.ahead and block is not None:
+            rest = zip(block.windows, block.packed.rows, strict=True)
+            for window, rows in list(rest)[-engine.ahead :]:
+                self._count(window, rows)
 
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
@@ -691,6 +765,9 @@ class Trainer:
         return self._source.present_state() if between else self._source.state
 
     def _is_done(self, limits: Limits) -> bool:
+        engine = self._ready()
+        if engine.ahead and not engine.can_rewind:
+            return False  # not before the end of the block
         return self.should_stop or limits.done(self.global_step, self.current_epoch)
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
@@ -724,6 +801,7 @@ class Trainer:
                 self.strategy,
                 seed=self.seed,
                 micro_batches=self.accumulate_grad_batches,
+                steps_per_execution=self.steps_per_execution,
             )
         if batch is not None and self._engine.steps.objective is None:
             name, reason = losses.infer_loss(split_pair(batch)[1])

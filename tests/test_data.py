@@ -102,27 +102,26 @@ def test_short_batches_are_padded_with_their_own_first_row_and_counted():
         short.groups[0].batch[0], [[5.0, 6.0, 7.0, 5.0, 5.0, 5.0, 5.0, 5.0]]
     )
     np.testing.assert_array_equal(short.groups[0].counts, [[3]])
-    assert short.rows == 3
+    assert short.rows == [3]
 
 
 def test_sizes_are_rounded_up_to_the_devices():
-    assert Packer(4, "train").pack([(np.ones(13),)]).shape == (True, ((1, 16),))
+    assert Packer(4, "train").pack([(np.ones(13),)]).shape == (True, 1, ((1, 16),))
 
 
 def test_rows_that_interact_keep_their_size():
     packer = Packer(4, "train")
     packer.rows_interact = True
-    assert packer.pack([(np.ones(8),)]).shape == (True, ((1, 8),))
-    assert packer.pack([(np.ones(6),)]).shape == (False, ((1, 6),))
+    assert packer.pack([(np.ones(8),)]).shape == (True, 1, ((1, 8),))
+    assert packer.pack([(np.ones(6),)]).shape == (False, 1, ((1, 6),))
     sizes = [8, 8, 6, 8]
     packed = packer.pack([(np.ones(size),) for size in sizes])
-    assert packed.shape == (False, ((2, 8), (1, 6), (1, 8)))
-    assert packed.rows == 30
+    assert packed.shape == (False, 1, ((2, 8), (1, 6), (1, 8)))
 
 
 def test_a_window_with_places_left_is_filled_with_empty_batches():
     packed = Packer(1, "train").pack([(np.ones(4),)], slots=3)
-    assert packed.shape == (True, ((3, 4),))
+    assert packed.shape == (True, 1, ((3, 4),))
     np.testing.assert_array_equal(packed.groups[0].counts, [[4], [0], [0]])
 
 

@@ -17,7 +17,7 @@ ORDER = [
         "collectives",
         "metrics",
         "fingerprint",
-        "interrupts",
+        "flat",
     ],
     ["objective", "remat", "interrupts"],
     ["step"],

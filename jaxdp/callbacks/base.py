@@ -59,6 +59,12 @@ class Callback:
     skip_in_fast_dev_run: bool = False
     """Whether `fit(fast_dev_run=...)` leaves this callback out (loggers, savers)."""
 
+    looks_inside_blocks: bool = True
+    """Whether `on_train_batch_start` and `on_train_batch_end` may use `trainer.state`
+    or `trainer.model`, or stop the fit. With `steps_per_execution` the device is ahead
+    of these hooks; it can go back to the very step, if the memory for a second state is
+    spent on it. False spares that."""
+
     def setup(self, trainer: Any) -> None:
         """Before placement and compilation: the place to set what they depend on."""
 
@@ -152,6 +158,18 @@ class Hooks:
         stops = (callback.next_stop(trainer) for callback in self.callbacks)
         return min((stop for stop in stops if stop is not None), default=None)
 
+    @property
+    def look_inside_blocks(self) -> bool:
+        """Whether any callback may want the state between the steps of a block."""
+        return any(
+            callback.looks_inside_blocks
+            and (
+                _overrides(callback, "on_train_batch_start")
+                or _overrides(callback, "on_train_batch_end")
+            )
+            for callback in self.callbacks
+        )
+
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
         return tuple(
@@ -170,26 +188,24 @@ def _overrides(callback: Callback, name: str) -> bool:
 def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
     """One callable for all, which says whose hook it was when one raises."""
 
-    def call(hook: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def run(*arguments: Any) -> None:
+        hook = None
         try:
-            hook(*arguments)
+            for hook in bound:  # noqa: B007
+                hook(*arguments)
         except BaseException as exception:
             owner = type(getattr(hook, "__self__", hook)).__name__
             exception.add_note(f"raised by the callback {owner} in {name}")
             raise
 
-    def run(*arguments: Any) -> None:
-        for hook in bound:
-            call(hook, arguments)
-
     def run_all(*arguments: Any) -> None:
         with contextlib.ExitStack() as stack:  # goes on after one that raises
             for hook in reversed(bound):
-                stack.callback(call, hook, arguments)
+                stack.callback(_sequence(name, (hook,)), *arguments)
 
     def run_none(*arguments: Any) -> None:
         pass
 
     if not bound:
         return run_none
-    return run_all if name in _LAST_RITES else run
+    return run_all if name in _LAST_RITES and len(bound) > 1 else run

@@ -8,7 +8,6 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..tree import leaf_path
 from .base import Callback
 
 _CHOICES: Final = ("state", "all", "none")
@@ -36,6 +35,8 @@ class DonateBuffers(Callback):
             the leaves that are not overwritten though donated.
     """
 
+    looks_inside_blocks = False
+
     def __init__(self, what: str = "state"):
         if what not in _CHOICES:
             raise ValueError(
@@ -59,7 +60,8 @@ class DonateBuffers(Callback):
         compiled = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
             return  # An engine of the user's own, which need not be XLA's.
-        self.report = _report(compiled, trainer.state, donated=self.what != "none")
+        arrays = trainer.state_arrays() if self.what != "none" else {}
+        self.report = _report(compiled, arrays)
         if missing := self.report["not_aliased"]:
             warnings.warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"
@@ -70,13 +72,9 @@ class DonateBuffers(Callback):
             )
 
 
-def _report(compiled: Any, state: Any, *, donated: bool) -> dict[str, Any]:
-    """Compares the bytes of `state` on a device with what the program aliases."""
-    sizes = {
-        leaf_path(path): _bytes_per_device(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-        if donated
-    }
+def _report(compiled: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Compares the bytes of `arrays` on a device with what the program aliases."""
+    sizes = {name: _bytes_per_device(array) for name, array in arrays.items()}
     total, missing = sum(sizes.values()), []
     if total != compiled.memory_analysis().alias_size_in_bytes:
         # Printing a large program takes a while, so only when something is amiss, or

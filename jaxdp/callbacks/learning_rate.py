@@ -40,6 +40,8 @@ class LearningRateMonitor(Callback):
         name: of the metric.
     """
 
+    looks_inside_blocks = False
+
     def __init__(
         self,
         schedule: float | Callable[[Array], Any] | None = None,

@@ -33,6 +33,8 @@ class LivePlot(Callback):
         every_n_seconds: the least time between two pictures.
     """
 
+    looks_inside_blocks = False
+
     skip_in_fast_dev_run = True
 
     def __init__(

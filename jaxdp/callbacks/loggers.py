@@ -38,6 +38,8 @@ class Logger(Callback):
             `trainer.default_root_dir`.
     """
 
+    looks_inside_blocks = False
+
     skip_in_fast_dev_run = True
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None):

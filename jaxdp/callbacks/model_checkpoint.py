@@ -50,6 +50,7 @@ class ModelCheckpoint(Callback):
     """
 
     skip_in_fast_dev_run = True
+    looks_inside_blocks = False
 
     def __init__(
         self,

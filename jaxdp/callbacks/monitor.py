@@ -9,7 +9,8 @@ from typing import Any, Final
 from ..console import say
 
 LAG: Final = 8
-"""Steps to stay behind the newest one when reading: never more are in flight."""
+"""Steps to stay behind the newest one when reading: never more are in flight, but for
+blocks of steps, whose metrics say how far behind to stay."""
 
 
 def check_monitor(trainer: Any, callback_name: str, monitor: str) -> None:
@@ -54,8 +55,8 @@ def is_better(
 class LateReads:
     """Metrics of past steps, handed back once the device is surely done with them.
 
-    Reading the metrics of a step waits for it. Those given back here are at least
-    `LAG` steps old, and the trainer never has that many in flight.
+    Reading the metrics of a step waits for it. Those given back here are so old that
+    the trainer does not have them in flight any more.
     """
 
     def __init__(self) -> None:
@@ -67,8 +68,11 @@ class LateReads:
 
     def ready(self, step: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         """What can be read without a wait now that `step` was dispatched."""
-        while self._waiting and self._waiting[0][0] + LAG <= step:
-            _, tag, metrics = self._waiting.popleft()
+        while self._waiting:
+            pushed, tag, metrics = self._waiting[0]
+            if pushed + getattr(metrics, "steps_in_flight", LAG) > step:
+                return
+            self._waiting.popleft()
             yield tag, metrics
 
     def drain(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:

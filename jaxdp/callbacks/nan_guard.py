@@ -46,6 +46,8 @@ class NanGuard(Callback):
         rollbacks: how often the fit was rolled back.
     """
 
+    looks_inside_blocks = False
+
     def __init__(
         self,
         action: str = "stop",

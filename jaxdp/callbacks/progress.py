@@ -39,6 +39,8 @@ class ProgressBar(Callback):
         file: where to; None means `sys.stderr`, and `sys.stdout` in a notebook.
     """
 
+    looks_inside_blocks = False
+
     def __init__(
         self,
         refresh_per_second: float = 10.0,
@@ -61,6 +63,7 @@ class ProgressBar(Callback):
         self._validation = _Pass()
         # The metrics of the newest steps; the leftmost are LAG steps old.
         self._metrics: deque[Mapping[str, Any]] = deque(maxlen=LAG + 1)
+        self._drawn: Mapping[str, Any] | None = None
         self._next = math.inf
         self._fitting = False
 
@@ -77,6 +80,7 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Any) -> None:
         self._close()
         self._metrics.clear()
+        self._drawn = None
         self._train = _Pass(_name(trainer), _total(trainer))
         self._open(self._train)
         self._next = 0.0
@@ -144,8 +148,11 @@ class ProgressBar(Callback):
             return
         facts = run.rates(now)
         if len(self._metrics) > LAG:
-            loss = float(self._metrics[0]["loss"])
-            facts.insert(0, f"loss {loss:.3g}")
+            metrics = self._metrics[0]
+            if getattr(metrics, "index", None) is not None:
+                # Of a block that may be running still; the last one drawn is done.
+                metrics, self._drawn = self._drawn or metrics, metrics
+            facts.insert(0, f"loss {float(metrics['loss']):.3g}")
         if run.bar is None:
             self._print(run.line(now, facts))
         else:

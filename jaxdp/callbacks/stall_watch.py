@@ -44,6 +44,8 @@ class StallWatch(Callback):
         path: a file to write to, appended to; None is stderr.
     """
 
+    looks_inside_blocks = False
+
     def __init__(
         self,
         timeout: float = 300.0,

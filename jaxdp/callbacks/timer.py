@@ -26,6 +26,8 @@ class Timer(Callback):
         verbose: whether to print that the time is up.
     """
 
+    looks_inside_blocks = False
+
     def __init__(self, duration: Duration | None = None, *, verbose: bool = True):
         self._limit = None if duration is None else parse_duration(duration)
         self.verbose = verbose

@@ -1,0 +1,130 @@
+"""Does a long run keep its memory flat? 20,000 steps of W1, watched.
+
+python -m benchmarks.memory [--steps 20000] [--steps-per-execution auto]
+
+Prints a table of the memory that the process holds (its resident set) and of the live
+arrays of JAX, and fails if either grows after the first fifth of the run by more than
+16 MiB or 20 arrays: what one leaked array per step would exceed hundreds of times.
+"""
+
+import argparse
+import dataclasses
+import gc
+import os
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jaxdp import SingleDevice, Trainer
+from jaxdp.callbacks import Callback
+
+from .models import build
+from .works import WORKS
+
+WARM = 0.2
+"""The part of the run in which memory may grow: compilation, allocator, caches."""
+GROWTH_MIB = 16.0
+GROWTH_ARRAYS = 20
+
+
+def resident_mib() -> float:
+    """The memory of this process in MiB; where only that is known, its peak so far."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    step: int
+    mib: float
+    arrays: int
+
+
+class Watch(Callback):
+    """Takes a sample every so many steps."""
+
+    def __init__(self, every_n_steps: int):
+        self.every_n_steps = every_n_steps
+        self.samples: list[Sample] = []
+        self._next = every_n_steps
+
+    def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self._next:
+            self._next = trainer.global_step + self.every_n_steps
+            gc.collect()
+            arrays = len(jax.live_arrays())
+            self.samples.append(Sample(trainer.global_step, resident_mib(), arrays))
+
+
+def growth(samples: list[Sample]) -> tuple[float, int]:
+    """MiB and arrays that there are more at the end than after the warm-up.
+
+    The median of three samples counts on either side, so that one taken just while
+    much is in flight decides nothing.
+    """
+    warm = max(1, round(len(samples) * WARM))
+    first, last = samples[warm - 1 : warm + 2], samples[-3:]
+
+    def middle(values: Any) -> Any:
+        return sorted(values)[len(last) // 2]
+
+    return (
+        middle(s.mib for s in last) - middle(s.mib for s in first),
+        middle(s.arrays for s in last) - middle(s.arrays for s in first),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains and prints; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument(
+        "--steps-per-execution", default="1", help='a number, or "auto"'
+    )
+    args = parser.parse_args(argv)
+    if args.steps < 20:
+        parser.error(f"`--steps` is {args.steps}; at least 20 are needed.")
+    per_execution = args.steps_per_execution
+    if per_execution != "auto":
+        per_execution = int(per_execution)
+
+    per_epoch = min(1000, args.steps)
+    work = dataclasses.replace(WORKS["W1"], steps=per_epoch)
+    watch = Watch(max(1, args.steps // 20))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            build(work),
+            optax.adam(work.rate),
+            loss=work.criterion,
+            strategy=SingleDevice(),
+            callbacks=[watch],
+            steps_per_execution=per_execution,
+            default_root_dir=folder,
+        )
+        trainer.fit(work.loader(), max_steps=args.steps)
+
+    print("| step | resident, MiB | live arrays |\n|---|---|---|")
+    for sample in watch.samples:
+        print(f"| {sample.step} | {sample.mib:.1f} | {sample.arrays} |")
+    mib, arrays = growth(watch.samples)
+    bad = mib > GROWTH_MIB or arrays > GROWTH_ARRAYS
+    print(
+        f"growth after the warm-up: {mib:.1f} MiB (limit {GROWTH_MIB:g}), {arrays}"
+        f" arrays (limit {GROWTH_ARRAYS}): {'TOO MUCH' if bad else 'flat'}"
+    )
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Runs peers in processes of their own, in turn, before a terminal of their own."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pty
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .peers import PEERS
+from .works import WORKS, Work
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 600
+"""After which a process is given up."""
+
+
+def run_round(
+    work: Work, peers: Sequence[str], *, turn: int = 0, toy: bool = False
+) -> dict[str, Any]:
+    """Trains with each of `peers`, the expert first or, in odd turns, last.
+
+    Returns:
+        A dict of plain JSON: the "work", and by peer "seconds_per_step", "loss",
+        "busy" (the part of the cores' time that other programs took meanwhile),
+        "skipped" (why a peer was not run) and "failed" (the end of its output, or that
+        it ended at another loss than the expert, so that its time says nothing).
+    """
+    found: dict[str, Any] = {"work": work.name}
+    parts = ("seconds_per_step", "loss", "busy", "skipped", "failed")
+    found |= {part: {} for part in parts}
+    for name in peers if turn % 2 == 0 else reversed(peers):
+        result = run_one(work, name, toy=toy)
+        for part in parts:
+            if result.get(part) is not None:
+                found[part][name] = result[part]
+    found["failed"] |= find_cheats(work, found["loss"])
+    for name in found["failed"]:
+        found["seconds_per_step"].pop(name, None)
+    return found
+
+
+def find_cheats(work: Work, losses: dict[str, float]) -> dict[str, str]:
+    """What to say of those of `losses` that are not the expert's, by peer."""
+    expected = losses.get("expert", math.nan)
+    return {
+        name: f"its final loss is {loss:.6g} and the expert's {expected:.6g}, further"
+        f" apart than {work.tolerance:g} of it: it did other work"
+        for name, loss in losses.items()
+        if abs(loss - expected) > work.tolerance * abs(expected)
+    }
+
+
+def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
+    """What `benchmarks.worker.measure` gives, or {"failed": the end of the output}."""
+    with tempfile.TemporaryDirectory() as folder, _terminal() as (slave, shown):
+        output = Path(folder, "result.json")
+        command = [sys.executable, "-m", "benchmarks.worker", work.name, peer]
+        command += [str(output), *(["--toy"] if toy else [])]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(work.devices),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "TERM": os.environ.get("TERM", "xterm"),
+        }
+        # Elsewhere than in the repository, where nobody should leave files.
+        before = clocks()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=slave,
+                stderr=slave,
+                timeout=SECONDS,
+            )
+        seconds, everybody, mine = (
+            b - a for a, b in zip(before, clocks(), strict=True)
+        )
+        if output.exists():
+            busy = max(0.0, everybody - mine) / (seconds * (os.cpu_count() or 1))
+            return json.loads(output.read_text()) | {"busy": busy}
+        return {"failed": bytes(shown)[-3000:].decode(errors="replace")}
+
+
+def clocks() -> tuple[float, float, float]:
+    """Seconds: of the wall clock, of all cores at work, of them for these processes."""
+    used = [resource.getrusage(resource.RUSAGE_SELF)]
+    used += [resource.getrusage(resource.RUSAGE_CHILDREN)]
+    mine = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    everybody, stat = mine, Path("/proc/stat")
+    if stat.exists():
+        user, nice, system, _, _, *rest = map(int, stat.read_text().split()[1:9])
+        everybody = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), everybody, mine
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[tuple[int, bytearray]]:
+    """A terminal to write to, so that progress bars are drawn, and what it shows."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other side was closed
+            while data := os.read(master, 65536):
+                shown.extend(data)
+                del shown[:-10000]
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield slave, shown
+    finally:
+        os.close(slave)
+        reader.join(5)
+        os.close(master)
+
+
+def choose(works: str | None, peers: str | None) -> tuple[list[Work], list[str]]:
+    """From `--only W1,W4` and `--peers expert,jaxdp`; the expert is always there."""
+    chosen = [WORKS[name] for name in _names(works, WORKS, "--only")]
+    names = _names(peers, PEERS, "--peers")
+    return chosen, ["expert", *(name for name in names if name != "expert")]
+
+
+def _names(given: str | None, known: Any, option: str) -> list[str]:
+    if given is None:
+        return list(known)
+    names = given.split(",")
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"`{option}` has {name!r}; there are {', '.join(known)}.")
+    return names

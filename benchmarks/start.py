@@ -1,0 +1,100 @@
+"""How long until the first loss: importing, and compiling with a cold and a warm cache.
+
+python -m benchmarks.start [--only W1,W2] [--repeats 3]
+
+Each measurement is a process of its own, in turns; the caches of compiled programs are
+in a folder that is empty before a cold start.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from .processes import ROOT
+from .works import WORKS
+
+IMPORT = (
+    "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+)
+ALONE, WITH = "jax, equinox, optax", "jax, equinox, optax, jaxdp"
+
+FIRST_LOSS = """
+import time; begin = time.perf_counter()
+import dataclasses, optax
+from benchmarks.models import build
+from benchmarks.works import WORKS
+from jaxdp import Trainer
+from jaxdp.callbacks import Callback
+class First(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        float(metrics["loss"])
+        print(time.perf_counter() - begin)
+work = WORKS[{!r}]
+work = dataclasses.replace(work, steps=1)
+Trainer(
+    build(work), optax.adam(1e-3), loss=work.criterion, callbacks=[First()]
+).fit(work.loader(), max_steps=1)
+"""
+
+
+def seconds(code: str, folder: str) -> float:
+    """What `code` prints, in a new process that keeps its caches in `folder`."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "HOME": folder,
+        "XDG_CACHE_HOME": folder,
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return float(done.stdout.split()[-1])
+
+
+def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
+    """Measures and prints; returns by row the two times, before and beside which."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--only", default="W1,W2", help="works for the first loss")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(argv)
+    for name in filter(None, args.only.split(",")):
+        if name not in WORKS:
+            parser.error(f"`--only` has {name!r}; there are {', '.join(WORKS)}.")
+
+    times: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            alone, beside = (seconds(IMPORT.format(n), folder) for n in (ALONE, WITH))
+        times.setdefault(f"import {ALONE}; with jaxdp", []).append((alone, beside))
+        for name in filter(None, args.only.split(",")):
+            code = FIRST_LOSS.format(name)
+            with tempfile.TemporaryDirectory() as folder:
+                cold, warm = seconds(code, folder), seconds(code, folder)
+            row = f"{name}, import to first loss: cold; warm cache"
+            times.setdefault(row, []).append((cold, warm))
+
+    print("| | s | s | ratio |\n|---|---|---|---|")
+    found = {}
+    for row, pairs in times.items():
+        before, after = (statistics.median(part) for part in zip(*pairs, strict=True))
+        ratio = statistics.median(b / a for a, b in pairs)
+        print(f"| {row} | {before:.2f} | {after:.2f} | {ratio:.2f} |")
+        found[row] = before, after
+    return found
+
+
+if __name__ == "__main__":
+    main()

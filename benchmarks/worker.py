@@ -1,0 +1,51 @@
+"""One peer on one work, in a process of its own; started by `python -m benchmarks`.
+
+python -m benchmarks.worker W1 expert result.json
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from .peers import PEERS, Skip
+from .works import WORKS
+
+
+def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]:
+    """Trains; returns seconds per step after the warm-up, and the final loss."""
+    work = WORKS[work_name].toy() if toy else WORKS[work_name]
+    marks: list[float] = []
+    try:
+        weights = PEERS[peer_name].train(
+            work, lambda: marks.append(time.perf_counter())
+        )
+    except Skip as skip:
+        return {"skipped": str(skip)}
+    if len(marks) != work.epochs:
+        raise RuntimeError(f"{len(marks)} epochs were trained, not {work.epochs}")
+    # From the end of the last epoch of the warm-up to the end of the last: all that an
+    # epoch costs is in it.
+    timed = (work.epochs - work.warm) * work.steps
+    seconds = (marks[-1] - marks[work.warm - 1]) / timed
+    return {
+        "seconds_per_step": seconds,
+        "loss": None if weights is None else work.loss(weights),
+        "start_loss": work.loss(work.weights()),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    args = parser.parse_args(argv)
+    result = measure(args.work, args.peer, args.toy)
+    args.output.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

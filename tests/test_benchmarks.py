@@ -1,0 +1,258 @@
+"""Every benchmark at toy size; that peers do the same work, and that cheats show."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import SingleDevice, Trainer
+from jaxdp.callbacks import Callback
+
+pytest.importorskip("torch")
+
+import benchmarks.__main__ as everything
+from benchmarks import gpu, memory, models, processes, quick, report, start
+from benchmarks.peers import PEERS, Skip
+from benchmarks.works import WORKS
+
+TOYS = {name: work.toy() for name, work in WORKS.items()}
+KINDS = ["W1", "W2", "W3", "W4", "W5"]
+
+
+@pytest.fixture(autouse=True)
+def plain_jax():
+    """Benchmarks add biases as everyone does, by implicit broadcasting."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_referee_agrees_with_jax(name):
+    work = TOYS[name]
+    x, y = work.arrays()
+    mean_loss = eqx.filter_jit(models.mean_loss)
+    expected = mean_loss(models.build(work), x, y, work.criterion)
+    assert work.loss(work.weights()) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_augmented_and_ready_batches_are_those_of_the_loader(name):
+    work = TOYS[name]
+    for expected, found in zip(work.batches(), work.loader(), strict=True):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b.numpy())
+
+
+@functools.cache
+def final_loss_of_the_expert(name):
+    return TOYS[name].loss(PEERS["expert"].train(TOYS[name], lambda: None))
+
+
+# The other peers are below, in processes of their own: with eight faked devices and
+# warnings as errors they are not what users start.
+HERE = [*((name, "jaxdp") for name in [*KINDS, "W6"]), ("W6", "jaxdp_pmap")]
+HERE += [("W1", "jaxdp_auto"), ("W1", "tutorial"), ("W6", "tutorial")]
+HERE += [("W1", "expert_loader"), ("W5", "computing")]
+HERE += [(name, "torch") for name in KINDS]
+
+
+@pytest.mark.parametrize(("name", "peer"), HERE)
+def test_a_peer_does_the_work_of_the_expert(name, peer):
+    work, marks = TOYS[name], []
+    try:
+        weights = PEERS[peer].train(work, lambda: marks.append(1))
+    except Skip as skip:
+        pytest.skip(str(skip))
+    expected = final_loss_of_the_expert(name)
+    assert work.loss(weights) == pytest.approx(expected, rel=1e-4)
+    assert expected < work.loss(work.weights())
+    assert len(marks) == work.epochs
+
+
+@pytest.mark.parametrize(
+    "peer", [name for name, peer in PEERS.items() if {*peer.needs}]
+)
+@pytest.mark.parametrize("name", ["W1", "W2", "W4"])
+def test_an_installed_library_does_the_work_of_the_expert(name, peer):
+    for package in PEERS[peer].needs:
+        pytest.importorskip(package)
+    if not PEERS[peer].does(WORKS[name]):
+        pytest.skip(f"{peer} is not for {name}")
+    one = processes.run_round(WORKS[name], ["expert", peer], toy=True)
+    assert one["failed"] == {}
+    assert set(one["loss"]) == {"expert", peer}
+
+
+def test_a_peer_that_trains_less_is_found_out():
+    work = TOYS["W1"]
+    lazy = dataclasses.replace(work, epochs=work.epochs - 1)
+    losses = {
+        "expert": work.loss(PEERS["expert"].train(work, lambda: None)),
+        "jaxdp": work.loss(PEERS["expert"].train(lazy, lambda: None)),
+    }
+    found = processes.find_cheats(work, losses | {"torch": losses["expert"]})
+    assert list(found) == ["jaxdp"]
+    assert found["jaxdp"].startswith("its final loss is")
+
+
+def test_all_in_one_command_writes_json_a_table_and_a_chart(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--toy", "--only", "W1", "--peers", "torch", "--output", str(tmp_path)]
+    everything.main([*arguments, "--repeats", "1"])
+    results = everything.main([*arguments, "--repeats", "1", "--add"])
+
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert [one["failed"] for one in results["rounds"]] == [{}, {}]
+    times = [one["seconds_per_step"] for one in results["rounds"]]
+    ratio = np.median([time["torch"] / time["expert"] for time in times])
+    table = (tmp_path / "results.md").read_text()
+    assert f"| torch, eager | {ratio:.2f} |" in table
+    assert table in capsys.readouterr().out
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_crash_is_shown_and_an_unknown_name_is_refused():
+    broken = dataclasses.replace(WORKS["W1"], name="W0")
+    shown = processes.run_one(broken, "expert")["failed"]
+    assert "invalid choice: 'W0'" in shown
+    with pytest.raises(SystemExit, match="`--only` has 'W9'; there are W1"):
+        processes.choose("W9", None)
+
+
+def one_round(**seconds):
+    empty = {"busy": {}, "skipped": {}, "failed": {}, "loss": {}}
+    return {"work": "W1", "seconds_per_step": seconds, **empty}
+
+
+def test_ratios_are_medians_of_ratios_within_a_round():
+    rounds = [
+        one_round(expert=1.0, jaxdp=2.0),
+        one_round(expert=10.0, jaxdp=5.0),
+        one_round(expert=1.0, jaxdp=0.75),
+        one_round(expert=3.0, torch=9.0),
+    ]
+    expected = {"expert": 1.0, "jaxdp": 0.75, "torch": 3.0}
+    assert report.ratios(rounds) == {"W1": expected}
+    assert report.seconds(rounds, "W1", "expert") == 2.0
+
+
+def test_rounds_on_a_busy_machine_count_only_where_there_are_no_others():
+    loud = one_round(expert=1.0, jaxdp=9.0) | {"busy": {"expert": 0.0, "jaxdp": 0.5}}
+    assert report.ratios([loud])["W1"]["jaxdp"] == 9.0
+    assert report.ratios([loud, one_round(expert=1.0, jaxdp=2.0)])["W1"]["jaxdp"] == 2.0
+    assert "In 1 rounds of 1 other programs" in report.markdown([loud])
+
+
+def test_the_time_that_others_take_is_seen():
+    if not Path("/proc/stat").exists():
+        pytest.skip("only Linux tells")
+    burn = "import time; t = time.time()\nwhile time.time() < t + {}: pass"
+    begin = processes.clocks()
+    other = subprocess.Popen([sys.executable, "-c", burn.format(60)])
+    time.sleep(0.5)
+    middle = processes.clocks()
+    other.kill()
+    other.wait()
+    # As long as it was not waited for, it was somebody else's.
+    _, everybody, mine = (b - a for a, b in zip(begin, middle, strict=True))
+    assert everybody - mine > 0.05
+    # Now it counts as ours.
+    _, _, mine = (b - a for a, b in zip(begin, processes.clocks(), strict=True))
+    assert mine > 0.05
+
+
+def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
+    recorded = tmp_path / "recorded.json"
+    arguments = ["--toy", "--only", "W1", "--repeats", "1", "--recorded", str(recorded)]
+    assert quick.main([*arguments, "--record"]) == 0
+    ratios = json.loads(recorded.read_text())["ratios"]
+    assert ratios["W1"]["jaxdp"] > 0
+
+    def rows(jaxdp, before):
+        return quick.compare({"W1": {"jaxdp": jaxdp}}, {"W1": {"jaxdp": before}})
+
+    assert [row[-1] for row in rows(1.14, 1.0)] == [False]
+    assert [row[-1] for row in rows(1.16, 1.0)] == [True]
+    assert quick.compare({"W1": {}}, {"W1": {"jaxdp": 1.0}})[0][-1]  # it fell out
+    assert quick.compare({}, {"W4": {"jaxdp": 1.0}}) == []  # it was not asked for
+    capsys.readouterr()
+
+
+def test_the_time_to_the_first_loss_is_measured(capsys):
+    found = start.main(["--only", "W1", "--repeats", "1"])
+    assert all(0 < first and 0 < second for first, second in found.values())
+    assert "| W1, import to first loss: cold; warm cache |" in capsys.readouterr().out
+
+
+def test_memory_of_a_run_is_flat(capsys):
+    assert memory.main(["--steps", "40"]) == 0
+    assert "| 40 |" in capsys.readouterr().out
+
+
+class Hoard(Callback):
+    def __init__(self):
+        self.kept = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.kept.append(jnp.zeros(2))
+
+
+def test_a_leak_of_arrays_is_seen():
+    work, watch = TOYS["W1"], memory.Watch(40)
+    trainer = Trainer(
+        models.build(work),
+        loss="mse",
+        strategy=SingleDevice(),
+        callbacks=[Hoard(), watch],
+        enable_progress_bar=False,
+    )
+    trainer.fit(work.batches(), max_steps=200)
+    assert memory.growth(watch.samples)[1] > memory.GROWTH_ARRAYS
+
+
+def test_gpu_benchmark_runs_anywhere_at_toy_size(tmp_path, capsys):
+    arguments = ["--toy", "--repeats", "1", "--output", str(tmp_path)]
+    results = gpu.main([*arguments, "--only", "tiny,big-f32"])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == results
+    for name in ("tiny", "big-f32"):
+        found = results["cases"][name]
+        assert {"expert", "jaxdp"} <= found["mfu"].keys()
+        assert found["loss"]["jaxdp"] == pytest.approx(found["loss"]["expert"], 1e-3)
+    assert "| MLP 4-32-4, batch 16 | 32-true | jaxdp |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["big-f32", "lenet"])
+def test_operations_are_those_that_xla_counts(name):
+    work = gpu.cases(toy=True)[name].work
+    params, static = eqx.partition(models.build(work), eqx.is_inexact_array)
+
+    def loss_of(params, x, y):
+        return models.mean_loss(eqx.combine(params, static), x, y, work.criterion)
+
+    compiled = jax.jit(jax.grad(loss_of)).lower(params, *work.batches()[0]).compile()
+    found = compiled.cost_analysis()["flops"]
+    assert gpu.operations(work) == pytest.approx(found, rel=0.1)
+    assert gpu.operations(work) < found  # activations, biases and the loss besides
+
+
+def test_the_expert_and_optax_agree_on_a_step():
+    work = dataclasses.replace(TOYS["W1"], steps=1, epochs=1, warm=0)
+    model = models.build(work)
+    x, y = work.batches()[0]
+    grads = eqx.filter_grad(models.mean_loss)(model, x, y, work.criterion)
+    optimizer = optax.adam(work.rate)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    updates, _ = optimizer.update(grads, state)
+    expected = models.weights_of(eqx.apply_updates(model, updates), work)
+    for a, b in zip(PEERS["expert"].train(work, lambda: None), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,239 @@
+"""Several optimizer steps per dispatch change the speed, and nothing else."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, Recorder, batches
+
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger
+
+RAGGED = (16,) * 11 + (5,)
+
+
+class Conv(eqx.Module):
+    conv: eqx.nn.Conv1d
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.conv = eqx.nn.Conv1d(1, 3, 2, key=keys[0])
+        self.last = eqx.nn.Linear(9, 3, key=keys[1])
+
+    def __call__(self, x):
+        return self.last(jax.nn.relu(self.conv(x[None])).reshape(-1))
+
+
+def train(steps_per_execution, *callbacks, model=None, fit=None, data=None, **kwargs):
+    kwargs = {"strategy": SingleDevice(), "loss": "cross_entropy"} | kwargs
+    recorder = Recorder()
+    trainer = Trainer(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2),
+        steps_per_execution=steps_per_execution,
+        callbacks=[recorder, *callbacks],
+        enable_progress_bar=False,
+        **kwargs,
+    )
+    trainer.fit(batches(*RAGGED) if data is None else data, **(fit or {}))
+    return recorder.losses, trainer
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def same(a, b):
+    """Equal bits in losses and the whole state, equal counters and history."""
+    (losses, one), (other_losses, other) = a, b
+    assert np.array(losses).tobytes() == np.array(other_losses).tobytes()
+    assert bits(one.state) == bits(other.state)
+    assert one.global_step == other.global_step
+    assert one.examples_seen == other.examples_seen
+    assert one.history.state_dict() == other.history.state_dict()
+
+
+CASES = {
+    "dropout and a ragged tail": {},
+    "clipped": {"gradient_clip_val": 0.1, "metrics": ["accuracy"]},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "accumulated, short end": {"accumulate_grad_batches": 5},
+    "convolution": {"model": Conv(jax.random.key(1))},
+    "all devices": {"strategy": Sharded()},
+    "Pmap": {"strategy": Pmap(4)},
+}
+
+
+@pytest.mark.parametrize("steps", [4, 16, "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
+    fit = {"max_epochs": 3}
+    same(train(1, fit=fit, **CASES[name]), train(steps, fit=fit, **CASES[name]))
+
+
+def test_rows_that_interact_run_at_their_size_in_blocks():
+    def run(steps):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        data = batches(*[8] * 5, 6, 8, 8)
+        return train(steps, model=model, state=state, data=data, fit={"max_epochs": 3})
+
+    same(run(1), run(2))
+
+
+class Log(Callback):
+    """Every hook with where it was called."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self.events.append(("start", trainer.global_step, batch_idx, len(batch[0])))
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.events.append(("end", trainer.global_step, batch_idx, metrics["loss"]))
+
+    def on_validation_end(self, trainer, metrics):
+        self.events.append(("val", trainer.global_step, metrics["val_loss"]))
+
+    def on_train_epoch_end(self, trainer, metrics):
+        self.events.append(("epoch", trainer.global_step, trainer.examples_seen))
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        {"max_epochs": 2},
+        {"max_steps": 7},
+        {"max_epochs": 2, "val_check_interval": 5},
+        {"max_epochs": 2, "limit_train_batches": 6},
+    ],
+)
+def test_every_hook_sees_every_step_and_limits_cut_blocks(fit):
+    logs = Log(), Log()
+    fit = fit | {"val_loader": batches(8, 3, seed=1)}
+    same(train(1, logs[0], fit=fit), train(4, logs[1], fit=fit))
+    assert logs[0].events == logs[1].events
+
+
+class At(Callback):
+    """Calls something inside a step's hook."""
+
+    def __init__(self, step, what, hook="on_train_batch_end"):
+        self.step, self.what = step, what
+        setattr(self, hook, lambda trainer, *_: self.call(trainer))
+        self.seen = None
+
+    def call(self, trainer):
+        if trainer.global_step == self.step:
+            self.seen = self.what(trainer)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
+@pytest.mark.parametrize("step", [4, 5, 6, 8])
+def test_the_state_is_that_of_the_step_whose_hook_looks(step, hook):
+    looks = [At(step, lambda trainer: bits(trainer.state), hook) for _ in range(2)]
+    same(train(1, looks[0]), train(4, looks[1]))
+    assert looks[0].seen == looks[1].seen is not None
+
+
+def test_a_hook_that_stops_the_fit_stops_it_at_its_step():
+    def stop(trainer):
+        trainer.should_stop = True
+
+    one, other = train(1, At(6, stop)), train(4, At(6, stop))
+    assert other[1].global_step == 6
+    same(one, other)
+    for _, trainer in (one, other):  # and the rest is not lost
+        trainer.fit(batches(*RAGGED))
+    same(one, other)
+
+
+def test_a_hook_that_raises_leaves_the_state_of_its_step():
+    def fail(trainer):
+        raise RuntimeError("six")
+
+    trainers = []
+    for steps in (1, 4):
+        trainer = Trainer(
+            Mlp(jax.random.key(0)),
+            loss="cross_entropy",
+            strategy=SingleDevice(),
+            steps_per_execution=steps,
+            callbacks=[At(6, fail)],
+            enable_progress_bar=False,
+        )
+        with pytest.raises(RuntimeError, match="six"):
+            trainer.fit(batches(*RAGGED))
+        trainers.append(trainer)
+    one, other = trainers
+    assert bits(one.state) == bits(other.state)
+    assert one.global_step == other.global_step == 6
+    assert one.examples_seen == other.examples_seen
+
+
+def test_a_save_inside_a_block_resumes_as_the_same_run(tmp_path):
+    path = tmp_path / "six"
+    whole = train(4, At(6, lambda trainer: trainer.save(str(path))))
+    resumed = Trainer(
+        Mlp(jax.random.key(1)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        steps_per_execution=4,
+        callbacks=[Recorder(), At(6, lambda trainer: None)],
+        enable_progress_bar=False,
+    )
+    resumed.load(str(path))
+    resumed.fit(batches(*RAGGED))
+    assert bits(whole[1].state) == bits(resumed.state)
+
+
+def test_steps_by_hand_may_look_at_every_one():
+    losses = {}
+    for steps in (1, 4):
+        trainer = Trainer(
+            Mlp(jax.random.key(0)),
+            loss="cross_entropy",
+            steps_per_execution=steps,
+            enable_progress_bar=False,
+        )
+        losses[steps] = [
+            (metrics["loss"], trainer.global_step, *bits(trainer.model))
+            for metrics in trainer.steps(batches(*[16] * 9))
+        ]
+    assert losses[1] == losses[4]
+
+
+def test_loggers_write_the_same_table(tmp_path):
+    for steps in (1, 4):
+        train(steps, CSVLogger(tmp_path / str(steps)), log_every_n_steps=3)
+    tables = [(tmp_path / str(k) / "metrics.csv").read_text() for k in (1, 4)]
+    assert tables[0] == tables[1]
+    assert len(tables[0].splitlines()) == 1 + 4 + 1
+
+
+def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        steps_per_execution=4,
+        enable_progress_bar=False,
+    )
+    trainer.fit(batches(*[16] * 4))
+    step = trainer.compiled_train_step()
+    held = sum(x.nbytes for x in trainer.state_arrays().values())
+    assert step.memory_analysis().alias_size_in_bytes == held
+
+
+def test_auto_says_what_it_picked(caplog):
+    _, trainer = train("auto", fit={"max_epochs": 3})
+    assert trainer.global_step == 36
+    assert "`steps_per_execution`='auto'" in caplog.text
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "fast", None])
+def test_a_wrong_number_of_steps_is_refused(value):
+    with pytest.raises((TypeError, ValueError), match="steps_per_execution"):
+        Trainer(Mlp(jax.random.key(0)), steps_per_execution=value)
