@@ -1,6 +1,7 @@
 # make demo   train on real images over eight devices, and draw what happened
 # make test   format, lint, types and the test suite
 # make lint   the first three of these
+# make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; an hour
 # make bench-quick   has jaxdp become slower? Two minutes
 #
@@ -22,13 +23,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench bench-quick clean
+.PHONY: demo test faults lint format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
+
+faults: $(READY)
+	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \
+	  $(BIN)/python -m pytest tests/faults
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -21,6 +21,7 @@ from .strategies import (
     ZeRO,
 )
 from .trainer import Trainer
+from .weights import load_model, save_model
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,9 @@ __all__ = [
     "Trainer",
     "ZeRO",
     "callbacks",
+    "load_model",
     "losses",
+    "save_model",
     "strategies",
     "testing",
 ]

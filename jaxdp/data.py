@@ -116,13 +116,16 @@ class Packer:
     Args:
         num_shards: sizes are rounded up to a multiple of it.
         what: which batches, for messages: "training".
+
+    Attributes:
+        size: rows of a padded batch; 0 before the first.
     """
 
     def __init__(self, num_shards: int, what: str):
         self.num_shards = num_shards
         self.what = what
         self.rows_interact = False
-        self._size = 0
+        self.size = 0
         self._usual: Hashable = None
         self._count = 0
         self._expected: tuple[Any, ...] = ()
@@ -144,7 +147,7 @@ class Packer:
         """
         micros = [self._checked_leaves(batch) for batch in micro_batches]
         sizes = tuple([len(leaves[0]) for leaves in micros])
-        if slots == 1 and sizes[0] == self._size and not self.rows_interact:
+        if slots == 1 and sizes[0] == self.size and not self.rows_interact:
             return Packed([self._stacked(micros, sizes)], True, [*sizes], self._usual)
         each = slots // steps
         rows = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
@@ -169,16 +172,20 @@ class Packer:
         sizes = {rows_of(batch) for batch in micro_batches}
         return len(sizes) == 1 and len(micro_batches) == slots
 
+    def pad_to(self, rows: int) -> None:
+        """From now on batches get so many rows, or a few more, at least."""
+        if rows > self.size:
+            self.size = math.ceil(rows / self.num_shards) * self.num_shards
+            self._usual = (True, 1, ((1, self.size),))
+
     def _padded(
         self, micros: list[list[np.ndarray]], sizes: tuple[int, ...], slots: int
     ) -> tuple[list[list[np.ndarray]], tuple[int, ...]]:
         """All of one size, the largest so far, and as many as there are slots."""
         largest = max(sizes)
-        if largest > self._size:
-            self._size = math.ceil(largest / self.num_shards) * self.num_shards
-            self._usual = (True, 1, ((1, self._size),))
+        self.pad_to(largest)
         missing = slots - len(micros)
-        padded = [_pad(leaves, self._size) for leaves in micros]
+        padded = [_pad(leaves, self.size) for leaves in micros]
         return padded + padded[:1] * missing, sizes + (0,) * missing
 
     def _stacked(

@@ -8,7 +8,7 @@ import collections
 import math
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import equinox as eqx
@@ -195,6 +195,19 @@ class Engine:
             self._compiled = {
                 k: v for k, v in self._compiled.items() if k[0] != "train"
             }
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many rows batches of each kind are padded to."""
+        return {kind: packer.size for kind, packer in self._packers.items()}
+
+    def pad_to(self, sizes: Mapping[str, int]) -> None:
+        """Takes up the `sizes` of another engine.
+
+        Another size would be another program, whose sums may round differently.
+        """
+        for kind, packer in self._packers.items():
+            packer.pad_to(sizes.get(kind, 0))
 
     def blocks(self, windows: list[list[Batch]]) -> list[Block]:
         """The batches of some optimizer steps in blocks, one for each dispatch.

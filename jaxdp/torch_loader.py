@@ -68,7 +68,8 @@ class TorchSource(Source):
         elif plain:
             batches = self._by_index(epoch, skip)
         else:
-            batches = itertools.islice(self._as_it_is(epoch), skip, None)
+            batches = self._as_it_is(epoch)
+            self._pass_over(batches, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or workers > 0
         ready = whole_rows is not None
@@ -104,9 +105,14 @@ class TorchSource(Source):
     def _is_plain(self) -> bool:
         from torch.utils.data import DataLoader, IterableDataset
 
-        return type(self.loader).__iter__ is DataLoader.__iter__ and not isinstance(
-            self.loader.dataset, IterableDataset
+        kind = type(self.loader)
+        # torchdata's loader differs in that it can tell its state. By index lists it
+        # needs none, and its next epoch after a resumed one is right, too.
+        torchs = kind.__iter__ is DataLoader.__iter__ or (
+            kind.__module__.startswith("torchdata.stateful_dataloader")
+            and not hasattr(self.loader.dataset, "load_state_dict")
         )
+        return torchs and not isinstance(self.loader.dataset, IterableDataset)
 
     def _as_it_is(self, epoch: int) -> Iterator[Any]:
         """Iterable datasets and loaders that iterate in their own way."""
@@ -296,13 +302,21 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         from torch.utils.data import get_worker_info
 
-        # Ctrl-C goes to the whole process group; it is the trainer's to answer.
+        # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they
+        # are the trainer's to answer, which may need a batch more to come to a stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
         info: Any = get_worker_info()
         if isinstance(info.dataset, _Seeded):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
+
+
+def _end_soon(number: int, frame: Any) -> None:
+    signal.alarm(20)
 
 
 class _Generators:

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import uuid
 import warnings
 from collections.abc import (
     Callable,
@@ -19,15 +21,15 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, losses
-from .callbacks import ProgressBar
-from .callbacks.base import Callback, Hooks
+from . import checkpoint, checks, losses, resume
+from .callbacks import ModelCheckpoint, ProgressBar
+from .callbacks.base import Callback, Hooks, RollBack
 from .console import say
 from .data import windows
 from .engine import Block, Engine
 from .hardware import Hardware
 from .history import History
-from .interrupts import Interrupts
+from .interrupts import Interrupts, Preempted
 from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
@@ -158,9 +160,13 @@ class Trainer:
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
 
+        self.run_id = uuid.uuid4().hex
+        """Tells the checkpoints of this run, resumed or not, from those of others."""
+
         # What `Callback.setup` may set:
         self.donate = "state"
         self.skip_nonfinite = False
+        self.returns_when_preempted = False
 
         self._model = model
         self._model_state = state
@@ -172,6 +178,12 @@ class Trainer:
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._batches_done = 0
+        self._batches_seen = 0
+        self._validated_at = 0
+        self._epoch_ended = False
+        self._padded_rows: Any = None
+        self._left_out: set[tuple[int, int]] = set()
+        self._roll_back: RollBack | None = None
         self._source: Source | None = None
         self._source_state: Any = None
         self._epoch_is_over = False
@@ -187,7 +199,7 @@ class Trainer:
         max_epochs: int | None = None,
         max_steps: int | None = None,
         max_time: Any = None,
-        ckpt_path: str | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         check_val_every_n_epoch: int = 1,
@@ -214,7 +226,10 @@ class Trainer:
             max_steps: optimizer steps in total, earlier fits counted in.
             max_time: of this fit after compilation: "DD:HH:MM:SS", a timedelta, a dict
                 of its arguments, or seconds.
-            ckpt_path: None.
+            ckpt_path: resume from this checkpoint: a path, or `"last"`, `"best"` or
+                `"auto"` of those that the `ModelCheckpoint` callback has saved.
+                `"auto"` starts afresh if there are none. A damaged one is reported,
+                and the next one taken.
             limit_train_batches: batches per epoch, or as a float a share of them.
             limit_val_batches: the same for validation.
             check_val_every_n_epoch: which epochs end with a validation.
@@ -229,7 +244,12 @@ class Trainer:
         Returns:
             The history of this trainer: means per epoch over real rows.
         """
-        checks.check_unavailable("ckpt_path", ckpt_path, None)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        if ckpt_path is not None:
+            resume.resume(self, ckpt_path)
+        if self._roll_back is not None:
+            self._left_out |= self._roll_back.left_out
+            self._roll_back = None
         train = open_loader(train_loader, "train_loader", self.seed)
         val = None
         if val_loader is not None:
@@ -242,6 +262,8 @@ class Trainer:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
             self._source_state = self._source.state if self._batches_done else None
+        else:
+            train.replay = self._batches_seen
         self._source, train.start_from = train, self._source_state
         limits = Limits(
             train,
@@ -263,6 +285,9 @@ class Trainer:
                 " earlier fits counted in. Raise them to train on.",
                 stacklevel=2,
             )
+            if ckpt_path is not None:  # a kill at the very end may have left rubbish
+                with self._ending_well(self._hooks):
+                    self._hooks.setup(self)
             return self.history
         if self._batches_done:
             say(
@@ -279,12 +304,18 @@ class Trainer:
         with self._ending_well(hooks):
             hooks.setup(self)
             blocks = self._begin(train, limits, hooks)
+            self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
             limits.start_clock()
+            limits.was_validated(self._validated_at)
             while not self._is_done(limits):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
+                if val is not None and limits.interval_is_up(
+                    self.current_epoch, self._batches_done
+                ):  # it was due where the run stopped
+                    self._validate(val, limits, hooks)
                 with contextlib.closing(self._steps(blocks, hooks)) as steps:
                     for _ in steps:
                         if val is not None and limits.interval_is_up(
@@ -304,6 +335,14 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 blocks = None
+        if self._roll_back is not None:
+            if hasattr(train_loader, "__next__"):
+                raise RuntimeError(
+                    "`train_loader` is an iterator, which can't go back to the batches"
+                    f" after {self._roll_back.path}; pass an iterable that can start"
+                    " again, such as a DataLoader."
+                )
+            return self.fit(**(arguments | {"ckpt_path": self._roll_back.path}))
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
@@ -323,7 +362,7 @@ class Trainer:
             The lazy metrics of each optimizer step.
         """
         source = open_loader(train_loader, "train_loader", self.seed)
-        self._batches_done = 0
+        self._batches_done, self.num_training_batches = 0, None
         self._hooks.setup(self)
         steps = self._steps(self._begin(source, None, self._hooks), self._hooks)
         while True:
@@ -443,53 +482,122 @@ class Trainer:
         self._settle()
         return engine.state
 
-    def save(self, path: str) -> str:
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Whether all steps of the epoch are done, and what ends it is still to come:
+        validation, history, `on_train_epoch_end`."""
+        steps = -(-self._batches_done // self.accumulate_grad_batches)
+        total = self.num_training_batches
+        return total is not None and 0 < total <= steps and not self._epoch_ended
+
+    def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
         Returns:
-            The absolute path. Raises `FileExistsError` if something is there already.
+            The absolute path, once all is on disk. Raises `FileExistsError` if
+            something is there already.
         """
+        return self.start_saving(path).finish()
+
+    def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
+        """Like `save`, but goes on in the background; call `finish` on what it returns.
+
+        The state is that of now, and the next step may overwrite it.
+        """
+        state = self.state
         meta = {
+            "run_id": self.run_id,
             "global_step": self.global_step,
             "current_epoch": self.current_epoch + self._is_whole,
             "batches_done": 0 if self._is_whole else self._batches_done,
+            "batches_seen": self._batches_seen,
+            "epoch_ended": self._epoch_ended and not self._is_whole,
+            "validated_at": 0 if self._is_whole else self._validated_at,
+            "left_out": sorted(self._left_out),
+            "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
             "source": self._state_of_source(),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
-                f"{index}:{type(callback).__name__}": callback.state_dict()
-                for index, callback in enumerate(self.callbacks)
+                name: checks.check_json(name, callback.state_dict())
+                for name, callback in self.named_callbacks()
             },
+            "padded_rows": [self.num_training_batches, self._ready().sizes],
+            "strategy": repr(self.strategy),
+            "devices": len(state.step.sharding.device_set),
         }
-        path = checkpoint.save(path, self.state, meta)
-        self._hooks.on_save_checkpoint(self, path)
-        return path
+        return checkpoint.start_saving(
+            path,
+            state,
+            meta,
+            lambda path: self._hooks.on_save_checkpoint(self, path),
+        )
 
-    def load(self, path: str) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        The callbacks must be the same, in the same order; those that are not keep
-        their present state, with a warning.
+        The callbacks should be the same; those that are not keep their present state,
+        with a warning.
         """
         state, meta = checkpoint.restore(path, self.state)
         self._ready().state = self.strategy.place(state)
+        self.run_id = meta.get("run_id", self.run_id)
         self.global_step = meta["global_step"]
         self.current_epoch = meta["current_epoch"]
         self._batches_done = meta["batches_done"]
+        self._batches_seen = meta.get("batches_seen", 0)
+        self._epoch_ended = meta.get("epoch_ended", False)
+        self._validated_at = meta.get("validated_at", 0)
+        self._val_metrics = meta.get("val_metrics", {})
+        self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
+        self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
         self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
-        for index, callback in enumerate(self.callbacks):
-            saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
-            if saved is None:
+        if meta["seed"] != self.seed:
+            warnings.warn(
+                f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
+                f" has `seed`={self.seed}, which decides the order of data.",
+                stacklevel=2,
+            )
+        saved = {  # in format 1 the names began with the place in the list
+            name.lstrip("0123456789:"): state
+            for name, state in meta["callbacks"].items()
+        }
+        for name, callback in self.named_callbacks():
+            if name in saved:
+                callback.load_state_dict(saved[name])
+            elif callback.state_dict():
                 warnings.warn(
-                    f"`load`: {path} has no state for callback number {index}, a"
-                    f" {type(callback).__name__}; it keeps its own.",
+                    f"`load`: {path} has no state for the callback {name}; it keeps its"
+                    " own.",
                     stacklevel=2,
                 )
-            else:
-                callback.load_state_dict(saved)
+
+    def last_checkpoint(self, before: int) -> str | None:
+        """The newest checkpoint of fewer than `before` steps that the callbacks saved.
+
+        Its path, or None if there is none.
+        """
+        found = [
+            (step, callback.folder(self).path_of(step))
+            for callback in self.callbacks
+            if isinstance(callback, ModelCheckpoint)
+            for step in callback.folder(self).steps()
+            if step < before
+        ]
+        return max(found)[1] if found else None
+
+    def stop_on(self, *signals: str, returns: bool = False) -> None:
+        """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
+
+        Args:
+            signals: their names; `"SIGTERM"` alone by default.
+            returns: whether `fit` returns then, instead of exiting with code 143.
+        """
+        self._interrupts.listen(signals)
+        self.returns_when_preempted = returns
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
@@ -516,15 +624,21 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+        except RollBack as request:
+            # The fit ends here, and is resumed like any other.
+            hooks.on_fit_end(self)
+            self._roll_back = request
         except BaseException as exception:
             with self._noting(exception):
                 hooks.on_exception(self, exception)
             with self._noting(exception):
                 hooks.on_fit_end(self)
-            raise
+            if not (isinstance(exception, Preempted) and self.returns_when_preempted):
+                raise
+        else:
+            hooks.on_fit_end(self)
         finally:
             self._is_fitting = False
-        hooks.on_fit_end(self)
 
     @contextlib.contextmanager
     def _noting(self, exception: BaseException) -> Iterator[None]:
@@ -547,6 +661,15 @@ class Trainer:
         engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
         blocks = self._blocks(source, limits, hooks)
         first = next(blocks, None)
+        if first is None and self._batches_done and not self._epoch_ended:
+            # It was saved between the last step of an epoch and what ends the epoch.
+            with source.looking_back():
+                again = source.epoch(self.current_epoch)
+                window = next(windows(again, self.accumulate_grad_batches), None)
+            if window is not None:
+                self._ready(window[0])
+                engine.prepare_training(engine.blocks([window])[0])
+                return iter(())
         if first is None and self._batches_done:
             # An earlier fit stopped just at the end of an epoch of unknown length.
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
@@ -572,7 +695,7 @@ class Trainer:
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
         most = self._ready().steps_per_execution
-        if most == 1:
+        if most == 1 or self._left_out:
             return 1
         stop = hooks.next_stop(self)
         rooms = [most] if stop is None else [most, stop - self.global_step]
@@ -588,10 +711,17 @@ class Trainer:
         engine = self._ready()
         if self._batches_done == 0:
             engine.start_epoch()
-            self.examples_seen = 0
-        self._val_metrics, self._epoch_is_over = {}, False
+            self.examples_seen = self._validated_at = 0
+            self._val_metrics = {}
+        self._epoch_is_over = False
         batch_idx = -(-self._batches_done // self.accumulate_grad_batches)
         for block in blocks:
+            if (self.current_epoch, batch_idx) in self._left_out:  # alone, see `_room`
+                for window in block.windows:
+                    self._batches_done += len(window)
+                    self._batches_seen += len(window)
+                    batch_idx += 1
+                continue
             try:
                 ahead: Iterator[Metrics] = iter(())
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
@@ -616,6 +746,8 @@ class Trainer:
         self.global_step += 1
         self.examples_seen += rows
         self._batches_done += len(window)
+        self._batches_seen += len(window)
+        self._epoch_ended = False
 
     def _settle(self, block: Block | None = None) -> None:
         """Brings the state to `global_step`, if the device is ahead inside a block.
@@ -634,6 +766,7 @@ class Trainer:
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
+        self._validated_at = self._batches_done
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -659,11 +792,21 @@ class Trainer:
         metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
         self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
+        self._epoch_ended = True
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            self._validated_at, self._val_metrics = 0, {}
         self._is_whole = False
         hooks.on_boundary(self)
+
+    def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Callbacks by class, the second of a class as `Name:1`, in any list."""
+        counts: dict[str, int] = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            count = counts[name] = counts.get(name, -1) + 1
+            yield f"{name}:{count}" if count else name, callback
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""
@@ -683,6 +826,9 @@ class Trainer:
         self.max_epochs, self.max_steps = limits.max_epochs, limits.max_steps
         self.num_training_batches = limits.steps_per_epoch
         self.num_val_batches = None if val is None else limits.val_batches
+        if self._padded_rows and self._padded_rows[0] == self.num_training_batches:
+            self._ready().pad_to(self._padded_rows[1])  # the same loader, resumed
+        self._padded_rows = None
 
     def _name_what_is_logged(self, validates: bool) -> None:
         self.metric_names = self._ready().facts["train"].names

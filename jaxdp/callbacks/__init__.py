@@ -1,19 +1,17 @@
 """What watches and steers a fit. Write your own by overriding `Callback`'s hooks."""
 
-from typing import TYPE_CHECKING, Any
-
 from .base import Callback
 from .donate import DonateBuffers
 from .early_stopping import EarlyStopping
 from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
+from .model_checkpoint import ModelCheckpoint
 from .nan_guard import NanGuard
+from .preemption import Preemption
 from .progress import ProgressBar
+from .stall_watch import StallWatch
 from .timer import Timer
-
-if TYPE_CHECKING:
-    from .model_checkpoint import ModelCheckpoint
 
 __all__ = [
     "CSVLogger",
@@ -25,20 +23,9 @@ __all__ = [
     "Logger",
     "ModelCheckpoint",
     "NanGuard",
+    "Preemption",
     "ProgressBar",
+    "StallWatch",
     "TensorBoardLogger",
     "Timer",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Orbax takes a second to import, so only those who save pay for it.
-    if name == "ModelCheckpoint":
-        from .model_checkpoint import ModelCheckpoint
-
-        return ModelCheckpoint
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

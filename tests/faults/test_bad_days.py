@@ -1,0 +1,261 @@
+"""Disks, neighbours, loaders, callbacks and clocks that misbehave."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.callbacks.base import HOOKS
+from jaxdp.checkpoint import SaveFailed
+
+
+def make(*callbacks):
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB of its own, or a limit on the size of files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode == 0:
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+    else:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        yield folder
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def fill(folder, saver):
+    """Leaves no byte on a small disk, once what is being saved is on it."""
+    saver._settle(wait=True)
+    if os.path.ismount(folder):
+        with open(folder / "ballast", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit))
+
+
+def empty(folder):
+    if os.path.ismount(folder):
+        (folder / "ballast").unlink()
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+class At(Callback):
+    """Does something when a step is done."""
+
+    def __init__(self, **what):
+        self.what = {int(name[4:]): run for name, run in what.items()}
+
+    def on_boundary(self, trainer):
+        self.what.get(trainer.global_step, lambda: None)()
+
+
+def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
+    folder = small_disk / "run"
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
+    trainer = make(saver, At(step3=lambda: fill(small_disk, saver)))
+    with pytest.raises(
+        SaveFailed, match="run/4 could not be written.*are as they were"
+    ):
+        trainer.fit(batches(*[8] * 20))
+    empty(small_disk)
+    assert sorted(os.listdir(folder)) == [".lock", "3"]
+    again = make(ModelCheckpoint(folder, every_n_train_steps=1))
+    again.fit(batches(*[8] * 20), ckpt_path="last")
+    assert again.global_step == 20
+    table.add(
+        "a full disk",
+        1,
+        1,
+        "SaveFailed at the next step, with the space left; the last checkpoint stays",
+    )
+
+
+def test_a_full_disk_may_be_survived(small_disk, table):
+    folder = small_disk / "run"
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, on_save_error="warn")
+    full = At(step3=lambda: fill(small_disk, saver), step7=lambda: empty(small_disk))
+    trainer = make(saver, full)
+    with pytest.warns(
+        UserWarning, match="could not be written.*Training goes on"
+    ) as saw:
+        trainer.fit(batches(*[8] * 9))
+    assert len(saw) == 2  # of steps 4 and 6
+    assert sorted(os.listdir(folder)) == [".lock", "8"]
+    make().load(folder / "8")
+    table.add(
+        "a full disk, `on_save_error='warn'`",
+        2,
+        2,
+        "a warning each time; saves go on when there is room",
+    )
+
+
+def test_where_nothing_can_be_written_is_found_at_the_start(tmp_path, table):
+    (tmp_path / "file").write_text("")
+    for path in ("/proc/run", tmp_path / "file", tmp_path / "file" / "run"):
+        trainer = make(ModelCheckpoint(path))
+        with pytest.raises(OSError, match="`dirpath`: checkpoints can't be written to"):
+            trainer.fit(batches(8, 8))
+        assert trainer.global_step == 0
+    table.add(
+        "a dirpath that can't be written to", 3, 3, "an error before the first step"
+    )
+
+
+def test_a_second_run_in_one_folder_is_refused(jobs, table):
+    process, root = jobs.start("two", epochs=6, pause=0.2)
+    jobs.wait_for_step(process, root, 5)
+    trainer = make(ModelCheckpoint(root / "checkpoints"))
+    with pytest.raises(RuntimeError, match=f"another run writes .* {process.pid} on"):
+        trainer.fit(batches(8))
+    process.kill()
+    process.join()
+    with pytest.raises(ValueError, match="another model"):  # no longer the lock
+        trainer.fit(batches(8), ckpt_path="last")
+    inside = At(step1=lambda: make(ModelCheckpoint(root / "b")).fit(batches(8)))
+    with pytest.raises(RuntimeError, match="another fit of this very process"):
+        make(ModelCheckpoint(root / "b"), inside).fit(batches(8))
+    make(ModelCheckpoint(root / "b")).fit(batches(8))
+    table.add(
+        "two runs in one folder",
+        2,
+        2,
+        "the second is refused, with process and host; a dead one holds nothing",
+    )
+
+
+class Raising:
+    def __init__(self, data, at):
+        self.data, self.at = data, at
+
+    def __iter__(self):
+        for idx, batch in enumerate(self.data):
+            if idx == self.at:
+                raise OSError("no such image")
+            yield batch
+
+
+def test_a_loader_that_raises(tmp_path, table):
+    data, folder = batches(*[8] * 6), tmp_path / "run"
+    whole = make()
+    whole.fit(data)
+    with pytest.raises(OSError, match="no such image") as caught:
+        make(ModelCheckpoint(folder, every_n_train_steps=2)).fit(Raising(data, 5))
+    assert "in batch 5 of epoch 0 of `train_loader`" in caught.value.__notes__
+    again = make(ModelCheckpoint(folder))
+    again.fit(data, ckpt_path="last")
+    for ours, theirs in zip(leaves(again), leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    table.add(
+        "the loader raises at step k",
+        1,
+        1,
+        "its error, with epoch and batch; resumed bit for bit",
+    )
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_callback_that_raises(tmp_path, table, hook):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    bad = type("Bad", (Callback,), {hook: fail})()
+    data, folder = (batches(8, 8, 8), batches(8)), tmp_path / "run"
+    saver = ModelCheckpoint(folder, every_n_train_steps=1)
+    stop = At(step2=fail) if hook == "on_exception" else Callback()
+    with pytest.raises(RuntimeError, match="a bug") as caught:
+        make(bad, saver, stop).fit(*data)
+    notes = "\n".join(caught.value.__notes__)
+    assert f"raised by the callback Bad in {hook}" in notes or (
+        hook == "on_exception" and "and after that: RuntimeError: a bug" in notes
+    )
+    again, whole = make(ModelCheckpoint(folder)), make()
+    again.fit(*data, max_epochs=2, ckpt_path="auto")
+    whole.fit(*data, max_epochs=2)
+    for ours, theirs in zip(leaves(again), leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert again.history["val_loss"] == whole.history["val_loss"]
+    table.add(
+        f"a callback raises in `{hook}`",
+        1,
+        1,
+        "its error, with callback and hook; resumed bit for bit",
+    )
+
+
+def test_a_clock_that_jumps_back(jobs, table):
+    import job
+
+    code, output = jobs.run("clock", epochs=6, prepare=job.turn_back_the_clock)
+    assert code == 0, output
+    jobs.assert_same("clock", "whole")
+    table.add("the clock jumps back", 1, 1, "nothing")
+
+
+def test_a_worker_that_is_killed(jobs, table):
+    import job
+
+    harm = [("on_train_batch_end", 3, job.kill_a_worker)]
+    code, output = jobs.run("worker", epochs=2, workers=2, harm=harm)
+    assert code == 1 and "exited unexpectedly" in output, output
+    assert "Workers that run out of memory are killed, too" in output
+    code, output = jobs.run("worker", epochs=6)
+    assert code == 0, output
+    jobs.assert_same("worker", "whole")
+    table.add(
+        "a loader's worker is killed",
+        1,
+        1,
+        "torch's error and what may be the cause; resumed bit for bit, without workers",
+    )
+
+
+def test_a_script_that_ends_after_fit_has_its_checkpoint(tmp_path, table):
+    script = """
+import jax, jaxdp, equinox as eqx, numpy as np, sys, os
+model = eqx.nn.Linear(500, 500, key=jax.random.key(0))
+saver = jaxdp.callbacks.ModelCheckpoint(sys.argv[1], every_n_train_steps=1)
+x = np.ones((8, 500), np.float32)
+jaxdp.Trainer(model, loss="mse", callbacks=[saver]).fit([(x, x)] * 3)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == [".lock", "3"]
+    table.add(
+        "`os._exit` right after `fit`", 1, 1, "nothing: the checkpoint is on disk"
+    )

@@ -1,0 +1,157 @@
+"""Runs that are killed, by whomever and whenever, and started again."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from conftest import LONG
+
+MID_SAVE = 12 if LONG else 2
+
+
+@pytest.mark.parametrize("seed", range(20 if LONG else 1))
+def test_kills_at_random_moments(jobs, table, seed):
+    generator = random.Random(seed)
+    name, killed = f"killed{seed}", 0
+    while killed < 10:
+        process, root = jobs.start(name, epochs=6, pause=0.01)
+        if generator.random() < 0.2:  # anywhere, compilation included
+            process.join(generator.uniform(0.0, 3.0))
+        else:
+            jobs.wait_for_step(process, root, 0)
+            target = jobs.step(root) + generator.randint(0, 5)
+            jobs.wait_for_step(process, root, target)
+            process.join(generator.uniform(0.0, 0.05))
+        number = generator.choice([signal.SIGKILL, signal.SIGTERM])
+        if not process.is_alive():
+            break  # it came to its end
+        os.kill(process.pid, number)
+        process.join(120)
+        # SIGTERM before `fit` has begun is answered by nobody.
+        assert process.exitcode in (-9, -15, 143, 0), jobs.output(name)
+        killed += process.exitcode != 0
+    code, output = jobs.run(name, epochs=6)
+    assert code == 0, output
+    jobs.assert_same(name, "whole")
+    text = "`resumed step N`; the end is bit for bit that of an unbroken run"
+    table.add("kill -9 and SIGTERM at random moments", killed, killed, text)
+
+
+def test_kills_while_a_checkpoint_is_written(jobs, table):
+    killed = 0
+    for attempt in range(MID_SAVE):
+        process, root = jobs.start("saving", epochs=6, width=4000)
+        start = jobs.step(root)
+        folder = root / "checkpoints"
+
+        def is_writing(folder=folder):
+            return folder.exists() and any("tmp" in name for name in os.listdir(folder))
+
+        jobs.wait_for_step(process, root, start + 1 + attempt % 3)
+        jobs.wait(process, is_writing)
+        if process.is_alive():
+            process.kill()
+            killed += 1
+        process.join(120)
+    code, output = jobs.run("saving", epochs=6, width=4000)
+    assert code == 0, output
+    assert jobs.run("saved", epochs=6, width=4000)[0] == 0
+    jobs.assert_same("saving", "saved")
+    table.add(
+        "kill -9 while a checkpoint is written",
+        killed,
+        killed,
+        "the one before is used; no rubbish stays",
+    )
+
+
+def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
+    from jaxdp.checkpoint_dir import CheckpointDir
+
+    survived, tries = 0, 20 if LONG else 5
+    for attempt in range(tries):
+        folder = tmp_path / str(attempt)
+        for step in range(3):
+            inside = folder / str(step) / "state"
+            inside.mkdir(parents=True)
+            for number in range(400):
+                (inside / str(number)).touch()
+        pid = os.fork()
+        if pid == 0:
+            CheckpointDir(folder).remove(1)
+            os._exit(0)
+        while os.path.exists(folder / "1"):
+            pass
+        time.sleep(0.0005 * attempt)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        there = CheckpointDir(folder)
+        assert there.steps() == [0, 2]
+        there.open()
+        survived += set(os.listdir(folder)) == {"0", "2", ".lock"}
+        there.close()
+    table.add(
+        "kill -9 while an old one is removed",
+        tries,
+        survived,
+        "it is gone; its rest is swept at the next start",
+    )
+
+
+MOMENTS = {
+    "a step": ("on_train_batch_end", 4),
+    "a save": ("on_boundary", 3),
+    "validation": ("on_validation_batch_end", 3),
+    "the end of an epoch": ("on_train_epoch_end", 1),
+    "compilation": ("setup", 1),
+    "a step, a second one at once": ("on_train_batch_end", 5),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_at_chosen_moments(jobs, table, moment):
+    import job
+
+    hook, at = MOMENTS[moment]
+    name = f"sigterm {moment}"
+    harm = [(hook, at, job.Signal("SIGTERM"))] * (2 if "second" in moment else 1)
+    code, output = jobs.run(name, epochs=6, harm=harm)
+    assert code == 143, output
+    assert "Traceback" not in output
+    code, output = jobs.run(name, epochs=6)
+    assert code == 0, output
+    jobs.assert_same(name, "whole")
+    table.add(f"SIGTERM during {moment}", 1, 1, "exit code 143; resumed bit for bit")
+
+
+def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
+    import job
+
+    harm = [("on_train_batch_end", 4, job.Signal("SIGINT", group=True))]
+    code, output = jobs.run("ctrl-c", epochs=6, harm=harm, workers=2)
+    assert code == 1 and output.count("Traceback") == 1, output
+    code, output = jobs.run("ctrl-c", epochs=6)
+    assert code == 0, output
+    jobs.assert_same("ctrl-c", "whole")  # whatever the number of workers
+    table.add(
+        "Ctrl-C to all processes, two workers",
+        1,
+        1,
+        "KeyboardInterrupt, no traces of workers",
+    )
+
+
+def test_a_signal_may_hand_control_back(jobs, table):
+    import job
+
+    harm = [("on_train_batch_end", 4, job.Signal("SIGUSR1"))]
+    options = {"epochs": 6, "preemption": ("SIGUSR1", "return")}
+    code, output = jobs.run("usr1", harm=harm, **options)
+    assert code == 0, output
+    assert jobs.result("usr1")["step"] == 4
+    code, output = jobs.run("usr1", **options)
+    assert code == 0, output
+    jobs.assert_same("usr1", "whole")
+    table.add("SIGUSR1 with Preemption(action='return')", 1, 1, "`fit` returns, saved")

@@ -1,0 +1,257 @@
+"""`fit(..., ckpt_path=...)`: the run goes on, whatever it was in the middle of."""
+
+import json
+import os
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, Recorder, batches, rows
+
+from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+
+DATA = batches(16, 16, 5)
+
+
+def make(*callbacks, strategy=None, **options):
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=SingleDevice() if strategy is None else strategy,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+
+def assert_same(trainer, other):
+    for ours, theirs in zip(leaves(trainer), leaves(other), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert trainer.history.state_dict() == other.history.state_dict()
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+def test_resuming_between_an_epochs_last_step_and_its_validation(tmp_path, stop):
+    """Every step of three epochs, with validations inside of epochs and none."""
+    val, settings = batches(16, seed=1), {"max_epochs": 3, "val_check_interval": 2}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = make(whole)
+    expected.fit(DATA, val, **settings)
+
+    class Stop(Recorder):
+        def on_boundary(self, trainer):
+            if trainer.global_step == stop:
+                raise OSError("killed")
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    # What a kill right after the commit of a save at this very step would leave.
+    trainer = make(first, saver, Stop())
+    saver.on_boundary = lambda trainer: (
+        saver._settle(wait=True),
+        saver._begin(trainer) if trainer.global_step not in saver._scores else None,
+    )
+    with pytest.raises(OSError, match="killed"):
+        trainer.fit(DATA, val, **settings)
+    again = make(second, ModelCheckpoint(tmp_path, every_n_train_steps=1))
+    again.fit(DATA, val, ckpt_path="last", **settings)
+    assert first.losses + second.losses == whole.losses
+    assert_same(again, expected)
+
+
+@pytest.mark.parametrize("before, after", [
+    (lambda: Sharded(8), lambda: Sharded(2)), (lambda: Sharded(8), SingleDevice),
+    (lambda: Sharded(2), lambda: Pmap(8)), (lambda: Pmap(4), lambda: Sharded(3)),
+])  # fmt: skip
+def test_a_run_goes_on_on_other_devices(tmp_path, before, after):
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    make(whole).fit(DATA, max_epochs=3)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    make(first, saver, strategy=before()).fit(DATA, max_steps=5)
+    again = make(second, ModelCheckpoint(tmp_path), strategy=after())
+    again.fit(DATA, max_epochs=3, ckpt_path="auto")
+    np.testing.assert_allclose(
+        first.losses + second.losses, whole.losses, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_words_say_which_checkpoint(tmp_path):
+    val = batches(16, seed=1)
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
+    trainer = make(saver)
+    history = trainer.fit(DATA, val, max_epochs=5)
+    best = 3 * (1 + int(np.argmin(history["val_loss"])))
+    again = make(ModelCheckpoint(tmp_path, monitor="val_loss"))
+    with pytest.warns(UserWarning, match="nothing to do"):
+        again.fit(DATA, val, max_epochs=1, ckpt_path="best")
+    assert again.global_step == best
+    with pytest.raises(ValueError, match="'best' needs a ModelCheckpoint with a `moni"):
+        make(ModelCheckpoint(tmp_path)).fit(DATA, ckpt_path="best")
+    with pytest.raises(ValueError, match="this trainer has none"):
+        make().fit(DATA, ckpt_path="last")
+    with pytest.raises(FileNotFoundError, match="there are no checkpoints in .*empty"):
+        make(ModelCheckpoint(tmp_path / "empty")).fit(DATA, ckpt_path="last")
+    fresh = make(ModelCheckpoint(tmp_path / "empty"))
+    fresh.fit(DATA, ckpt_path="auto")
+    assert fresh.global_step == 3
+    by_path = make()
+    by_path.fit(DATA, max_epochs=6, ckpt_path=tmp_path / "15")
+    assert by_path.global_step == 18
+
+
+def test_checkpoints_of_another_run_are_moved_and_kept(tmp_path, caplog):
+    make(ModelCheckpoint(tmp_path)).fit(DATA, max_epochs=2)
+    make(ModelCheckpoint(tmp_path)).fit(DATA)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "3", "before-1"]
+    assert os.listdir(tmp_path / "before-1") == ["6"]
+    assert 'use `fit(..., ckpt_path="auto")`' in caplog.text
+    make().load(tmp_path / "before-1" / "6")
+
+
+def test_going_on_from_an_older_one_keeps_the_newer(tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1)
+    make(saver).fit(DATA, max_epochs=4)
+    again = make(ModelCheckpoint(tmp_path, save_top_k=-1))
+    again.fit(DATA, max_epochs=3, ckpt_path=tmp_path / "6")
+    assert sorted(os.listdir(tmp_path)) == [".lock", "3", "6", "9", "before-1"]
+    assert sorted(os.listdir(tmp_path / "before-1")) == ["12", "9"]
+
+
+def torch_data(count):
+    torch = pytest.importorskip("torch")
+
+    class Counting(torch.utils.data.Dataset):
+        reads = 0
+
+        def __init__(self):
+            self.x, self.y = rows(count)
+
+        def __len__(self):
+            return count
+
+        def __getitem__(self, index):
+            Counting.reads += 1
+            return self.x[index] + torch.rand(4).numpy(), int(self.y[index])
+
+    return torch, Counting()
+
+
+def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
+    torch, dataset = torch_data(4)
+    big = torch.utils.data.Subset(dataset, np.zeros(40_004, int))
+    loader = torch.utils.data.DataLoader(big, 4, shuffle=True)
+    trainer = make()
+    trainer.fit(loader, max_steps=1)
+    trainer._batches_done = trainer.global_step = 10_000
+    path = trainer.save(tmp_path / "saved")
+    type(dataset).reads = 0
+    again = make()
+    again.load(path)
+    source_began = time.perf_counter()
+    again.fit(loader, max_steps=10_001)
+    del source_began
+    assert type(dataset).reads == 4
+    assert again.current_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_in_this_epoch_and_the_next(tmp_path, workers):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    torch, dataset = torch_data(40)
+    examples = list(dataset)
+
+    def loader():
+        generator = torch.Generator().manual_seed(1)
+        return loaders.StatefulDataLoader(
+            examples, 8, shuffle=True, generator=generator, num_workers=workers
+        )
+
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    make(whole).fit(loader(), max_epochs=3)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    make(first, saver).fit(loader(), max_steps=3)
+    make(second, ModelCheckpoint(tmp_path)).fit(
+        loader(), max_epochs=3, ckpt_path="last"
+    )
+    assert first.losses + second.losses == whole.losses
+
+
+class Stream:
+    """An iterable that can't jump."""
+
+    def __iter__(self):
+        yield from DATA
+
+
+@pytest.mark.parametrize("kind", ["iterable", "generator"])
+def test_what_cannot_jump_is_replayed(tmp_path, kind):
+    def loader():
+        return (
+            Stream()
+            if kind == "iterable"
+            else (batch for _ in range(3) for batch in DATA)
+        )
+
+    settings = {"max_epochs": 3, "limit_train_batches": 3}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    make(whole).fit(loader(), **settings)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    make(first, saver).fit(loader(), max_steps=5, limit_train_batches=3)
+    again = make(second, ModelCheckpoint(tmp_path))
+    again.fit(loader(), ckpt_path="last", **settings)
+    assert first.losses + second.losses == whole.losses
+
+
+def test_a_checkpoint_of_format_1_loads(tmp_path, caplog):
+    import orbax.checkpoint as ocp
+
+    trainer = make(ModelCheckpoint(tmp_path / "run", monitor="loss"))
+    trainer.fit(DATA)
+    path = trainer.save(tmp_path / "new")
+    meta = json.loads((tmp_path / "new" / "meta" / "metadata").read_text())
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(f"{path}/state")
+    old = {key: meta[key] for key in ("leaves", "global_step", "current_epoch",
+           "batches_done", "examples_seen", "source", "seed", "history")}  # fmt: skip
+    old["callbacks"] = {
+        "0:ModelCheckpoint": {
+            "best_model_path": str(tmp_path / "run" / "3"),
+            "best_model_score": 1.0,
+            "last_model_path": str(tmp_path / "run" / "3"),
+            "scores": {str(tmp_path / "run" / "3"): 1.0},
+        }
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            tmp_path / "old",
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(arrays),
+                meta=ocp.args.JsonSave({"format": 1, **old}),
+            ),
+        )
+    again = make(ModelCheckpoint(tmp_path / "run", monitor="loss"))
+    again.load(tmp_path / "old")
+    assert_same(again, trainer)
+    assert again.callbacks[0].best_model_score == 1.0
+    assert "saved without fingerprints" in caplog.text
+
+
+def test_a_newer_format_says_what_wrote_it(tmp_path):
+    from jaxdp import checkpoint
+
+    trainer = make()
+    path = trainer.save(tmp_path / "saved")
+    file = tmp_path / "saved" / "meta" / "metadata"
+    meta = json.loads(file.read_text()) | {"format": 3}
+    del meta["digest"]
+    file.write_text(json.dumps(meta | {"digest": checkpoint._digest(meta)}))
+    with pytest.raises(ValueError, match=r"has format 3, written by jaxdp.*newer one"):
+        trainer.load(path)
