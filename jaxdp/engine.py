@@ -18,6 +18,7 @@ from .collectives import Collectives
 from .console import say
 from .data import Packed, Packer, check_labels
 from .metrics import Facts, Metrics, means_of, new_totals
+from .precision import as_own, as_stored
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, with_auto_axes
@@ -82,10 +83,13 @@ class Engine:
         }
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
-        params, buffers, _ = with_auto_axes(parts)
+        self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
-            state = first_state(params, buffers, model_state, steps.optimizer, seed)
+            state = first_state(
+                params, buffers, model_state, steps.optimizer, seed, steps.precision
+            )
             self.state = strategy.place(state)
 
     @property
@@ -104,6 +108,7 @@ class Engine:
             params, buffers, model_state = self.strategy.gather(
                 (state.params, state.buffers, state.model_state)
             )
+            params, buffers = as_own((params, buffers), self._own)
             model = eqx.combine(params, buffers, self.steps.static)
             self._gathered = self._leaves, (model, model_state)
         return self._gathered[1]

@@ -20,6 +20,15 @@ from . import objective as objectives
 from .collectives import Collectives
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
+from .precision import (
+    PRECISIONS,
+    Precision,
+    cast_batch,
+    computing,
+    first_scale,
+    next_scale,
+    widen,
+)
 from .remat import Remat, remat_function, remat_submodules
 from .tree import leaf_path
 
@@ -51,6 +60,8 @@ class TrainState(NamedTuple):
     totals: Any
     """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
     `metrics.add_to_totals`."""
+    loss_scale: Any = None
+    """`precision.LossScale` under "16-mixed", or None."""
 
     @property
     def weights(self) -> "Weights":
@@ -88,6 +99,7 @@ class Steps(NamedTuple):
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
     remat: Remat = False
+    precision: Precision = PRECISIONS["32-true"]
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -106,23 +118,23 @@ class Steps(NamedTuple):
         def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = self._model(collectives.gather(params), state.buffers)
+                batch = cast_batch(model, micro.batch, self.precision)
                 model = remat_submodules(model, self.remat)
+                model = computing(model, self.precision)
                 rows = _rows(collectives, step_key, micro)
-                found = objective(
-                    model, model_state, micro.batch, rows, _bound(collectives)
-                )
+                found = objective(model, model_state, batch, rows, _bound(collectives))
                 _check_depends(found.values["loss"], params)
                 sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
                 facts = _facts(found, stateful=model_state is not None)
                 loss = sums["loss"]
-                return loss / total.astype(loss.dtype), (
-                    found.model_state,
-                    _Summed(sums, facts),
-                )
+                loss = loss / total.astype(loss.dtype)
+                if state.loss_scale is not None:
+                    loss = loss * state.loss_scale.scale
+                return loss, (found.model_state, _Summed(sums, facts))
 
             recomputed = remat_function(mean_loss, self.remat)
             grads, aux = jax.grad(recomputed, has_aux=True)(state.params)
-            return grads, *aux
+            return widen(grads), *aux
 
         # An eqx.nn.State may be used once; the copy leaves `state` whole.
         model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
@@ -130,6 +142,10 @@ class Steps(NamedTuple):
             gradients, state.params, model_state, groups
         )
         grads = collectives.sum_gradients(grads)
+        if state.loss_scale is not None:
+            unscale = 1 / state.loss_scale.scale  # a power of two: exact
+            grads = jax.tree.map(lambda grad: grad * unscale, grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         sums = collectives.sum(summed.sums)
         model_state = collectives.mean(model_state)
         means = vector(sums, summed.facts) / total
@@ -145,6 +161,7 @@ class Steps(NamedTuple):
             key=state.key,
             step=state.step + 1,
             totals=add_to_totals(state.totals, total, means * total),
+            loss_scale=state.loss_scale,
         )
         inside: dict[str, Array] = {}
         for hook in self.inside:
@@ -156,9 +173,19 @@ class Steps(NamedTuple):
                     " return a dict of named arrays."
                 )
             inside |= values
-        if self.skip_nonfinite:
-            finite = _all_finite((means[0], grads))
+        if self.skip_nonfinite or state.loss_scale is not None:
+            finite = _all_finite(collectives, (means[0], grads))
             kept = state._replace(step=new.step)
+            if state.loss_scale is not None:
+                # An overflow in the gradients alone leaves a loss that counts.
+                is_loss = jnp.isfinite(means).all()
+                totals = jnp.where(is_loss, new.totals, state.totals)
+                scale = next_scale(state.loss_scale, finite)
+                new, kept = (
+                    each._replace(totals=totals, loss_scale=scale)
+                    for each in (new, kept)
+                )
+                inside["loss_scale"] = state.loss_scale.scale
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
             inside["skipped"] = ~finite
         if clash := set(inside) & set(summed.facts.names):
@@ -182,11 +209,12 @@ class Steps(NamedTuple):
         micro = _first(group)
         rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
         model = self._model(collectives.gather(weights.params), weights.buffers)
+        batch = cast_batch(model, micro.batch, self.precision)
         assert self.objective is not None
         found = self.objective(
-            eqx.nn.inference_mode(model),
+            computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
-            micro.batch,
+            batch,
             rows,
             _bound(collectives),
         )
@@ -207,7 +235,7 @@ class Steps(NamedTuple):
         rows = _rows(collectives, key, micro)
         model = self._model(collectives.gather(weights.params), weights.buffers)
         prediction, _ = objectives.apply(
-            eqx.nn.inference_mode(model),
+            computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
             micro.batch,
             rows,
@@ -248,6 +276,7 @@ def first_state(
     model_state: PyTree,
     optimizer: optax.GradientTransformation,
     seed: int,
+    precision: Precision = PRECISIONS["32-true"],
 ) -> TrainState:
     """The state before any step; not placed yet."""
 
@@ -267,6 +296,7 @@ def first_state(
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
         totals=new_totals(),
+        loss_scale=first_scale(precision),
     )
 
 
@@ -317,7 +347,7 @@ def _over_micro_batches(
             micro = jax.tree.map(lambda x: x[0], micros)
             grads, model_state, summed = gradients(model_state, micro)
         else:
-            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = widen(jax.tree.map(jnp.zeros_like, params))
             (grads, model_state), each = jax.lax.scan(
                 body, (zeros, model_state), micros
             )
@@ -385,9 +415,11 @@ def _weigh(value: Array, mask: Array) -> Array:
     return jnp.where(mask, value, 0).sum()
 
 
-def _all_finite(tree: PyTree) -> Array:
+def _all_finite(collectives: Collectives, tree: PyTree) -> Array:
+    """Whether no device holds a number that is not finite: all must agree on it."""
     leaves = jax.tree.leaves(tree)
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+    return collectives.sum((~finite).astype(jnp.float32)) == 0
 
 
 def _as(old: PyTree, new: PyTree, what: str) -> PyTree:

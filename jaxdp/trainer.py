@@ -24,6 +24,7 @@ from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, split_pair
+from .precision import find_precision
 from .remat import Remat
 from .source import Source
 from .step import Batch, Steps, TrainState
@@ -61,7 +62,8 @@ class Trainer:
         state: the `eqx.nn.State` of `eqx.nn.make_with_state`.
         filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
             leaves get no gradient and no optimizer state.
-        precision: "32-true".
+        precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; see
+            docs/precision.md for what is in which dtype.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
         steps_per_execution: 1.
@@ -106,7 +108,6 @@ class Trainer:
         checks.check_optimizer(optimizer)
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
-        checks.check_unavailable("precision", precision, "32-true")
         checks.check_unavailable("reproducible", reproducible, None)
         checks.check_unavailable("steps_per_execution", steps_per_execution, 1)
         checks.check_choice("data", data, ("global", "local"))
@@ -155,6 +156,7 @@ class Trainer:
         self._metrics = losses.find_metrics(metrics)
         self._objective = checks.choose_objective(loss, loss_fn, metrics, state)
         self._remat = remat
+        self._precision = find_precision(precision)
         self._hooks = Hooks(self.callbacks)
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
@@ -572,6 +574,7 @@ class Trainer:
                     self.optimizer,
                     inside,
                     remat=self._remat,
+                    precision=self._precision,
                 ),
                 self.strategy,
                 seed=self.seed,

@@ -54,7 +54,6 @@ class Unknown:
         ({"gradient_clip_val": "1"}, TypeError, "must be a number or None; got '1'"),
         ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
         ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
-        ({"precision": "bf16-mixed"}, NotImplementedError, "`precision`='bf16-mixed' "),
         ({"steps_per_execution": 4}, NotImplementedError, "`steps_per_execution`=4 is"),
         ({"reproducible": "bitwise"}, NotImplementedError, "`reproducible`='bitwise'"),
         ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),

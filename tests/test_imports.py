@@ -10,7 +10,7 @@ import jaxdp
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
     ["console", "tree", "losses", "history", "collectives", "metrics"],
-    ["objective", "remat"],
+    ["objective", "remat", "precision"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
     ["source", "engine", "checks", "interrupts"],
