@@ -10,12 +10,13 @@ from . import callbacks, losses, strategies, testing
 from .callbacks import Callback
 from .history import History
 from .step import TrainState
-from .strategies import DataParallel, Pmap, Sharded, SingleDevice
+from .strategies import FSDP, DataParallel, Pmap, Sharded, SingleDevice, ZeRO
 from .trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDP",
     "Callback",
     "DataParallel",
     "History",
@@ -24,6 +25,7 @@ __all__ = [
     "SingleDevice",
     "TrainState",
     "Trainer",
+    "ZeRO",
     "callbacks",
     "losses",
     "strategies",

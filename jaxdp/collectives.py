@@ -1,6 +1,7 @@
 """How a compiled step reaches the rows that other devices work on."""
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
 import equinox as eqx
 import jax
@@ -9,6 +10,10 @@ from jaxtyping import Array, Int, PyTree
 
 DATA: Final = "data"
 """Name of the axis that a batch's rows are split over."""
+
+Share = Literal["gradients", "rows", "whole"]
+"""What a result of `Collectives.over_rows` is: gradients like the parameters, values
+per row, or small values that every device holds."""
 
 
 class Collectives:
@@ -19,20 +24,47 @@ class Collectives:
     see one device's share.
     """
 
-    axis_name: str | None = None
+    axis_name: str | tuple[str, ...] | None = None
     num_shards: int = 1
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
         """Places in the global batch of the `rows` rows that this step sees."""
         return jnp.arange(rows)
 
+    def over_rows(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Any],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        """`function(collectives, inputs, groups)`: all of a step that looks at rows.
+
+        What comes after it, the optimizer and whatever callbacks trace, is written for
+        whole arrays. Here both see the same.
+        """
+        return function(self, inputs, groups)
+
+    def need_all_rows(self) -> None:
+        """Told, while a step is traced, that its rows can't be worked on apart.
+
+        It draws one key for all of them, or takes a mean over them by itself.
+        """
+
     def gather(self, params: PyTree) -> PyTree:
-        """Whole parameters from the shares held here; differentiated through."""
+        """Whole parameters from the shares held here, before they are used."""
         return params
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Sums gradients of all devices' rows; held as params are."""
+        """Sums gradients of whole parameters over all devices' rows; held as updated.
+
+        Called once per optimizer step, after all micro-batches.
+        """
         return gradients
+
+    def like_gradients(self, params: PyTree) -> PyTree:
+        """Parameters, held as `sum_gradients` holds their gradients."""
+        return params
 
     def sum(self, values: PyTree) -> PyTree:
         """Sums over all devices' rows."""
@@ -47,11 +79,11 @@ class AxisCollectives(Collectives):
     """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
 
     Args:
-        axis_name: the axis that the rows of a batch are split over.
-        num_shards: its size.
+        axis_name: the axis, or axes, that the rows of a batch are split over.
+        num_shards: how many parts that makes.
     """
 
-    def __init__(self, axis_name: str, num_shards: int):
+    def __init__(self, axis_name: str | tuple[str, ...], num_shards: int):
         self.axis_name = axis_name
         self.num_shards = num_shards
 

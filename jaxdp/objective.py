@@ -58,6 +58,9 @@ class CriterionObjective:
         metrics: criteria by name.
     """
 
+    takes_key = False
+    """Whether it draws for a whole batch at once, and not row by row."""
+
     def __init__(self, loss: losses.Criterion, metrics: Mapping[str, losses.Criterion]):
         self.loss = loss
         self.criteria = {"loss": loss, **metrics}
@@ -128,6 +131,7 @@ class LossFnObjective:
         self.loss_fn = loss_fn
         self.parameters = tuple(inspect.signature(loss_fn).parameters.values())
         self.takes_state = any(p.name == "state" for p in self.parameters[1:])
+        self.takes_key = any(p.name == "key" for p in self.parameters[1:])
 
     def __call__(
         self,

@@ -22,6 +22,7 @@ from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vec
 from .objective import Objective, Rows
 from .precision import (
     PRECISIONS,
+    LossScale,
     Precision,
     cast_batch,
     computing,
@@ -109,47 +110,20 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
-        objective = self.objective
-        assert objective is not None
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        total = jnp.stack([group.counts.sum() for group in groups]).sum()
-        total = total.astype(jnp.float32)
-
-        def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
-            def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
-                model = self._model(collectives.gather(params), state.buffers)
-                batch = cast_batch(model, micro.batch, self.precision)
-                model = remat_submodules(model, self.remat)
-                model = computing(model, self.precision)
-                rows = _rows(collectives, step_key, micro)
-                found = objective(model, model_state, batch, rows, _bound(collectives))
-                _check_depends(found.values["loss"], params)
-                sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
-                facts = _facts(found, stateful=model_state is not None)
-                loss = sums["loss"]
-                loss = loss / total.astype(loss.dtype)
-                if state.loss_scale is not None:
-                    loss = loss * state.loss_scale.scale
-                return loss, (found.model_state, _Summed(sums, facts))
-
-            recomputed = remat_function(mean_loss, self.remat)
-            grads, aux = jax.grad(recomputed, has_aux=True)(state.params)
-            return widen(grads), *aux
-
-        # An eqx.nn.State may be used once; the copy leaves `state` whole.
-        model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
-        grads, model_state, summed = _over_micro_batches(
-            gradients, state.params, model_state, groups
+        grads, model_state, summed = collectives.over_rows(
+            self._gradients,
+            (state.weights, state.step, state.loss_scale),
+            groups,
+            ("gradients", "whole", "whole"),
         )
-        grads = collectives.sum_gradients(grads)
         if state.loss_scale is not None:
             unscale = 1 / state.loss_scale.scale  # a power of two: exact
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        sums = collectives.sum(summed.sums)
-        model_state = collectives.mean(model_state)
-        means = vector(sums, summed.facts) / total
+        total = _total(groups)
+        means = vector(summed.sums, summed.facts) / total
 
+        state = state._replace(params=collectives.like_gradients(state.params))
         updates, opt_state = self._update(grads, state, loss=means[0])
         new = TrainState(
             params=_as(
@@ -174,7 +148,7 @@ class Steps(NamedTuple):
                 )
             inside |= values
         if self.skip_nonfinite or state.loss_scale is not None:
-            finite = _all_finite(collectives, (means[0], grads))
+            finite = _all_finite((means[0], grads))
             kept = state._replace(step=new.step)
             if state.loss_scale is not None:
                 # An overflow in the gradients alone leaves a loss that counts.
@@ -203,15 +177,90 @@ class Steps(NamedTuple):
         group: Group,
     ) -> tuple[Float[Array, "2 metrics"], Metrics]:
         """`totals` with the sums of one batch added, in inference mode."""
-        key = jax.random.fold_in(
-            jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
+        summed = collectives.over_rows(
+            self._sums, (weights, batch_idx), [group], "whole"
         )
-        micro = _first(group)
+        total = group.counts.sum().astype(jnp.float32)
+        sums = vector(summed.sums, summed.facts)
+        metrics = Metrics(summed.facts, sums / total, {})
+        return add_to_totals(totals, total, sums), metrics
+
+    def predict(
+        self, collectives: Collectives, weights: Weights, group: Group
+    ) -> PyTree:
+        """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
+        return collectives.over_rows(self._predictions, weights, [group], "rows")
+
+    def _gradients(
+        self,
+        collectives: Collectives,
+        inputs: tuple[Weights, Int[Array, ""], LossScale | None],
+        groups: Sequence[Group],
+    ) -> tuple[PyTree, PyTree, "_Summed"]:
+        """The gradient of the mean loss, the new model state, and sums over all rows.
+
+        Here is all that looks at rows; a device may be shown its own only.
+        """
+        objective = self.objective
+        assert objective is not None
+        weights, step, scale = inputs
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
+        total = _total(groups)
+        if weights.model_state is not None or objective.takes_key:
+            collectives.need_all_rows()
+        whole = collectives.gather(weights.params)
+        buffers = collectives.gather(weights.buffers)
+
+        def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
+            def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
+                model = remat_submodules(self._model(params, buffers), self.remat)
+                batch = cast_batch(model, micro.batch, self.precision)
+                model = computing(model, self.precision)
+                rows = _rows(collectives, step_key, micro)
+                found = objective(model, model_state, batch, rows, _bound(collectives))
+                _check_depends(found.values["loss"], params)
+                sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
+                facts = _facts(found, stateful=model_state is not None)
+                if facts.rows_interact:
+                    collectives.need_all_rows()
+                loss = sums["loss"]
+                loss = loss / total.astype(loss.dtype)
+                loss = loss if scale is None else loss * scale.scale
+                return loss, (found.model_state, _Summed(sums, facts))
+
+            recomputed = remat_function(mean_loss, self.remat)
+            grads, aux = jax.grad(recomputed, has_aux=True)(whole)
+            return widen(grads), *aux
+
+        # An eqx.nn.State may be used once; the copy leaves the state whole.
+        model_state = jax.tree.map(lambda leaf: leaf, weights.model_state)
+        grads, model_state, summed = _over_micro_batches(
+            gradients, whole, model_state, groups
+        )
+        return (
+            collectives.sum_gradients(grads),
+            collectives.mean(model_state),
+            _Summed(collectives.sum(summed.sums), summed.facts),
+        )
+
+    def _sums(
+        self,
+        collectives: Collectives,
+        inputs: tuple[Weights, Int[Array, ""]],
+        groups: Sequence[Group],
+    ) -> "_Summed":
+        """Sums over all rows of a batch, in inference mode."""
+        objective = self.objective
+        assert objective is not None
+        weights, batch_idx = inputs
+        if objective.takes_key:
+            collectives.need_all_rows()
+        micro = _first(groups[0])
+        key = _key_outside_training(weights)
         rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
-        model = self._model(collectives.gather(weights.params), weights.buffers)
+        model = self._whole_model(collectives, weights)
         batch = cast_batch(model, micro.batch, self.precision)
-        assert self.objective is not None
-        found = self.objective(
+        found = objective(
             computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
             batch,
@@ -219,26 +268,22 @@ class Steps(NamedTuple):
             _bound(collectives),
         )
         facts = _facts(found, stateful=False)
+        if facts.rows_interact:
+            collectives.need_all_rows()
         sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
-        total = group.counts.sum().astype(jnp.float32)
-        summed = vector(collectives.sum(sums), facts)
-        return add_to_totals(totals, total, summed), Metrics(facts, summed / total, {})
+        return _Summed(collectives.sum(sums), facts)
 
-    def predict(
-        self, collectives: Collectives, weights: Weights, group: Group
+    def _predictions(
+        self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
     ) -> PyTree:
-        """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
-        key = jax.random.fold_in(
-            jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
-        )
-        micro = _first(group)
-        rows = _rows(collectives, key, micro)
-        model = self._model(collectives.gather(weights.params), weights.buffers)
+        """Predictions for the rows of a batch that are seen here."""
+        micro = _first(groups[0])
+        model = self._whole_model(collectives, weights)
         prediction, _ = objectives.apply(
             computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
             micro.batch,
-            rows,
+            _rows(collectives, _key_outside_training(weights), micro),
             _bound(collectives),
         )
         return prediction
@@ -268,6 +313,11 @@ class Steps(NamedTuple):
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)
+
+    def _whole_model(self, collectives: Collectives, weights: Weights) -> PyTree:
+        return self._model(
+            collectives.gather(weights.params), collectives.gather(weights.buffers)
+        )
 
 
 def first_state(
@@ -387,13 +437,26 @@ def _batch_key(collectives: Collectives, key: Any, micro: _Micro) -> Any:
     return key
 
 
+def _total(groups: Sequence[Group]) -> Float[Array, ""]:
+    """How many real rows there are, on all devices."""
+    total = jnp.stack([group.counts.sum() for group in groups]).sum()
+    return total.astype(jnp.float32)
+
+
+def _key_outside_training(weights: Weights) -> Any:
+    return jax.random.fold_in(
+        jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
+    )
+
+
 def _first(group: Group) -> _Micro:
     batch, counts = jax.tree.map(lambda x: x[0], tuple(group))
     return _Micro(batch, counts, jnp.int32(0))
 
 
 def _bound(collectives: Collectives) -> tuple[str, ...]:
-    return () if collectives.axis_name is None else (collectives.axis_name,)
+    name = collectives.axis_name
+    return () if name is None else (name,) if isinstance(name, str) else name
 
 
 def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
@@ -415,11 +478,9 @@ def _weigh(value: Array, mask: Array) -> Array:
     return jnp.where(mask, value, 0).sum()
 
 
-def _all_finite(collectives: Collectives, tree: PyTree) -> Array:
-    """Whether no device holds a number that is not finite: all must agree on it."""
+def _all_finite(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
-    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-    return collectives.sum((~finite).astype(jnp.float32)) == 0
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 def _as(old: PyTree, new: PyTree, what: str) -> PyTree:

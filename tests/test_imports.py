@@ -9,7 +9,7 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["console", "tree", "losses", "history", "collectives", "metrics"],
+    ["console", "tree", "losses", "history", "collectives", "metrics", "hlo"],
     ["objective", "remat", "precision"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],

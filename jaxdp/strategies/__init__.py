@@ -2,7 +2,16 @@
 
 from .base import DataParallel
 from .pmap import Pmap
-from .sharded import Sharded
+from .sharded import Layout, Sharded
 from .single_device import SingleDevice
+from .split import FSDP, ZeRO
 
-__all__ = ["DataParallel", "Pmap", "Sharded", "SingleDevice"]
+__all__ = [
+    "FSDP",
+    "DataParallel",
+    "Layout",
+    "Pmap",
+    "Sharded",
+    "SingleDevice",
+    "ZeRO",
+]

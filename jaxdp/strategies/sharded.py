@@ -1,8 +1,9 @@
 """Data parallelism by sharding: `jax.jit` sees global arrays, XLA communicates."""
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -20,6 +21,14 @@ from .base import (
     place_copy,
     state_shardings,
 )
+from .by_rows import ByRows, names_of
+
+
+class Layout(NamedTuple):
+    """How a leaf is split over the devices, and why."""
+
+    spec: PartitionSpec
+    reason: str
 
 
 class Sharded(DataParallel):
@@ -35,6 +44,9 @@ class Sharded(DataParallel):
         mesh: instead of `devices`, a mesh that has an axis named `"data"`. A mesh with
             Explicit axes is taken as one with Auto axes.
     """
+
+    row_axes: tuple[str, ...] = (DATA,)
+    """The axes of the mesh that rows are split over."""
 
     def __init__(
         self,
@@ -55,10 +67,13 @@ class Sharded(DataParallel):
             )
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
-        self.num_shards = self.mesh.shape[DATA]
+        self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """How a leaf of the model is split; its optimizer state follows.
+
+        Over an axis that rows are split over too, a parameter is split between steps
+        and gathered for each.
 
         Args:
             path: as a user writes it, `layers[0].weight`.
@@ -66,38 +81,84 @@ class Sharded(DataParallel):
         """
         return PartitionSpec()
 
+    def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a parameter's gradient and optimizer state are split: as itself is.
+
+        Elsewhere than the parameter, over an axis that rows are split over: each device
+        updates a share of a parameter that all of them then hold whole.
+        """
+        return self.param_spec(path, leaf)
+
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         """How a leaf of a batch, shaped `(rows, ...)`, is split."""
-        return PartitionSpec(DATA)
+        return PartitionSpec(self.row_axes)
+
+    def reason(self, path: str, leaf: Array) -> str:
+        """Why a leaf of the model is held as it is, for `layouts`."""
+        return "by param_spec" if any(self.param_spec(path, leaf)) else "whole"
 
     def place(self, state: TrainState) -> TrainState:
         return place_copy(state, self.state_shardings(state))
 
+    def layouts(self, state: TrainState) -> dict[str, "Layout"]:
+        """How each leaf of a state is split over the devices, and why.
+
+        Args:
+            state: arrays, or their shapes and dtypes; placed or not.
+
+        Returns:
+            By name, `params: layers[0].weight`.
+        """
+        found: dict[str, Layout] = {}
+        for field, tree in self._layouts(state)._asdict().items():
+            is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
+            leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layout)[0]
+            for path, layout in leaves:
+                found[f"{field}: {leaf_path(path)}".removesuffix(": ")] = layout
+        return found
+
     def state_shardings(self, state: TrainState) -> TrainState:
-        """The layout of every leaf of the state, from `param_spec`.
+        """The layout of every leaf of the state.
 
         A leaf of the optimizer state belongs to the parameter whose path its own path
-        ends with, if it has that parameter's shape too; Adam's `mu.layers[0].weight`
-        does. Whatever belongs to none is replicated.
+        ends with, if it has that parameter's shape too, or a stack of such; Adam's
+        `mu.layers[0].weight` does. Whatever belongs to none is replicated.
         """
-        specs: dict[tuple[Any, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
+        return jax.tree.map(
+            lambda layout: NamedSharding(self.mesh, layout.spec),
+            self._layouts(state),
+            is_leaf=lambda node: isinstance(node, Layout),
+        )
 
-        def own(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            spec = self._checked_spec(leaf_path(path), leaf)
-            specs[tuple(map(str, path))] = leaf.shape, spec
-            return NamedSharding(self.mesh, spec)
+    def _layouts(self, state: TrainState) -> TrainState:
+        """A `Layout` for every leaf of the state."""
+        params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
 
-        def inherited(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        def own(path: tuple[Any, ...], leaf: Any) -> Layout:
+            name = leaf_path(path)
+            return Layout(self._held(name, leaf), self.reason(name, leaf))
+
+        def updated(path: tuple[Any, ...], leaf: Any) -> None:
+            name = leaf_path(path)
+            layout = Layout(self._updated(name, leaf), f"as its parameter {name}")
+            params[tuple(map(str, path))] = leaf.shape, layout
+
+        def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
             keys = tuple(map(str, path))
-            for start in range(len(keys)):
-                shape, spec = specs.get(keys[start:], (None, PartitionSpec()))
-                if shape == leaf.shape:
-                    return NamedSharding(self.mesh, spec)
-            return self._whole
+            for start in range(len(keys) + 1):
+                shape, layout = params.get(keys[start:], (None, None))
+                if shape is None or layout is None:
+                    continue
+                stacked = leaf.ndim - len(shape)
+                if stacked >= 0 and leaf.shape[stacked:] == shape:
+                    spec = PartitionSpec(*[None] * stacked, *layout.spec)
+                    return layout._replace(spec=spec)
+            return Layout(PartitionSpec(), "whole: like no parameter")
 
         with_path = jax.tree_util.tree_map_with_path
-        shardings = jax.tree.map(lambda _: self._whole, state)
-        return shardings._replace(
+        with_path(updated, state.params)
+        whole = Layout(PartitionSpec(), "whole")
+        return jax.tree.map(lambda _: whole, state)._replace(
             params=with_path(own, state.params),
             buffers=with_path(own, state.buffers),
             opt_state=with_path(inherited, state.opt_state),
@@ -113,7 +174,7 @@ class Sharded(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        rows = PartitionSpec(DATA) if split else PartitionSpec()
+        rows = PartitionSpec(self.row_axes) if split else PartitionSpec()
         layouts = {
             "state": state_shardings(arguments, roles),
             "rows": NamedSharding(self.mesh, rows),
@@ -126,7 +187,7 @@ class Sharded(DataParallel):
             return [self._group_shardings(group, split) for group in argument]
 
         program = jax.jit(
-            functools.partial(step, Collectives()),
+            functools.partial(step, self._collectives(arguments, roles, split)),
             in_shardings=tuple(map(layout_in, roles, arguments)),
             out_shardings=each(results, layouts.__getitem__),
             donate_argnums=donate,
@@ -137,39 +198,83 @@ class Sharded(DataParallel):
     def _whole(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def _collectives(
+        self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
+    ) -> Collectives:
+        """XLA's own, unless something is split over the axes of rows, or it would
+        communicate for each micro-batch."""
+        state, groups = (
+            [a for a, r in zip(arguments, roles, strict=True) if r == role]
+            for role in ("state", "groups")
+        )
+        splits = any(
+            set(names_of(names)) & set(self.row_axes)
+            for leaf in jax.tree.leaves(state)
+            for names in leaf.sharding.spec
+        )
+        groups = [group for listed in groups for group in listed]
+        accumulates = any(len(group.counts) > 1 for group in groups)
+        if self.num_shards == 1 or not (splits or accumulates):
+            return Collectives()
+        apart = split and all(
+            self._is_by_rows(_one_batch(leaf))
+            for group in groups
+            for leaf in jax.tree.leaves(group.batch)
+        )
+        return ByRows(self.mesh, self.row_axes, self._held, self._updated, apart=apart)
+
+    def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
+        """Whether a leaf of a batch is split over the axes of rows by rows only."""
+        first, *rest = self.batch_spec(leaf) or [None]
+        others = {name for names in rest for name in names_of(names)}
+        return names_of(first) == self.row_axes and not others & set(self.row_axes)
+
     def _group_shardings(self, group: Group, split: bool) -> Group:
         def leaf_sharding(leaf: Any) -> NamedSharding:
             if not split:
                 return self._whole
-            row = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-            return NamedSharding(self.mesh, PartitionSpec(None, *self.batch_spec(row)))
+            spec = PartitionSpec(None, *self.batch_spec(_one_batch(leaf)))
+            return NamedSharding(self.mesh, spec)
 
         return Group(jax.tree.map(leaf_sharding, group.batch), self._whole)
 
-    def _checked_spec(self, path: str, leaf: Any) -> PartitionSpec:
+    def _held(self, path: str, leaf: Any) -> PartitionSpec:
         spec = self.param_spec(path, leaf)
+        self._check_spec("param_spec", spec, path, leaf)
+        return spec
+
+    def _updated(self, path: str, leaf: Any) -> PartitionSpec:
+        spec = self.update_spec(path, leaf)
+        self._check_spec("update_spec", spec, path, leaf)
+        return spec
+
+    def _check_spec(
+        self, method: str, spec: PartitionSpec, path: str, leaf: Any
+    ) -> None:
         if len(spec) > leaf.ndim:
             raise ValueError(
-                f"`param_spec` gave {spec} for {path} of shape {leaf.shape}: more"
+                f"`{method}` gave {spec} for {path} of shape {leaf.shape}: more"
                 " entries than the array has axes."
             )
-        for axis, names in enumerate(spec):
-            names = names if isinstance(names, tuple) else (names,)
-            parts = 1
-            for name in names:
-                if name is not None and name not in self.mesh.shape:
+        for axis, entry in enumerate(spec):
+            for name in names_of(entry):
+                if name not in self.mesh.shape:
                     raise ValueError(
-                        f"`param_spec` gave {spec} for {path}: the mesh has no axis"
+                        f"`{method}` gave {spec} for {path}: the mesh has no axis"
                         f" {name!r}, only {self.mesh.axis_names}."
                     )
-                parts *= 1 if name is None else self.mesh.shape[name]
+            parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
             if leaf.shape[axis] % parts:
                 raise ValueError(
-                    f"`param_spec` gave {spec} for {path} of shape {leaf.shape}: axis"
+                    f"`{method}` gave {spec} for {path} of shape {leaf.shape}: axis"
                     f" {axis} of size {leaf.shape[axis]} is not divisible by {parts}."
                     " Return PartitionSpec() for leaves that do not divide."
                 )
-        return spec
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.mesh.shape)})"
+
+
+def _one_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A leaf of one micro-batch, of those stacked in a group."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

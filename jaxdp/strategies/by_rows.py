@@ -1,0 +1,214 @@
+"""Gradients by each device from its own rows, inside a step over global arrays."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ..collectives import AxisCollectives, Collectives, Share
+from ..step import Group, Weights
+from ..tree import leaf_path
+
+Spec = Callable[[str, Any], PartitionSpec]
+"""How the leaf at a path is split."""
+
+
+class ByRows(Collectives):
+    """Lets devices work on their rows alone, for a step that sees global arrays.
+
+    Where rows are independent, `over_rows` is a `jax.shard_map`: parameters are
+    gathered before it, and gradients reduced after it, once, straight to the shares
+    that are kept (`psum_scatter`). XLA would not find that by itself on every platform,
+    and would reduce the gradients of each micro-batch. Where rows interact, XLA
+    partitions the whole computation: the same numbers, with more communication.
+
+    What is not about rows, as the optimizer, is outside: it sees global arrays, so that
+    a global norm is one.
+
+    Args:
+        mesh: of Auto axes.
+        row_axes: those of its axes that rows are split over.
+        held: how parameters are split between steps.
+        updated: how their gradients and optimizer states are.
+        apart: whether rows may be worked on apart at all.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        row_axes: tuple[str, ...],
+        held: Spec,
+        updated: Spec,
+        *,
+        apart: bool,
+    ):
+        self.mesh = mesh
+        self.row_axes = row_axes
+        self.held = held
+        self.updated = updated
+        self.apart = apart
+
+    def over_rows(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        # Another generator than threefry draws by how rows are batched.
+        generator = jax.config.jax_default_prng_impl  # pyright: ignore
+        if not self.apart or generator != "threefry2x32":
+            return function(self, inputs, groups)
+        try:
+            return self._mapped(function, inputs, groups, results)
+        except _RowsInteract:
+            return function(self, inputs, groups)
+
+    def gather(self, params: PyTree) -> PyTree:
+        return self._constrained(
+            params, lambda path, leaf: _without(self.row_axes, self.held(path, leaf))
+        )
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        return self.like_gradients(gradients)
+
+    def like_gradients(self, params: PyTree) -> PyTree:
+        return self._constrained(params, self.updated)
+
+    def _constrained(self, tree: PyTree, spec: Spec) -> PyTree:
+        def constrain(path: Any, leaf: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec(leaf_path(path), leaf))
+            return jax.lax.with_sharding_constraint(leaf, sharding)
+
+        return jax.tree_util.tree_map_with_path(constrain, tree)
+
+    def _mapped(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
+        shares = _Shares(self.row_axes, num_shards)
+        roles = results if isinstance(results, tuple) else (results,)
+
+        def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
+            found = function(shares, inputs, groups)
+            found = found if isinstance(results, tuple) else (found,)
+            # Not yet summed: stacked, each device holding its own layer of the stack.
+            return tuple(
+                jax.tree.map(lambda leaf: leaf[None], part)
+                if role == "gradients"
+                else part
+                for role, part in zip(roles, found, strict=True)
+            )
+
+        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+        found = jax.shard_map(
+            on_one_device,
+            mesh=self.mesh,
+            in_specs=(
+                whole,
+                [Group(PartitionSpec(None, self.row_axes), whole)] * len(groups),
+            ),
+            out_specs=tuple(whole if role == "whole" else rows for role in roles),
+            axis_names=set(self.row_axes),
+            check_vma=False,
+        )(self._with_whole_weights(inputs), list(groups))
+        found = tuple(
+            self._summed(part) if role == "gradients" else part
+            for role, part in zip(roles, found, strict=True)
+        )
+        return found if isinstance(results, tuple) else found[0]
+
+    def _with_whole_weights(self, inputs: Any) -> Any:
+        def gathered(node: Any) -> Any:
+            if not isinstance(node, Weights):
+                return node
+            params, buffers = self.gather(node.params), self.gather(node.buffers)
+            return node._replace(params=params, buffers=buffers)
+
+        is_weights = lambda node: isinstance(node, Weights)  # noqa: E731
+        return jax.tree.map(gathered, inputs, is_leaf=is_weights)
+
+    def _summed(self, stacked: PyTree) -> PyTree:
+        """The sum of a stack that is split over the devices, as `updated` wants it."""
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)
+        specs = [
+            self.updated(leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+            for path, x in leaves
+        ]
+        others = [_without(self.row_axes, spec) for spec in specs]
+        targets = [
+            spec if self._ends_in_row_axes(spec) else other
+            for spec, other in zip(specs, others, strict=True)
+        ]
+
+        def reduce(stacks: list[Any]) -> list[Any]:
+            return [
+                self._reduced(stack[0], target)
+                for stack, target in zip(stacks, targets, strict=True)
+            ]
+
+        summed = jax.shard_map(
+            reduce,
+            mesh=self.mesh,
+            in_specs=([PartitionSpec(self.row_axes, *other) for other in others],),
+            out_specs=targets,
+            check_vma=False,
+        )([leaf for _, leaf in leaves])
+        return self.like_gradients(treedef.unflatten(summed))
+
+    def _reduced(self, gradient: Any, target: PartitionSpec) -> Any:
+        """The share that `target` leaves here of a sum over the rows' devices."""
+        left = list(self.row_axes)
+        for axis, names in enumerate(target):
+            ours = tuple(name for name in names_of(names) if name in self.row_axes)
+            if ours:
+                gradient = jax.lax.psum_scatter(
+                    gradient, ours, scatter_dimension=axis, tiled=True
+                )
+                left = [name for name in left if name not in ours]
+        return jax.lax.psum(gradient, tuple(left)) if left else gradient
+
+    def _ends_in_row_axes(self, spec: PartitionSpec) -> bool:
+        """Whether each array axis is split by other mesh axes first, if by any.
+
+        Only then are the shares of a share those that `spec` means.
+        """
+        for names in map(names_of, spec):
+            ours = [name in self.row_axes for name in names]
+            if ours != sorted(ours):
+                return False
+        return True
+
+
+class _Shares(AxisCollectives):
+    """What a device is given that works on its rows alone: whole parameters."""
+
+    def need_all_rows(self) -> None:
+        raise _RowsInteract
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        return gradients  # `ByRows` does, when it knows where they go
+
+
+class _RowsInteract(Exception):
+    """Ends the tracing of a step for one device's rows."""
+
+
+def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """`spec` with arrays whole over `axes`."""
+    kept = (tuple(n for n in names_of(names) if n not in axes) for names in spec)
+    return PartitionSpec(*(names or None for names in kept))
+
+
+def names_of(names: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
+    if names is None:
+        return ()
+    return names if isinstance(names, tuple) else (names,)
