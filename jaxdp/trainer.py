@@ -12,9 +12,10 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, losses
+from . import checkpoint, checks, comparison, losses
 from .callbacks import ProgressBar
 from .callbacks.base import Callback, Hooks
+from .comparison import Comparison
 from .console import say
 from .data import windows
 from .engine import Engine
@@ -28,7 +29,8 @@ from .precision import find_precision
 from .remat import Remat
 from .source import Source
 from .step import Batch, Steps, TrainState
-from .strategies import DataParallel, Sharded
+from .strategies import DataParallel, Sharded, SingleDevice
+from .strategies.bitwise import Bitwise
 
 
 class Trainer:
@@ -72,7 +74,8 @@ class Trainer:
         data: with several processes, whether each is given the same loader ("global")
             or one with its own rows ("local"). One process is its own whole.
         seed: decides initial shuffling, dropout, everything.
-        reproducible: None.
+        reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
+            `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
         log_every_n_steps: how often loggers see a row.
         enable_progress_bar: whether to show one.
         default_root_dir: where callbacks without a path write.
@@ -108,7 +111,7 @@ class Trainer:
         checks.check_optimizer(optimizer)
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
-        checks.check_unavailable("reproducible", reproducible, None)
+        checks.check_choice("reproducible", reproducible, (None, "bitwise"))
         checks.check_unavailable("steps_per_execution", steps_per_execution, 1)
         checks.check_choice("data", data, ("global", "local"))
         checks.check_one_process()
@@ -121,6 +124,8 @@ class Trainer:
             optimizer = optax.chain(clip, optimizer)
 
         self.strategy = strategy
+        self.reproducible = reproducible
+        self._reproducibly(strategy)  # refuses now what it can't keep
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.seed = seed
         self.log_every_n_steps = log_every_n_steps
@@ -359,6 +364,46 @@ class Trainer:
             raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
 
+    def compare(
+        self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
+    ) -> Comparison:
+        """Runs the same steps under each strategy, and tells what differs.
+
+            print(trainer.compare(loader, SingleDevice(), FSDP()))
+            trainer.compare(loader, MyStrategy()).assert_close()
+
+        Every strategy starts from this trainer's present state, which stays as it is,
+        and takes the first batches of `loader`. They are compared with the trainer's
+        own strategy. The host holds the state of every step meanwhile.
+
+        Args:
+            loader: as for `fit`.
+            strategies: instances; `SingleDevice()` if there are none.
+            steps: optimizer steps; fewer if the loader has fewer batches.
+        """
+        checks.check_count("steps", steps)
+        for strategy in strategies:
+            checks.check_strategy_argument(strategy)
+        source = open_loader(loader, "loader", self.seed)
+        taken = list(
+            itertools.islice(
+                windows(source.epoch(0), self.accumulate_grad_batches), steps
+            )
+        )
+        if not taken:
+            raise ValueError(source.gave_nothing())
+        own = self._ready(taken[0][0])
+        start = own.strategy.gather(own.state)
+
+        def trace(strategy: DataParallel) -> comparison.Trace:
+            engine = self._engine_for(self._reproducibly(strategy))
+            engine.steps = own.steps._replace(inside=())
+            engine.state = engine.strategy.place(start)
+            return comparison.trace(engine, strategy, taken)
+
+        traces = [trace(s) for s in strategies or (SingleDevice(),)]
+        return comparison.compare(trace(self.strategy), traces)
+
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
@@ -564,25 +609,31 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
-            inside = self._hooks.inside_step()
-            self._engine = Engine(
-                self._parts,
-                self._model_state,
-                Steps(
-                    self._parts[2],
-                    self._objective,
-                    self.optimizer,
-                    inside,
-                    remat=self._remat,
-                    precision=self._precision,
-                ),
-                self.strategy,
-                seed=self.seed,
-                micro_batches=self.accumulate_grad_batches,
-            )
+            self._engine = self._engine_for(self._reproducibly(self.strategy))
         if batch is not None and self._engine.steps.objective is None:
             name, reason = losses.infer_loss(split_pair(batch)[1])
             say(f"`loss` is not given: {name!r}, because {reason}")
             objective = CriterionObjective(losses.LOSSES[name], self._metrics)
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
+
+    def _engine_for(self, strategy: DataParallel) -> Engine:
+        """A new engine, with the state of a trainer that has not been trained."""
+        return Engine(
+            self._parts,
+            self._model_state,
+            Steps(
+                self._parts[2],
+                self._objective,
+                self.optimizer,
+                self._hooks.inside_step(),
+                remat=self._remat,
+                precision=self._precision,
+            ),
+            strategy,
+            seed=self.seed,
+            micro_batches=self.accumulate_grad_batches,
+        )
+
+    def _reproducibly(self, strategy: DataParallel) -> DataParallel:
+        return Bitwise(strategy) if self.reproducible else strategy

@@ -55,7 +55,6 @@ class Unknown:
         ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
         ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
         ({"steps_per_execution": 4}, NotImplementedError, "`steps_per_execution`=4 is"),
-        ({"reproducible": "bitwise"}, NotImplementedError, "`reproducible`='bitwise'"),
         ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
         ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
         ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be a norm"),

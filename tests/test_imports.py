@@ -14,7 +14,7 @@ ORDER = [
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
     ["source", "engine", "checks", "interrupts"],
-    ["torch_loader", "limits"],
+    ["torch_loader", "limits", "comparison"],
     ["loaders"],
     ["trainer"],
     ["testing"],
