@@ -10,7 +10,15 @@ from . import callbacks, losses, strategies, testing
 from .callbacks import Callback
 from .history import History
 from .step import TrainState
-from .strategies import FSDP, DataParallel, Pmap, Sharded, SingleDevice, ZeRO
+from .strategies import (
+    FSDP,
+    DataParallel,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    ZeRO,
+)
 from .trainer import Trainer
 
 __version__ = "0.1.0"
@@ -23,6 +31,7 @@ __all__ = [
     "Pmap",
     "Sharded",
     "SingleDevice",
+    "TensorParallel",
     "TrainState",
     "Trainer",
     "ZeRO",

@@ -548,6 +548,7 @@ class Trainer:
             self.examples_seen += rows
             self._batches_done += len(window)
             hooks.on_train_batch_end(self, metrics, batch_idx)
+            hooks.on_boundary(self)
             self._interrupts.check()
             yield metrics
         self._epoch_is_over = True
@@ -584,6 +585,7 @@ class Trainer:
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
         self._is_whole = False
+        hooks.on_boundary(self)
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""

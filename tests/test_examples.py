@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -80,10 +81,16 @@ def test_equinox_autoparallel_equals_a_hand_written_loop():
     assert len(trainer.state.params.layers[0].weight.sharding.device_set) == 8
 
 
-def test_distributed_arrays_equals_a_hand_written_loop():
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_distributed_arrays_equals_a_hand_written_loop(tensor):
     import distributed_arrays as example
 
-    trainer, history = example.main(["--width", "64", "--batch-size", "96"])
+    size = ["--width", "64", "--batch-size", "96", "--tensor", str(tensor)]
+    trainer, history = example.main(size)
+    specs = [weight.sharding.spec for weight, _ in trainer.state.params]
+    if tensor == 2:
+        columns, rows = PartitionSpec(None, "model"), PartitionSpec("model", None)
+        assert specs == [PartitionSpec(), columns, rows, PartitionSpec()]
 
     sizes = [784, 64, 64, 64, 10]
     x, y = example.make_batch(96, 784, 10)

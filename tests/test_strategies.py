@@ -11,7 +11,16 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from toys import Mlp, Recorder, batches
 
-from jaxdp import DataParallel, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import (
+    FSDP,
+    DataParallel,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Trainer,
+    ZeRO,
+)
 from jaxdp.strategies.base import place_copy
 from jaxdp.testing import check_strategy
 
@@ -47,6 +56,12 @@ class Threads(DataParallel):
         return program.trace(*arguments).lower().compile()
 
 
+RULES = [
+    ("mlp.layers[0].*", PartitionSpec("model")),
+    ("mlp.layers[1].weight", PartitionSpec(None, "model")),
+]
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -59,6 +74,13 @@ class Threads(DataParallel):
         lambda: Pmap(jax.devices()[:2]),
         lambda: Columns(),
         lambda: Threads(2),
+        lambda: ZeRO(),
+        lambda: ZeRO(devices=2),
+        lambda: FSDP(),
+        lambda: FSDP(4, min_size=100),
+        lambda: FSDP(1),
+        lambda: TensorParallel({"data": 4, "model": 2}, RULES),
+        lambda: TensorParallel({"data": 2, "fsdp": 2, "model": 2}, RULES),
     ],
 )
 def test_strategy_conforms(strategy):

@@ -5,6 +5,7 @@ from .pmap import Pmap
 from .sharded import Layout, Sharded
 from .single_device import SingleDevice
 from .split import FSDP, ZeRO
+from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [
     "FSDP",
@@ -13,5 +14,7 @@ __all__ = [
     "Pmap",
     "Sharded",
     "SingleDevice",
+    "TensorParallel",
     "ZeRO",
+    "tensor_rules",
 ]

@@ -89,6 +89,10 @@ class Sharded(DataParallel):
         """
         return self.param_spec(path, leaf)
 
+    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a leaf of the optimizer state is split that is like no parameter."""
+        return PartitionSpec()
+
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         """How a leaf of a batch, shaped `(rows, ...)`, is split."""
         return PartitionSpec(self.row_axes)
@@ -122,7 +126,7 @@ class Sharded(DataParallel):
 
         A leaf of the optimizer state belongs to the parameter whose path its own path
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
-        `mu.layers[0].weight` does. Whatever belongs to none is replicated.
+        `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
         """
         return jax.tree.map(
             lambda layout: NamedSharding(self.mesh, layout.spec),
@@ -153,7 +157,11 @@ class Sharded(DataParallel):
                 if stacked >= 0 and leaf.shape[stacked:] == shape:
                     spec = PartitionSpec(*[None] * stacked, *layout.spec)
                     return layout._replace(spec=spec)
-            return Layout(PartitionSpec(), "whole: like no parameter")
+            name = leaf_path(path)
+            spec = self.state_spec(name, leaf)
+            self._check_spec("state_spec", spec, name, leaf)
+            split = ", split by its own shape" if any(spec) else ", whole"
+            return Layout(spec, f"like no parameter{split}")
 
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
@@ -248,27 +256,31 @@ class Sharded(DataParallel):
         self._check_spec("update_spec", spec, path, leaf)
         return spec
 
+    def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
+        """Where a spec comes from, for messages."""
+        return f"`{method}` gave {spec} for {path}"
+
     def _check_spec(
         self, method: str, spec: PartitionSpec, path: str, leaf: Any
     ) -> None:
         if len(spec) > leaf.ndim:
             raise ValueError(
-                f"`{method}` gave {spec} for {path} of shape {leaf.shape}: more"
+                f"{self._origin(method, spec, path)} of shape {leaf.shape}: more"
                 " entries than the array has axes."
             )
         for axis, entry in enumerate(spec):
             for name in names_of(entry):
                 if name not in self.mesh.shape:
                     raise ValueError(
-                        f"`{method}` gave {spec} for {path}: the mesh has no axis"
+                        f"{self._origin(method, spec, path)}: the mesh has no axis"
                         f" {name!r}, only {self.mesh.axis_names}."
                     )
             parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
             if leaf.shape[axis] % parts:
                 raise ValueError(
-                    f"`{method}` gave {spec} for {path} of shape {leaf.shape}: axis"
+                    f"{self._origin(method, spec, path)} of shape {leaf.shape}: axis"
                     f" {axis} of size {leaf.shape[axis]} is not divisible by {parts}."
-                    " Return PartitionSpec() for leaves that do not divide."
+                    " Give PartitionSpec() for leaves that do not divide."
                 )
 
     def __repr__(self) -> str:

@@ -27,6 +27,9 @@ class _Split(Sharded):
     def reason(self, path: str, leaf: Array) -> str:
         return split_axis(leaf, self.num_shards, self.min_size)[1]
 
+    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return self._split(leaf)
+
     def _split(self, leaf: Any) -> PartitionSpec:
         axis, _ = split_axis(leaf, self.num_shards, self.min_size)
         return along(axis, self.row_axes)

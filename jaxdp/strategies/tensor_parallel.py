@@ -1,0 +1,254 @@
+"""Layers split over the devices by rules, next to data parallelism: a mesh of axes."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..collectives import DATA
+from ..step import TrainState
+from ..tree import leaf_path
+from .base import Devices, find_devices
+from .by_rows import names_of
+from .sharded import Sharded
+from .split import split_axis
+
+_FSDP: Final = "fsdp"
+
+Rule = tuple[str, PartitionSpec]
+"""A pattern of paths, `*` standing for anything, and how leaves it fits are split."""
+
+
+class TensorParallel(Sharded):
+    """Layers split over one axis of a mesh by rules, batches over another.
+
+        TensorParallel(
+            {"data": 4, "model": 2},
+            rules=[
+                ("layers[0].weight", PartitionSpec("model", None)),
+                ("layers[1].weight", PartitionSpec(None, "model")),
+            ],
+        )
+
+    A rule says which axis of an array is split over which axis of the mesh; the first
+    that fits a leaf holds, and what none fits is whole. XLA finds what has to be
+    communicated. `tensor_rules(model)` makes rules for MLPs and attention.
+
+    An axis named `"fsdp"` splits rows further, and every parameter besides: as `FSDP`
+    does, within what the rules leave.
+
+    Args:
+        mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
+        rules: `(path pattern, PartitionSpec)`; in a pattern, `*` stands for anything.
+            A pattern is of the whole path, such as `layers[0].weight`.
+        devices: how many, or which; all by default.
+        min_size: leaves of fewer elements are not split over `"fsdp"`.
+    """
+
+    def __init__(
+        self,
+        mesh_shape: Mapping[str, int],
+        rules: Sequence[Rule] = (),
+        devices: Devices = None,
+        *,
+        min_size: int = 1,
+    ):
+        found = find_devices(devices)
+        _check_mesh_shape(mesh_shape, len(found))
+        self.rules = [_checked_rule(rule, mesh_shape) for rule in rules]
+        self.min_size = min_size
+        if _FSDP in mesh_shape:
+            self.row_axes = (DATA, _FSDP)
+        mesh = jax.make_mesh(
+            tuple(mesh_shape.values()),
+            tuple(mesh_shape),
+            (AxisType.Auto,) * len(mesh_shape),
+            devices=found,
+        )
+        super().__init__(mesh=mesh)
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return self._ruled_and_split(path, leaf)[0]
+
+    def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return self._split(PartitionSpec(), leaf)[0]
+
+    def reason(self, path: str, leaf: Array) -> str:
+        rule = self._rule(path)
+        by = "by no rule" if rule is None else f"by the rule for {rule[0]!r}"
+        why = self._ruled_and_split(path, leaf)[1]
+        return f"{by}; {why}" if why else by
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        paths = [
+            leaf_path(path)
+            for tree in (state.params, state.buffers)
+            for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+        ]
+        used = [self._rule(path) for path in paths]
+        for rule in self.rules:
+            if not any(rule is other for other in used):
+                raise ValueError(_unused(rule, self.rules, paths))
+        return super()._layouts(state)
+
+    def _rule(self, path: str) -> Rule | None:
+        """The first rule that fits."""
+        return next((rule for rule in self.rules if _fits(rule[0], path)), None)
+
+    def _ruled_and_split(self, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
+        rule = self._rule(path)
+        spec = PartitionSpec() if rule is None else rule[1]
+        self._check_spec("rules", spec, path, leaf)
+        return self._split(spec, leaf)
+
+    def _split(self, spec: PartitionSpec, leaf: Any) -> tuple[PartitionSpec, str]:
+        """`spec`, and another axis split over `"fsdp"`, where there is one."""
+        names = [name for entry in spec for name in names_of(entry)]
+        if _FSDP not in self.mesh.shape or _FSDP in names:
+            return spec, ""
+        parts = self.mesh.shape[_FSDP]
+        axis, why = split_axis(leaf, parts, self.min_size, spec)
+        if axis is None:
+            axis, why = split_axis(self._share(spec, leaf), parts, self.min_size)
+        if axis is None:
+            return spec, f"over {_FSDP!r} {why}"
+        entries = [*spec, *[None] * (axis + 1 - len(spec))]
+        entries[axis] = (*names_of(entries[axis]), _FSDP)
+        return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
+
+    def _share(self, spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        """What `spec` leaves of a leaf on one device."""
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
+        rule = self._rule(path)
+        if method == "rules" and rule is not None:
+            return f"`rules`: ({rule[0]!r}, {spec}) does not fit {path}"
+        return super()._origin(method, spec, path)
+
+
+def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
+    """Rules that split the layers of MLPs and attention in pairs, as Megatron-LM does.
+
+    Of each pair of layers in an `eqx.nn.MLP` the first is split by its outputs and the
+    second by its inputs, so that only the second one's sum crosses the devices; an odd
+    last layer stays whole. An `eqx.nn.MultiheadAttention` is split by heads, whose
+    number the axis should divide.
+
+    Args:
+        model: whose submodules are looked for.
+        axis: the axis of the mesh to split over.
+
+    Returns:
+        Rules with full paths, to be printed, edited or added to.
+
+    Raises:
+        ValueError: if there are no such layers.
+    """
+    kinds = eqx.nn.MLP | eqx.nn.MultiheadAttention
+    is_kind = lambda node: isinstance(node, kinds)  # noqa: E731
+    rules: list[Rule] = []
+    found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_kind)[0]
+    for path, node in found:
+        pairs: list[tuple[dict[str, Any], str]] = []
+        if isinstance(node, eqx.nn.MLP):
+            named = [(f"layers[{i}]", layer) for i, layer in enumerate(node.layers)]
+            pairs = [
+                ({name: layer}, after)
+                for (name, layer), (after, _) in zip(
+                    named[::2], named[1::2], strict=False
+                )
+            ]
+        elif isinstance(node, eqx.nn.MultiheadAttention):
+            inputs = ("query_proj", "key_proj", "value_proj")
+            pairs = [({name: getattr(node, name) for name in inputs}, "output_proj")]
+        prefix = f"{leaf_path(path)}." if path else ""
+        for outward, inward in pairs:
+            for name, layer in outward.items():
+                rules.append((f"{prefix}{name}.weight", PartitionSpec(axis, None)))
+                if layer.bias is not None:
+                    rules.append((f"{prefix}{name}.bias", PartitionSpec(axis)))
+            rules.append((f"{prefix}{inward}.weight", PartitionSpec(None, axis)))
+    if not rules:
+        raise ValueError(
+            "`model` has no eqx.nn.MLP of two or more layers and no"
+            " eqx.nn.MultiheadAttention; write rules for its own layers:"
+            ' ("layers[0].weight", PartitionSpec("model", None)).'
+        )
+    return rules
+
+
+def _fits(pattern: str, path: str) -> bool:
+    """Whether the whole path is like the pattern. (fnmatch takes brackets as sets.)"""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), path) is not None
+
+
+def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
+    if not isinstance(mesh_shape, Mapping):
+        raise TypeError(
+            '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}; got'
+            f" {mesh_shape!r}."
+        )
+    for name, size in mesh_shape.items():
+        if not isinstance(name, str) or not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"`mesh_shape`: every axis needs a name and a size of 1 or more; got"
+                f" {name!r}: {size!r}."
+            )
+    if DATA not in mesh_shape:
+        raise ValueError(
+            f"`mesh_shape` has axes {', '.join(mesh_shape) or 'none'}, and none is"
+            f" named {DATA!r}, which the rows of a batch are split over; its size may"
+            " be 1."
+        )
+    product = math.prod(mesh_shape.values())
+    if product != count:
+        sizes = " x ".join(map(str, mesh_shape.values()))
+        raise ValueError(
+            f"`mesh_shape` {dict(mesh_shape)} is for {sizes} = {product} devices, and"
+            f" there are {count}. Change a size, or pass `devices={product}` if fewer"
+            " are to be used."
+        )
+
+
+def _checked_rule(rule: Any, mesh_shape: Mapping[str, int]) -> Rule:
+    if not (
+        isinstance(rule, tuple | list)
+        and len(rule) == 2
+        and isinstance(rule[0], str)
+        and isinstance(rule[1], PartitionSpec)
+    ):
+        raise TypeError(
+            "`rules` must be (path pattern, PartitionSpec) pairs, such as"
+            f' ("layers[0].weight", PartitionSpec("model", None)); got {rule!r}.'
+        )
+    for entry in rule[1]:
+        for name in names_of(entry):
+            if name not in mesh_shape:
+                raise ValueError(
+                    f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, and"
+                    f" `mesh_shape` has {', '.join(mesh_shape)}."
+                )
+    return rule[0], rule[1]
+
+
+def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
+    fitting = [path for path in paths if _fits(rule[0], path)]
+    if fitting:
+        earlier = next(each for each in rules if _fits(each[0], fitting[0]))
+        return (
+            f"`rules`: {rule[0]!r} never holds, since {earlier[0]!r} comes before it"
+            f" and fits {fitting[0]} too. The first rule that fits holds: put special"
+            " rules before general ones."
+        )
+    shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
+    return (
+        f"`rules`: {rule[0]!r} fits no leaf of the model. A pattern is of the whole"
+        f" path, with `*` for anything; the paths are {shown or 'none'}."
+    )
