@@ -130,7 +130,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=64, help="stretches per step")
-    for name, default in (("context", 64), ("width", 128), ("depth", 4)):
+    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
 
@@ -159,9 +160,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     tested = trainer.validate(DataLoader(val, size))
     print(f"{trainer.strategy}, {args.precision}: val_loss {tested['val_loss']:.3f}")
     start = [vocab.index(letter) for letter in text[:1]]
-    sampled = sample(trainer.model, start, 300, jax.random.key(1))
-    print("".join(vocab[letter] for letter in sampled))
-    return {"trainer": trainer, "history": history, "val_loss": tested["val_loss"]}
+    sampled = sample(trainer.model, start, args.sampled, jax.random.key(1))
+    print(written := "".join(vocab[letter] for letter in sampled))
+    return {"trainer": trainer, "history": history, **tested, "text": written}
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def test_gradients_are_summed_by_shares_of_them():
     )  # fmt: skip
     plain.fit([(x, x)])
     program, other = (t.compiled_train_step() for t in (trainer, plain))
-    names = {c.kind for c in hlo.read(program).collectives}
+    names = {c.kind for c in hlo.read(program.as_text()).collectives}
     assert names == {"all-gather", "all-to-all"}
     ours = program.memory_analysis().temp_size_in_bytes
     theirs = other.memory_analysis().temp_size_in_bytes
