@@ -125,6 +125,19 @@ class Packer:
         self._count = 0
         self._expected: tuple[Any, ...] = ()
 
+    @property
+    def padded_to(self) -> int:
+        """Rows that short batches get; 0 before the first batch.
+
+        A resumed run pads to it from the start: in another shape, even the same rows
+        are rounded differently.
+        """
+        return self._size
+
+    @padded_to.setter
+    def padded_to(self, rows: int) -> None:
+        self._size = math.ceil(rows / self.num_shards) * self.num_shards
+
     def pack(self, micro_batches: Sequence[Batch], slots: int = 1) -> Packed:
         """Packs micro-batches into `slots` places; places left over hold no real rows.
 
@@ -154,7 +167,7 @@ class Packer:
         """All of one size, the largest so far, and as many as there are slots."""
         largest = max(sizes)
         if largest > self._size:
-            self._size = math.ceil(largest / self.num_shards) * self.num_shards
+            self.padded_to = largest
         missing = slots - len(micros)
         padded = [_pad(leaves, self._size) for leaves in micros]
         return padded + padded[:1] * missing, sizes + (0,) * missing

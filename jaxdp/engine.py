@@ -113,6 +113,15 @@ class Engine:
             self._gathered = self._leaves, (model, model_state)
         return self._gathered[1]
 
+    @property
+    def padded_to(self) -> int:
+        """Rows that a short training batch is padded to, so far."""
+        return self._packers["train"].padded_to
+
+    @padded_to.setter
+    def padded_to(self, rows: int) -> None:
+        self._packers["train"].padded_to = rows
+
     def set_options(self, donate: str, skip_nonfinite: bool) -> None:
         """What callbacks decide before compilation.
 

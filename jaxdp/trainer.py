@@ -433,6 +433,7 @@ class Trainer:
             "batches_done": 0 if self._is_whole else self._batches_done,
             "examples_seen": self.examples_seen,
             "source": self._state_of_source(),
+            "padded_to": self._ready().padded_to,
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -456,6 +457,7 @@ class Trainer:
         self.current_epoch = meta["current_epoch"]
         self._batches_done = meta["batches_done"]
         self.examples_seen = meta["examples_seen"]
+        self._ready().padded_to = meta.get("padded_to", 0)
         self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
         for index, callback in enumerate(self.callbacks):
