@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 from jax.sharding import PartitionSpec
 
 from jaxdp import Sharded, TensorParallel, Trainer

@@ -53,6 +53,7 @@ class Engine:
         strategy: places the state and compiles the steps.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
+        abstract: whether there are only shapes: nothing is placed, and no step can run.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         *,
         seed: int,
         micro_batches: int,
+        abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
             raise RuntimeError(
@@ -84,6 +86,10 @@ class Engine:
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        if abstract:
+            with no_ambient_mesh():
+                self.state = _shapes_of_state(parts, model_state, steps, strategy)
+            return
         params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
@@ -291,3 +297,27 @@ class Engine:
             "rows",
             split=packed.split,
         )
+
+
+def _shapes_of_state(
+    parts: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    strategy: DataParallel,
+) -> TrainState:
+    """The first state as shapes and shardings; nothing is computed or moved."""
+
+    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
+        params, buffers = as_stored((params, buffers), steps.precision)
+        return first_state(
+            params, buffers, model_state, steps.optimizer, 0, steps.precision
+        )
+
+    state = jax.eval_shape(first, parts[0], parts[1], model_state)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        state,
+        strategy.state_shardings(state),
+    )

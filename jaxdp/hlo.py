@@ -130,8 +130,9 @@ class Program(NamedTuple):
     """Names of the loops with collectives inside whose length is not known."""
     inputs_of: Callable[[str], tuple[int, ...]]
     """The nearest parameters that the instruction of a name is computed from."""
-    outputs_of: Callable[[str], tuple[int, ...]]
-    """The nearest results that are computed from the instruction of a name."""
+    outputs_of: Callable[[str, int | None], tuple[int, ...]]
+    """The results that are computed from the instruction of a name, the nearest first:
+    from all of it, or from the element of a tuple with that index."""
 
 
 def ring_bytes(
@@ -555,6 +556,15 @@ class _Reader:
             each = known[each.operands[0]]
         return each
 
+    def _elements(self, name: str, index: int) -> list[str]:
+        """The instructions that take one element of a tuple, behind the end of it."""
+        users = self._users.get(name, ())
+        ends = [u.name for u in users if u.opcode.endswith("-done")]
+        if ends:
+            name, users = ends[0], self._users.get(ends[0], ())
+        taking = [u for u in users if u.opcode == "get-tuple-element"]
+        return [u.name for u in taking if _index(u) == index] if taking else [name]
+
     @functools.cached_property
     def _users(self) -> dict[str, list[_Instruction]]:
         users: dict[str, list[_Instruction]] = {}
@@ -580,20 +590,22 @@ class _Reader:
             seen.update(level)
         return ()
 
-    def _outputs_of(self, name: str) -> tuple[int, ...]:
-        """Breadth first down to the nearest places of the program's result."""
+    def _outputs_of(self, name: str, index: int | None = None) -> tuple[int, ...]:
+        """Breadth first down to the places of the program's result."""
         root = self._root(self.entry)
         if root.opcode != "tuple":
             return (0,)
-        level, seen = [name], {name}
+        level = [name]
+        if index is not None:
+            level = self._elements(name, index)
+        seen, found = set(level), {}
         while level:
-            nearest = [i for i, n in enumerate(root.operands) if n in level]
-            if nearest:
-                return tuple(nearest)
+            here = set(level)
+            found |= {i: None for i, n in enumerate(root.operands) if n in here}
             below = [u.name for n in level for u in self._users.get(n, ())]
             level = [n for n in dict.fromkeys(below) if n not in seen]
             seen.update(level)
-        return ()
+        return tuple(found)
 
 
 _PLAIN: Final = ("copy", "bitcast", "get-tuple-element", "convert", "reshape", "tuple")

@@ -173,12 +173,13 @@ def test_the_nearest_inputs_and_outputs_of_a_collective_are_found():
     def function(w, v, x):
         whole = lax.all_gather(w, "data", axis=0, tiled=True)
         grad = lax.psum(x * whole.sum(), "data")
-        return v - 0.1 * grad, x
+        return v - 0.1 * grad, x, (v - grad).sum()
 
     program = read(function, f32(4), f32(9), f32(9))
     gather, reduce = sorted(program.collectives, key=lambda each: each.kind)
     assert program.inputs_of(gather.name) == (0,)
-    assert program.outputs_of(reduce.name) == (0,)
+    assert program.outputs_of(reduce.name, None) == (0, 2)
+    assert program.outputs_of(gather.name, 0) == (0, 2)
 
 
 GROUPS = {

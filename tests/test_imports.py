@@ -9,12 +9,23 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["console", "tree", "losses", "history", "collectives", "metrics", "hlo"],
-    ["objective", "remat", "precision"],
+    [
+        "console",
+        "tree",
+        "losses",
+        "history",
+        "collectives",
+        "metrics",
+        "hlo",
+        "flops",
+        "hardware",
+        "plan_page",
+    ],
+    ["objective", "remat", "reading", "precision"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
     ["source", "engine", "checks", "interrupts"],
-    ["torch_loader", "limits", "comparison"],
+    ["torch_loader", "limits", "plan", "comparison"],
     ["loaders"],
     ["trainer"],
     ["testing"],
