@@ -26,7 +26,6 @@ from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
 from jaxdp.strategies import DataParallel, tensor_rules
 
 SHORT = "To be, or not to be, that is the question:\n" * 200
-"""Enough to see that it runs."""
 
 
 class Block(eqx.Module):
@@ -52,13 +51,7 @@ class Block(eqx.Module):
 
 
 class GPT(eqx.Module):
-    """Letters `(context,)` to the logits of the letter after each, `(context, vocab)`.
-
-    Args:
-        vocab: how many different letters there are.
-        context: how many letters it sees.
-        width: of the residual stream, split among `heads` of 32.
-    """
+    """Letters `(context,)` to the logits of the letter after each."""
 
     letters: eqx.nn.Embedding
     places: jax.Array
@@ -97,13 +90,6 @@ def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[in
     return letters
 
 
-def read_text(path: Path | None) -> str:
-    folder = os.environ.get("JAXDP_DATA_DIR")
-    if path is None and folder is not None:
-        path = Path(folder) / "tinyshakespeare.txt"
-    return path.read_text() if path is not None and path.is_file() else SHORT
-
-
 def windows(letters: np.ndarray, context: int) -> TensorDataset:
     """Every stretch of text, and the same one letter later."""
     count = (len(letters) - 1) // context
@@ -112,38 +98,33 @@ def windows(letters: np.ndarray, context: int) -> TensorDataset:
 
 
 def choose(strategy: str, model: GPT) -> DataParallel:
-    devices = jax.device_count()
     if strategy == "tensor":
-        shape = {"data": devices // 2, "model": 2}
-        return TensorParallel(shape, tensor_rules(model))
+        return TensorParallel({"data": 4, "model": 2}, tensor_rules(model))
     kinds = {"single": SingleDevice, "sharded": Sharded, "zero": ZeRO, "fsdp": FSDP}
     return kinds[strategy]()
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    strategies = ["single", "sharded", "zero", "fsdp", "tensor"]
-    parser.add_argument("--strategy", choices=strategies, default="sharded")
+    parser.add_argument("--strategy", default="sharded")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--remat", action="store_true")
-    parser.add_argument("--text", type=Path)
+    text = Path(os.environ.get("JAXDP_DATA_DIR", "."), "tinyshakespeare.txt")
+    parser.add_argument("--text", type=Path, default=text)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=64, help="stretches per step")
-    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}
-    for name, default in sizes.items():
+    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}.items()
+    for name, default in sizes:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
 
     jax.config.update("jax_num_cpu_devices", 8)
-    text = read_text(args.text)
+    text = args.text.read_text() if args.text.is_file() else SHORT
     vocab = sorted(set(text))
     letters = np.array([vocab.index(letter) for letter in text], np.int32)
     cut = int(0.95 * len(letters))
-    train, val = (
-        windows(letters[:cut], args.context),
-        windows(letters[cut:], args.context),
-    )
+    train, val = (windows(x, args.context) for x in (letters[:cut], letters[cut:]))
     size = args.batch // args.accumulate
     model = GPT(len(vocab), args.context, args.width, args.depth, jax.random.key(0))
     trainer = Trainer(
