@@ -28,6 +28,7 @@ from .metrics import (
     means_of,
     new_totals,
 )
+from .precision import as_own, as_stored
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, with_auto_axes
@@ -130,14 +131,17 @@ class Engine:
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
+        self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
         if abstract:
             with no_ambient_mesh():
                 self.state = _shapes_of_state(parts, model_state, steps, strategy)
             return
-        params, buffers, _ = with_auto_axes(parts)
+        params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
-            state = first_state(params, buffers, model_state, steps.optimizer, seed)
+            state = first_state(
+                params, buffers, model_state, steps.optimizer, seed, steps.precision
+            )
             self.state = strategy.place(state)
 
     @property
@@ -176,6 +180,7 @@ class Engine:
             params, buffers, model_state = self.strategy.gather(
                 (state.params, state.buffers, state.model_state)
             )
+            params, buffers = as_own((params, buffers), self._own)
             model = eqx.combine(params, buffers, self.steps.static)
             self._gathered = self._arrays, (model, model_state)
         return self._gathered[1]
@@ -507,7 +512,10 @@ def _shapes_of_state(
     """The first state as shapes and shardings; nothing is computed or moved."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        return first_state(params, buffers, model_state, steps.optimizer, seed=0)
+        params, buffers = as_stored((params, buffers), steps.precision)
+        return first_state(
+            params, buffers, model_state, steps.optimizer, 0, steps.precision
+        )
 
     state = jax.eval_shape(first, parts[0], parts[1], model_state)
     return jax.tree.map(

@@ -20,6 +20,16 @@ from . import objective as objectives
 from .collectives import Collectives
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
+from .precision import (
+    PRECISIONS,
+    LossScale,
+    Precision,
+    cast_batch,
+    computing,
+    first_scale,
+    next_scale,
+    widen,
+)
 from .remat import Remat, remat_function, remat_submodules
 from .tree import leaf_path
 
@@ -51,6 +61,8 @@ class TrainState(NamedTuple):
     totals: Any
     """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
     `metrics.add_to_totals`."""
+    loss_scale: Any = None
+    """`precision.LossScale` under "16-mixed", or None."""
 
     @property
     def weights(self) -> "Weights":
@@ -88,6 +100,7 @@ class Steps(NamedTuple):
     inside: tuple[Callable[..., dict[str, Array]], ...] = ()
     skip_nonfinite: bool = False
     remat: Remat = False
+    precision: Precision = PRECISIONS["32-true"]
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -99,10 +112,14 @@ class Steps(NamedTuple):
         """
         grads, model_state, summed = collectives.over_rows(
             self._gradients,
-            (state.weights, state.step),
+            (state.weights, state.step, state.loss_scale),
             groups,
             ("gradients", "whole", "whole"),
         )
+        if state.loss_scale is not None:
+            unscale = 1 / state.loss_scale.scale  # a power of two: exact
+            grads = jax.tree.map(lambda grad: grad * unscale, grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         total = _total(groups)
         means = vector(summed.sums, summed.facts) / total
 
@@ -118,6 +135,7 @@ class Steps(NamedTuple):
             key=state.key,
             step=state.step + 1,
             totals=add_to_totals(state.totals, total, means * total),
+            loss_scale=state.loss_scale,
         )
         inside: dict[str, Array] = {}
         for hook in self.inside:
@@ -129,9 +147,19 @@ class Steps(NamedTuple):
                     " return a dict of named arrays."
                 )
             inside |= values
-        if self.skip_nonfinite:
+        if self.skip_nonfinite or state.loss_scale is not None:
             finite = _all_finite((means[0], grads))
             kept = state._replace(step=new.step)
+            if state.loss_scale is not None:
+                # An overflow in the gradients alone leaves a loss that counts.
+                is_loss = jnp.isfinite(means).all()
+                totals = jnp.where(is_loss, new.totals, state.totals)
+                scale = next_scale(state.loss_scale, finite)
+                new, kept = (
+                    each._replace(totals=totals, loss_scale=scale)
+                    for each in (new, kept)
+                )
+                inside["loss_scale"] = state.loss_scale.scale
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
             inside["skipped"] = ~finite
         if clash := set(inside) & set(summed.facts.names):
@@ -166,7 +194,7 @@ class Steps(NamedTuple):
     def _gradients(
         self,
         collectives: Collectives,
-        inputs: tuple[Weights, Int[Array, ""]],
+        inputs: tuple[Weights, Int[Array, ""], LossScale | None],
         groups: Sequence[Group],
     ) -> tuple[PyTree, PyTree, "_Summed"]:
         """The gradient of the mean loss, the new model state, and sums over all rows.
@@ -175,7 +203,7 @@ class Steps(NamedTuple):
         """
         objective = self.objective
         assert objective is not None
-        weights, step = inputs
+        weights, step, scale = inputs
         step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
         total = _total(groups)
         if weights.model_state is not None or objective.takes_key:
@@ -186,24 +214,23 @@ class Steps(NamedTuple):
         def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = remat_submodules(self._model(params, buffers), self.remat)
+                batch = cast_batch(model, micro.batch, self.precision)
+                model = computing(model, self.precision)
                 rows = _rows(collectives, step_key, micro)
-                found = objective(
-                    model, model_state, micro.batch, rows, _bound(collectives)
-                )
+                found = objective(model, model_state, batch, rows, _bound(collectives))
                 _check_depends(found.values["loss"], params)
                 sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
                 facts = _facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
                     collectives.need_all_rows()
                 loss = sums["loss"]
-                return loss / total.astype(loss.dtype), (
-                    found.model_state,
-                    _Summed(sums, facts),
-                )
+                loss = loss / total.astype(loss.dtype)
+                loss = loss if scale is None else loss * scale.scale
+                return loss, (found.model_state, _Summed(sums, facts))
 
             recomputed = remat_function(mean_loss, self.remat)
             grads, aux = jax.grad(recomputed, has_aux=True)(whole)
-            return grads, *aux
+            return widen(grads), *aux
 
         # An eqx.nn.State may be used once; the copy leaves the state whole.
         model_state = jax.tree.map(lambda leaf: leaf, weights.model_state)
@@ -231,10 +258,12 @@ class Steps(NamedTuple):
         micro = _first(groups[0])
         key = _key_outside_training(weights)
         rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
+        model = self._whole_model(collectives, weights)
+        batch = cast_batch(model, micro.batch, self.precision)
         found = objective(
-            eqx.nn.inference_mode(self._whole_model(collectives, weights)),
+            computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
-            micro.batch,
+            batch,
             rows,
             _bound(collectives),
         )
@@ -249,8 +278,9 @@ class Steps(NamedTuple):
     ) -> PyTree:
         """Predictions for the rows of a batch that are seen here."""
         micro = _first(groups[0])
+        model = self._whole_model(collectives, weights)
         prediction, _ = objectives.apply(
-            eqx.nn.inference_mode(self._whole_model(collectives, weights)),
+            computing(eqx.nn.inference_mode(model), self.precision),
             weights.model_state,
             micro.batch,
             _rows(collectives, _key_outside_training(weights), micro),
@@ -296,6 +326,7 @@ def first_state(
     model_state: PyTree,
     optimizer: optax.GradientTransformation,
     seed: int,
+    precision: Precision = PRECISIONS["32-true"],
 ) -> TrainState:
     """The state before any step; not placed yet."""
 
@@ -315,6 +346,7 @@ def first_state(
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
         totals=new_totals(),
+        loss_scale=first_scale(precision),
     )
 
 
@@ -365,7 +397,7 @@ def _over_micro_batches(
             micro = jax.tree.map(lambda x: x[0], micros)
             grads, model_state, summed = gradients(model_state, micro)
         else:
-            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = widen(jax.tree.map(jnp.zeros_like, params))
             (grads, model_state), each = jax.lax.scan(
                 body, (zeros, model_state), micros
             )

@@ -21,9 +21,10 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, losses, resume
+from . import checkpoint, checks, comparison, losses, resume
 from .callbacks import ModelCheckpoint, ProgressBar
 from .callbacks.base import Callback, Hooks, RollBack
+from .comparison import Comparison
 from .console import say
 from .data import windows
 from .engine import Block, Engine
@@ -35,10 +36,12 @@ from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .plan import Plan, Planner
+from .precision import find_precision
 from .remat import Remat
 from .source import Source
 from .step import Batch, Steps, TrainState
-from .strategies import DataParallel, Sharded
+from .strategies import DataParallel, Sharded, SingleDevice
+from .strategies.bitwise import Bitwise
 
 
 class Trainer:
@@ -72,7 +75,8 @@ class Trainer:
         state: the `eqx.nn.State` of `eqx.nn.make_with_state`.
         filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
             leaves get no gradient and no optimizer state.
-        precision: "32-true".
+        precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; see
+            docs/precision.md for what is in which dtype.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
         steps_per_execution: optimizer steps that one dispatch takes, or "auto", which
@@ -83,7 +87,8 @@ class Trainer:
         data: with several processes, whether each is given the same loader ("global")
             or one with its own rows ("local"). One process is its own whole.
         seed: decides initial shuffling, dropout, everything.
-        reproducible: None.
+        reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
+            `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
         log_every_n_steps: how often loggers see a row.
         enable_progress_bar: whether to show one.
         default_root_dir: where callbacks without a path write.
@@ -119,8 +124,7 @@ class Trainer:
         checks.check_optimizer(optimizer)
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
-        checks.check_unavailable("precision", precision, "32-true")
-        checks.check_unavailable("reproducible", reproducible, None)
+        checks.check_choice("reproducible", reproducible, (None, "bitwise"))
         checks.check_choice("data", data, ("global", "local"))
         checks.check_one_process()
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
@@ -134,6 +138,8 @@ class Trainer:
             optimizer = optax.chain(clip, optimizer)
 
         self.strategy = strategy
+        self.reproducible = reproducible
+        self._reproducibly(strategy)  # refuses now what it can't keep
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.seed = seed
         self.log_every_n_steps = log_every_n_steps
@@ -174,6 +180,7 @@ class Trainer:
         self._metrics = losses.find_metrics(metrics)
         self._objective = checks.choose_objective(loss, loss_fn, metrics, state)
         self._remat = remat
+        self._precision = find_precision(precision)
         self._hooks = Hooks(self.callbacks)
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
@@ -458,6 +465,46 @@ class Trainer:
         if not done:
             raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
+
+    def compare(
+        self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
+    ) -> Comparison:
+        """Runs the same steps under each strategy, and tells what differs.
+
+            print(trainer.compare(loader, SingleDevice(), FSDP()))
+            trainer.compare(loader, MyStrategy()).assert_close()
+
+        Every strategy starts from this trainer's present state, which stays as it is,
+        and takes the first batches of `loader`. They are compared with the trainer's
+        own strategy. The host holds the state of every step meanwhile.
+
+        Args:
+            loader: as for `fit`.
+            strategies: instances; `SingleDevice()` if there are none.
+            steps: optimizer steps; fewer if the loader has fewer batches.
+        """
+        checks.check_count("steps", steps)
+        for strategy in strategies:
+            checks.check_strategy_argument(strategy)
+        source = open_loader(loader, "loader", self.seed)
+        taken = list(
+            itertools.islice(
+                windows(source.epoch(0), self.accumulate_grad_batches), steps
+            )
+        )
+        if not taken:
+            raise ValueError(source.gave_nothing())
+        own = self._ready(taken[0][0])
+        start = own.strategy.gather(own.state)
+
+        def trace(strategy: DataParallel) -> comparison.Trace:
+            engine = self._new_engine(self._reproducibly(strategy))
+            engine.steps = own.steps._replace(inside=())
+            engine.state = engine.strategy.place(start)
+            return comparison.trace(engine, strategy, taken)
+
+        traces = [trace(s) for s in strategies or (SingleDevice(),)]
+        return comparison.compare(trace(self.strategy), traces)
 
     @property
     def model(self) -> PyTree:
@@ -838,13 +885,14 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
-            self._engine = self._new_engine(self.strategy)
+            self._engine = self._new_engine(self._reproducibly(self.strategy))
         if batch is not None and self._engine.steps.objective is None:
             objective = self._infer_objective(batch)
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
 
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
+        """A new engine, with the state of a trainer that has not been trained."""
         return Engine(
             self._parts,
             self._model_state,
@@ -854,6 +902,7 @@ class Trainer:
                 self.optimizer,
                 self._hooks.inside_step(),
                 remat=self._remat,
+                precision=self._precision,
             ),
             strategy,
             seed=self.seed,
@@ -866,3 +915,6 @@ class Trainer:
         name, reason = losses.infer_loss(split_pair(batch)[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
         return CriterionObjective(losses.LOSSES[name], self._metrics)
+
+    def _reproducibly(self, strategy: DataParallel) -> DataParallel:
+        return Bitwise(strategy) if self.reproducible else strategy

@@ -16,7 +16,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Types are checked inside. Where users call in, wrong types get errors of our own,
 # which tests want to see.
-INSIDE = ["data", "engine", "metrics", "objective", "remat", "step", "tree"]
+INSIDE = [
+    "data",
+    "engine",
+    "metrics",
+    "objective",
+    "precision",
+    "remat",
+    "step",
+    "tree",
+]
 
 with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartype"):
     import jaxdp  # noqa: F401

@@ -55,8 +55,6 @@ class Unknown:
         ({"gradient_clip_val": "1"}, TypeError, "must be a number or None; got '1'"),
         ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
         ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
-        ({"precision": "bf16-mixed"}, NotImplementedError, "`precision`='bf16-mixed' "),
-        ({"reproducible": "bitwise"}, NotImplementedError, "`reproducible`='bitwise'"),
         ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
         ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
         ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be a norm"),

@@ -271,3 +271,29 @@ def test_the_code_in_the_readme_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, namespace)
     assert namespace["history"]["accuracy"][-1] > 0.9
+
+
+def test_gpt_learns_the_same_whatever_the_layout():
+    import gpt
+
+    toy = "--text none --steps 4 --batch 16 --context 16 --width 32 --depth 2".split()
+    toy += ["--sampled", "5"]
+    found = gpt.main([*toy, "--strategy", "single"])
+    losses = [found["val_loss"]]
+    for options in ("--strategy fsdp --accumulate 2 --remat", "--strategy tensor"):
+        losses.append(gpt.main([*toy, *options.split()])["val_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    narrow = gpt.main([*toy, "--precision", "bf16-mixed"])["val_loss"]
+    assert narrow == pytest.approx(losses[0], rel=2e-2)
+    assert losses[0] < np.log(len(set(gpt.SHORT)))  # better than guessing
+    assert len(found["text"]) == 6 and set(found["text"]) <= set(gpt.SHORT)
+
+
+def test_gpt_sees_no_later_letter():
+    import gpt
+
+    model = gpt.GPT(8, 6, 32, 2, jax.random.key(0))
+    letters = jnp.arange(6)
+    changed = model(letters.at[3].set(7)) - model(letters)
+    moved = jnp.abs(changed).max(axis=1) > 1e-6
+    assert moved.tolist() == [False] * 3 + [True] * 3

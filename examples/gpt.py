@@ -1,0 +1,150 @@
+"""A small GPT that learns to write like Shakespeare, letter by letter.
+
+    python examples/gpt.py                      # the data split over 8 devices
+    python examples/gpt.py --strategy fsdp      # and the memory
+    python examples/gpt.py --strategy tensor --precision bf16-mixed
+    python examples/gpt.py --accumulate 4 --remat
+
+Each option is one argument of the Trainer; what is learned stays the same. Takes
+tinyshakespeare.txt from the folder in JAXDP_DATA_DIR, or any text from --text.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp.strategies import DataParallel, tensor_rules
+
+SHORT = "To be, or not to be, that is the question:\n" * 200
+
+
+class Block(eqx.Module):
+    """Attention to earlier letters, then an MLP for each letter."""
+
+    norm1: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    norm2: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, width: int, heads: int, key: jax.Array):
+        keys = jax.random.split(key)
+        self.norm1 = eqx.nn.LayerNorm(width)
+        self.norm2 = eqx.nn.LayerNorm(width)
+        self.attention = eqx.nn.MultiheadAttention(heads, width, key=keys[0])
+        activation = jax.nn.gelu
+        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, activation, key=keys[1])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = jax.vmap(self.norm1)(x)
+        x = x + self.attention(h, h, h, mask=jnp.tril(jnp.ones((len(x),) * 2, bool)))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+
+
+class GPT(eqx.Module):
+    """Letters `(context,)` to the logits of the letter after each."""
+
+    letters: eqx.nn.Embedding
+    places: jax.Array
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, vocab: int, context: int, width: int, depth: int, key: Any):
+        keys = jax.random.split(key, depth + 3)
+        self.letters = eqx.nn.Embedding(vocab, width, key=keys[0])
+        self.places = 0.02 * jax.random.normal(keys[1], (context, width))
+        self.blocks = [Block(width, max(1, width // 32), key) for key in keys[3:]]
+        self.norm = eqx.nn.LayerNorm(width)
+        self.head = eqx.nn.Linear(width, vocab, use_bias=False, key=keys[2])
+
+    def __call__(self, letters: jax.Array) -> jax.Array:
+        x = jax.vmap(self.letters)(letters) + self.places[: len(letters)]
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
+
+
+def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[int]:
+    """`length` letters that follow `start`, drawn one by one."""
+    context = len(model.places)
+
+    @eqx.filter_jit
+    def following(model: GPT, window: jax.Array, last: int, key: jax.Array) -> Any:
+        return jax.random.categorical(key, model(window)[last] / 0.8)
+
+    letters = list(start)
+    for draw in jax.random.split(key, length):
+        seen = letters[-context:]
+        window = jnp.array(seen + [0] * (context - len(seen)))
+        letters.append(int(following(model, window, jnp.int32(len(seen) - 1), draw)))
+    return letters
+
+
+def windows(letters: np.ndarray, context: int) -> TensorDataset:
+    """Every stretch of text, and the same one letter later."""
+    count = (len(letters) - 1) // context
+    x, y = (letters[i : i + count * context].reshape(count, context) for i in (0, 1))
+    return TensorDataset(torch.tensor(x), torch.tensor(y))
+
+
+def choose(strategy: str, model: GPT) -> DataParallel:
+    if strategy == "tensor":
+        return TensorParallel({"data": 4, "model": 2}, tensor_rules(model))
+    kinds = {"single": SingleDevice, "sharded": Sharded, "zero": ZeRO, "fsdp": FSDP}
+    return kinds[strategy]()
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--strategy", default="sharded")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--remat", action="store_true")
+    text = Path(os.environ.get("JAXDP_DATA_DIR", "."), "tinyshakespeare.txt")
+    parser.add_argument("--text", type=Path, default=text)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch", type=int, default=64, help="stretches per step")
+    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}.items()
+    for name, default in sizes:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args(argv)
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    text = args.text.read_text() if args.text.is_file() else SHORT
+    vocab = sorted(set(text))
+    letters = np.array([vocab.index(letter) for letter in text], np.int32)
+    cut = int(0.95 * len(letters))
+    train, val = (windows(x, args.context) for x in (letters[:cut], letters[cut:]))
+    size = args.batch // args.accumulate
+    model = GPT(len(vocab), args.context, args.width, args.depth, jax.random.key(0))
+    trainer = Trainer(
+        model,
+        optax.adamw(optax.cosine_decay_schedule(3e-3, args.steps)),
+        loss="cross_entropy",
+        strategy=choose(args.strategy, model),
+        precision=args.precision,
+        accumulate_grad_batches=args.accumulate,
+        remat="blocks*" if args.remat else False,
+        gradient_clip_val=1.0,
+    )
+    history = trainer.fit(DataLoader(train, size, shuffle=True), max_steps=args.steps)
+    tested = trainer.validate(DataLoader(val, size))
+    print(f"{trainer.strategy}, {args.precision}: val_loss {tested['val_loss']:.3f}")
+    start = [vocab.index(letter) for letter in text[:1]]
+    sampled = sample(trainer.model, start, args.sampled, jax.random.key(1))
+    print(written := "".join(vocab[letter] for letter in sampled))
+    return {"trainer": trainer, "history": history, **tested, "text": written}
+
+
+if __name__ == "__main__":
+    main()

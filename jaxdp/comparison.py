@@ -1,0 +1,261 @@
+"""The same training steps under several strategies, and what differs between them."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .engine import Engine
+from .step import Batch
+from .tree import leaf_path
+
+_SHOWN = 20
+"""Leaves in a printed table; the rest is counted."""
+
+
+class Difference(NamedTuple):
+    """How far a value is from the reference's, over all steps."""
+
+    largest: float
+    """0.0 for equal bits; else the largest difference relative to the largest
+    magnitude in the array, of all steps. Infinite where one is finite and one is not,
+    or where integers differ."""
+    first_step: int | None
+    """The step, counted from 1, after which bits differ first; None if they never do.
+    """
+
+    @property
+    def is_equal(self) -> bool:
+        return self.first_step is None
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            return "equal"
+        return f"{self.largest:.1e} from step {self.first_step}"
+
+
+class Run(NamedTuple):
+    """What the steps gave under one strategy."""
+
+    strategy: str
+    losses: list[float]
+    step_seconds: list[float]
+    """Of each step, waited for. The first ones warm up caches."""
+    compile_seconds: float
+    loss: Difference
+    leaves: dict[str, Difference]
+    """By name: `params: layers[0].weight`, then the model's state and the optimizer's.
+    """
+
+
+class Comparison:
+    """What `Trainer.compare` found; `print` it, or `assert_close` in a test.
+
+    Attributes:
+        reference: the run of the trainer's own strategy.
+        runs: those of the strategies asked for, compared with it, in their order.
+    """
+
+    def __init__(self, reference: Run, runs: Sequence[Run]):
+        self.reference = reference
+        self.runs = list(runs)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all strategies gave the same bits in every step."""
+        return all(
+            found.is_equal for run in self.runs for found in _differences(run).values()
+        )
+
+    def assert_close(
+        self, rtol: float = 1e-5, leaves_rtol: float | None = None
+    ) -> None:
+        """Raises unless every strategy gave the reference's numbers.
+
+        Args:
+            rtol: largest relative difference of a step's loss.
+            leaves_rtol: the same for every leaf, if leaves are to be looked at; an
+                optimizer such as Adam makes much of tiny differences in gradients that
+                should be zero.
+
+        Raises:
+            AssertionError: naming the strategy, the value and the first step.
+        """
+        for run in self.runs:
+            for name, found in _differences(run).items():
+                allowed = rtol if name == "loss" else leaves_rtol
+                assert allowed is None or found.largest <= allowed, (
+                    f"same numbers anywhere: {name} under {run.strategy} differs from"
+                    f" that under {self.reference.strategy} by {found.largest:.3g}"
+                    f" relative, from step {found.first_step} on; {allowed:g} is"
+                    f" allowed\n{self}"
+                )
+
+    def assert_equal(self) -> None:
+        """Raises unless every strategy gave the reference's bits in every step."""
+        for run in self.runs:
+            for name, found in _differences(run).items():
+                assert found.is_equal, (
+                    f"{name} has other bits under {run.strategy} than under"
+                    f" {self.reference.strategy}: {found}\n{self}"
+                )
+
+    def __str__(self) -> str:
+        head = ("strategy", "compiled in", "step", "last loss", "loss differs")
+        rows = [head, *map(self._summary, (self.reference, *self.runs))]
+        names = [
+            name
+            for name in self.reference.leaves
+            if not all(run.leaves[name].is_equal for run in self.runs)
+        ]
+        count = len(self.reference.leaves)
+        steps = len(self.reference.losses)
+        text = f"{steps} steps from the same start\n{_table(rows)}\n"
+        if not names:
+            return f"{text}\nall {count} leaves have equal bits after every step"
+        names.sort(key=lambda name: -max(run.leaves[name].largest for run in self.runs))
+        rows = [("leaf", *(run.strategy for run in self.runs))]
+        rows += [
+            (name, *(str(run.leaves[name]) for run in self.runs))
+            for name in names[:_SHOWN]
+        ]
+        hidden = len(names) - len(rows) + 1
+        more = f"\nand {hidden} more that differ less" if hidden else ""
+        equal = count - len(names)
+        return f"{text}\n{_table(rows)}{more}\n{equal} of {count} leaves are equal"
+
+    __repr__ = __str__
+
+    def _summary(self, run: Run) -> tuple[str, ...]:
+        differs = "reference" if run is self.reference else str(run.loss)
+        return (
+            run.strategy,
+            f"{run.compile_seconds:.1f} s",
+            f"{statistics.median(run.step_seconds) * 1e3:.2f} ms",
+            f"{run.losses[-1]:.7g}",
+            differs,
+        )
+
+
+class Trace(NamedTuple):
+    """The steps of one engine: what is compared."""
+
+    strategy: str
+    losses: list[np.ndarray]
+    leaves: list[dict[str, np.ndarray]]
+    step_seconds: list[float]
+    compile_seconds: float
+
+
+def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> Trace:
+    """Takes a step for each of `windows`; fetches all of the state after each."""
+    found = Trace(repr(strategy), [], [], [], 0.0)
+    compiling = 0.0
+    for window in windows:
+        start = time.perf_counter()
+        (block,) = engine.blocks([list(window)])
+        (block,) = engine.prepare_training(block)
+        prepared = time.perf_counter()
+        (metrics,) = engine.train(block)
+        engine.ahead = 0
+        jax.block_until_ready(engine.state)
+        compiling += prepared - start
+        found.step_seconds.append(time.perf_counter() - prepared)
+        found.losses.append(np.asarray(metrics["loss"]))
+        state = engine.state
+        parts = {
+            "params": state.params,
+            "model state": state.model_state,
+            "optimizer": state.opt_state,
+        }
+        found.leaves.append(_named(engine.strategy.gather(parts)))
+    return found._replace(compile_seconds=compiling)
+
+
+def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
+    """What differs between traces of the same steps."""
+    return Comparison(
+        _compared(reference, reference),
+        [_compared(other, reference) for other in others],
+    )
+
+
+def _compared(found: Trace, reference: Trace) -> Run:
+    return Run(
+        found.strategy,
+        [float(loss) for loss in found.losses],
+        found.step_seconds,
+        found.compile_seconds,
+        _difference(found.losses, reference.losses),
+        {
+            name: _difference(
+                [leaves[name] for leaves in found.leaves],
+                [leaves[name] for leaves in reference.leaves],
+            )
+            for name in reference.leaves[0]
+        },
+    )
+
+
+def _difference(
+    found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
+) -> Difference:
+    """Of two sequences of equally shaped arrays, one per step."""
+    first, largest = None, 0.0
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+        if ours.tobytes() == theirs.tobytes():
+            continue
+        first = step if first is None else first
+        largest = max(largest, _relative(ours, theirs))
+    return Difference(largest, first)
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    if np.issubdtype(expected.dtype, np.integer) or expected.dtype == np.bool_:
+        return float("inf")
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    found, expected = found.astype(wide), expected.astype(wide)
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(found)):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    apart = np.abs(found[finite] - expected[finite]).max()
+    size = np.abs(expected[finite]).max()
+    return float(apart / size) if size else float(apart and np.inf)
+
+
+def _differences(run: Run) -> dict[str, Difference]:
+    return {"loss": run.loss, **run.leaves}
+
+
+def _named(parts: dict[str, PyTree]) -> dict[str, np.ndarray]:
+    return {
+        f"{part}: {leaf_path(path)}": np.asarray(_plain(leaf))
+        for part, tree in parts.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join(
+        line.rstrip() for line in itertools.chain(lines[:1], [rule], lines[1:])
+    )

@@ -1,0 +1,247 @@
+"""In which floating dtype what is stored and computed; loss scaling for float16.
+
+Under mixed precision the parameters stay as they are, and a call of the model casts
+them, and what it is given, on the way in, and what it returns back to float32. So the
+loss, the metrics, the gradients' sums and the optimizer never see a narrow number.
+"""
+
+import functools
+import types
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+class Precision(NamedTuple):
+    """What one of the names in `PRECISIONS` means."""
+
+    name: str
+    computed: Any = None
+    """The dtype of the model's calls; None leaves them as the user wrote them."""
+    stored: Any = None
+    """The dtype of the parameters between steps; None leaves the model's own."""
+    scales_loss: bool = False
+
+
+PRECISIONS: Final = {
+    precision.name: precision
+    for precision in (
+        Precision("32-true"),
+        Precision("bf16-mixed", computed=jnp.bfloat16),
+        Precision("bf16-true", computed=jnp.bfloat16, stored=jnp.bfloat16),
+        Precision("16-mixed", computed=jnp.float16, scales_loss=True),
+    )
+}
+
+_NORMS: Final = (
+    eqx.nn.LayerNorm,
+    eqx.nn.RMSNorm,
+    eqx.nn.GroupNorm,
+    eqx.nn.BatchNorm,
+)
+"""Layers that compute in float32 whatever they are given. The first three do it by
+themselves, and give back the dtype that came; `BatchNorm` is made to."""
+
+
+def find_precision(name: Any) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        ValueError: if there is none; it lists those there are.
+    """
+    if not isinstance(name, str) or name not in PRECISIONS:
+        listed = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"`precision` must be one of {listed}; got {name!r}.")
+    return PRECISIONS[name]
+
+
+def as_stored(tree: PyTree, precision: Precision) -> PyTree:
+    """A model's leaves as they are kept between steps."""
+    if precision.stored is None:
+        return tree
+    return _cast_model(tree, precision.stored, widen_norms=False)
+
+
+def as_own(tree: PyTree, like: PyTree) -> PyTree:
+    """The inverse of `as_stored`: leaves in the dtypes of those of `like`."""
+    return jax.tree.map(
+        lambda leaf, own: leaf if leaf.dtype == own.dtype else leaf.astype(own.dtype),
+        tree,
+        like,
+    )
+
+
+def computing(model: PyTree, precision: Precision) -> PyTree:
+    """`model` with its calls in the dtype of `precision`.
+
+    What can't be called, a dict of arrays say, is cast itself; see `cast_batch`.
+    """
+    if precision.computed is None:
+        return model
+    if _has_calls(model):
+        return _Computing(model, precision.computed)
+    return _cast_model(model, precision.computed)
+
+
+def cast_batch(model: PyTree, batch: PyTree, precision: Precision) -> PyTree:
+    """The batch for a model that can't be called, whose inputs no call can cast."""
+    if precision.computed is None or _has_calls(model):
+        return batch
+    return _cast(batch, precision.computed)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Floating leaves in float32 at least, as sums need them."""
+
+    def wide(leaf: Any) -> Any:
+        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+    return jax.tree.map(lambda leaf: wide(leaf) if _is_floating(leaf) else leaf, tree)
+
+
+class LossScale(NamedTuple):
+    """What float16 multiplies the loss by, so that small gradients are not zero.
+
+    Halved by a step whose gradients are not finite, which is skipped; doubled after
+    `GROWTH_INTERVAL` steps in a row that are.
+    """
+
+    scale: Array
+    """float32 `()`."""
+    good_steps: Array
+    """int32 `()`. Steps since the scale last changed."""
+
+
+FIRST_SCALE: Final = 2.0**16
+LARGEST_SCALE: Final = 2.0**24
+GROWTH_INTERVAL: Final = 2000
+
+
+def first_scale(precision: Precision) -> LossScale | None:
+    """The scale to start with, or None where none is needed."""
+    if not precision.scales_loss:
+        return None
+    return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0))
+
+
+def next_scale(scale: LossScale, finite: Array) -> LossScale:
+    """The scale after a step whose gradients were `finite` or not."""
+    good_steps = scale.good_steps + 1
+    grows = good_steps == GROWTH_INTERVAL
+    grown = jnp.minimum(scale.scale * jnp.where(grows, 2.0, 1.0), LARGEST_SCALE)
+    shrunk = jnp.maximum(scale.scale / 2, 1.0)
+    return LossScale(
+        jnp.where(finite, grown, shrunk),
+        jnp.where(finite & ~grows, good_steps, 0),
+    )
+
+
+class _Computing(eqx.Module):
+    """A model whose calls and methods compute in `dtype`; otherwise like the model.
+
+    What a loss reads from it, `model.layer.weight` say, has its own dtype.
+    """
+
+    wrapped: Any
+    dtype: Any = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._computed(_cast_model(self.wrapped, self.dtype))(
+            *arguments, **keywords
+        )
+
+    @property
+    def __wrapped__(self) -> Any:  # what inspect.signature looks at
+        return self.wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # asked for while a copy is being built
+            raise AttributeError(name)
+        value = getattr(self.wrapped, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
+            return self._computed(getattr(_cast_model(self.wrapped, self.dtype), name))
+
+        def in_turn(node: Any) -> Any:
+            wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)
+            return _Computing(node, self.dtype) if wrapped else node
+
+        return jax.tree.map(in_turn, value, is_leaf=_is_module)
+
+    def _computed(self, function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            arguments, keywords = _cast((arguments, keywords), self.dtype)
+            result = function(*arguments, **keywords)
+            return _cast(result, jnp.float32, only=self.dtype)
+
+        return call
+
+
+def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
+    """Floating arrays in `dtype`, but for a State's, which keeps its own dtypes."""
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, eqx.nn.State)
+
+    def cast(leaf: Any) -> Any:
+        wanted = _is_floating(leaf) and only in (None, leaf.dtype)
+        return leaf.astype(dtype) if wanted else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=is_state)
+
+
+def _cast_model(model: PyTree, dtype: Any, *, widen_norms: bool = True) -> PyTree:
+    """A model's floating leaves in `dtype`, but for those of norms."""
+
+    def is_norm(node: Any) -> bool:
+        return isinstance(node, _NORMS)
+
+    def cast(node: Any) -> Any:
+        if widen_norms and isinstance(node, eqx.nn.BatchNorm):
+            return _in_float32(node)
+        return node if is_norm(node) else _cast(node, dtype)
+
+    return jax.tree.map(cast, model, is_leaf=is_norm)
+
+
+def _in_float32(norm: eqx.nn.BatchNorm) -> eqx.nn.BatchNorm:
+    """`norm` with statistics in float32 of inputs in any dtype."""
+    wide = object.__new__(_wide_class(type(norm)))
+    for name, value in vars(norm).items():
+        object.__setattr__(wide, name, value)
+    return wide
+
+
+@functools.cache
+def _wide_class(cls: type) -> type:
+    """A subclass of a BatchNorm class: models ask `isinstance` of their layers."""
+    if cls.__dict__.get("_is_wide"):
+        return cls
+
+    def call(self: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        out, state = cls.__call__(self, wide, *arguments, **keywords)
+        return out.astype(x.dtype), state
+
+    return types.new_class(
+        cls.__name__,
+        (cls,),
+        {},
+        lambda names: names.update(
+            {"__call__": call, "__module__": __name__, "_is_wide": True}
+        ),
+    )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
+
+
+def _has_calls(model: Any) -> bool:
+    return _is_module(model) or callable(model)

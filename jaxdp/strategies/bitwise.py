@@ -1,0 +1,342 @@
+"""The same bits on 1, 2, 4 and 8 devices: work cut into pieces that never change.
+
+Rounding depends on shapes, on the order of sums, and on what a compiler fuses. So a
+batch is always cut into `SHARDS` virtual shards; one loop body, compiled for one
+shard's shapes, works on each of them, on whatever device it falls; and their results
+are added in the order of the shards. What follows, the optimizer, every device computes
+whole.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from ..collectives import Collectives, Share
+from ..console import say
+from ..step import Group, TrainState
+from .base import DataParallel, Role, each
+from .pmap import Pmap
+from .sharded import Sharded
+from .single_device import SingleDevice
+
+SHARDS: Final = 8
+"""Virtual shards of a batch; the device count must divide it."""
+
+_AXIS: Final = "shards"
+_OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
+"""XLA merges equal operations once more, and earlier, in programs for several devices,
+and then fuses others: with 2 devices a LayerNorm had other bits than with 1."""
+
+_SMALL: Final = 4096
+"""Elements up to which a sum is gathered by every device, not shared out."""
+
+
+class Bitwise(DataParallel):
+    """A strategy's devices and layout, with steps of the same bits on any number.
+
+    Args:
+        strategy: `SingleDevice`, `Sharded` or `Pmap`, which hold the state whole on
+            every device.
+    """
+
+    num_shards = SHARDS
+
+    def __init__(self, strategy: DataParallel):
+        if isinstance(strategy, SingleDevice):
+            devices = np.array([strategy.device])
+        elif type(strategy) in (Sharded, Pmap):
+            devices = np.asarray(strategy.mesh.devices).ravel()  # pyright: ignore
+        else:
+            raise ValueError(
+                "`reproducible`='bitwise' needs the state whole on every device, as"
+                f" SingleDevice, Sharded and Pmap hold it; `strategy` is {strategy!r}."
+                " Take one of those, or leave `reproducible` out."
+            )
+        if SHARDS % devices.size:
+            raise ValueError(
+                f"`reproducible`='bitwise' cuts each batch into {SHARDS} virtual shards"
+                f" and gives every device as many; the {devices.size} devices of"
+                f" {strategy!r} do not divide {SHARDS}. Use 1, 2, 4 or 8 devices."
+            )
+        self.strategy = strategy
+        self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
+
+    def place(self, state: TrainState) -> TrainState:
+        return self.strategy.place(state)
+
+    def gather(self, tree: PyTree) -> PyTree:
+        return self.strategy.gather(tree)
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        return [self._cut(group) for group in groups] if split else groups
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> jax.stages.Compiled:
+        devices = self.mesh.size
+        whole, rows = PartitionSpec(), PartitionSpec(None, _AXIS)
+        collectives = VirtualShards(devices) if split else Collectives()
+
+        def argument_of(role: Role, argument: Any) -> Any:
+            cut = split and role == "groups"
+            return [self._cut(group) for group in argument] if cut else argument
+
+        def spec_in(role: Role, argument: Any) -> Any:
+            if role != "groups" or not split:
+                return whole
+            return [Group(PartitionSpec(None, None, _AXIS), whole) for _ in argument]
+
+        arguments = tuple(map(argument_of, roles, arguments))
+        mapped = jax.shard_map(
+            functools.partial(step, collectives),
+            mesh=self.mesh,
+            in_specs=(in_specs := tuple(map(spec_in, roles, arguments))),
+            out_specs=each(results, lambda r: rows if split and r == "rows" else whole),
+            check_vma=False,
+        )
+
+        def program(*arguments: Any) -> Any:
+            found = mapped(*arguments)
+            if split and results == "rows":  # shaped (turns, devices * rows, ...)
+                found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+            return found
+
+        jitted = jax.jit(
+            program,
+            in_shardings=jax.tree.map(
+                functools.partial(NamedSharding, self.mesh),
+                in_specs,
+                is_leaf=lambda node: isinstance(node, PartitionSpec),
+            ),
+            out_shardings=NamedSharding(self.mesh, whole),
+            donate_argnums=donate,
+        )
+        return jitted.trace(*arguments).lower().compile(_OPTIONS)
+
+    def _cut(self, group: Group) -> Group:
+        """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
+
+        Shard number `turn * devices + device`, so that what devices add up in one turn
+        comes before what they do in the next.
+        """
+        devices = self.mesh.size
+
+        def cut(leaf: Any) -> Any:
+            micros, rows, *rest = leaf.shape
+            shape = (micros, SHARDS // devices, devices, rows // SHARDS, *rest)
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(shape, leaf.dtype)
+            return leaf.reshape(shape)
+
+        return Group(jax.tree.map(cut, group.batch), group.counts)
+
+    def __repr__(self) -> str:
+        return f"Bitwise({self.strategy!r})"
+
+
+class VirtualShards(Collectives):
+    """Works on the virtual shards of this device in turn, and adds up all devices'.
+
+    The loop's length is hidden from the compiler: it would inline a loop of one turn,
+    as eight devices have, and fuse the body with what surrounds it.
+
+    Args:
+        devices: how many there are.
+    """
+
+    def __init__(self, devices: int):
+        self.devices = devices
+        self.turns = SHARDS // devices
+
+    def over_rows(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        try:
+            return self._in_turns(function, inputs, groups, results)
+        except _RowsInteract:
+            say(
+                "`reproducible`='bitwise': the rows of a batch interact (a scalar loss,"
+                " BatchNorm, or one `key` for all), so every device computes the whole"
+                " batch: the same bits, and no time saved by more devices"
+            )
+            return self._whole(function, inputs, groups, results)
+
+    def _in_turns(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        # One more than there are turns: a stack of one would need no indexing, and the
+        # body would be another program.
+        stacks = [
+            jax.tree.map(lambda x: _stack(x.squeeze(2)), group.batch)
+            for group in groups
+        ]
+        # Zero, which the compiler can't know.
+        zero = jnp.minimum(jnp.stack([g.counts.sum() for g in groups]).sum(), 0)
+        turns = jnp.arange(self.turns + 1, dtype=jnp.int32)
+        shards = turns * self.devices + jax.lax.axis_index(_AXIS) + zero
+
+        def one_shard(turn: Array) -> Any:
+            picked = jax.tree.map(lambda x: x[turn], stacks)
+            mine = [
+                Group(batch, group.counts)
+                for batch, group in zip(picked, groups, strict=True)
+            ]
+            return function(_OneShard(shards[turn]), inputs, mine)
+
+        traced, shapes = jax.make_jaxpr(one_shard, return_shape=True)(jnp.int32(0))
+        leaves, treedef = jax.tree.flatten(shapes)
+        found = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        def run(turn: Array, found: list[Array]) -> list[Array]:
+            # A loop of its own, of one turn: nothing is fused with what comes after.
+            once = jaxpr_as_fun(traced)
+            return _loop(turn, turn + 1 + zero, lambda turn, _: once(turn), found)
+
+        if results == "rows":
+            kept = [jnp.zeros((self.turns, *x.shape), x.dtype) for x in leaves]
+
+            def keep(turn: Array, carry: Any) -> Any:
+                kept, found = carry
+                found = run(turn, found)
+                pairs = zip(kept, found, strict=True)
+                return [k.at[turn].set(x) for k, x in pairs], found
+
+            kept, _ = _loop(jnp.int32(0), self.turns + zero, keep, (kept, found))
+            return treedef.unflatten(kept)
+        sums = [_Sum(leaf, self.devices) for leaf in leaves]
+
+        def add(turn: Array, carry: Any) -> Any:
+            totals, found = carry
+            found = run(turn, found)
+            each = zip(sums, totals, found, strict=True)
+            return [sum.add(total, one) for sum, total, one in each], found
+
+        totals = [each.zero() for each in sums]
+        first = jnp.int32(0)
+        totals, found = _loop(first, self.turns + zero, add, (totals, found))
+
+        def gather(_: Array, __: list[Array]) -> list[Array]:
+            # In a loop again: what comes after it sees the same on any device count.
+            return [each.whole(total) for each, total in zip(sums, totals, strict=True)]
+
+        return treedef.unflatten(_loop(first, 1 + zero, gather, found))
+
+    def _whole(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: Share | tuple[Share, ...],
+    ) -> Any:
+        """The same computation of all rows on every device."""
+
+        def gathered(leaf: Array) -> Array:
+            everything = jax.lax.all_gather(leaf, _AXIS, axis=2, tiled=True)
+            return everything.reshape(len(leaf), -1, *leaf.shape[4:])
+
+        groups = [Group(jax.tree.map(gathered, g.batch), g.counts) for g in groups]
+        found = function(Collectives(), inputs, groups)
+        if results != "rows":
+            return found
+        device = jax.lax.axis_index(_AXIS)
+
+        def own(leaf: Array) -> Array:
+            cut = leaf.reshape(self.turns, self.devices, -1, *leaf.shape[1:])
+            return cut[:, device]
+
+        return jax.tree.map(own, found)
+
+
+class _OneShard(Collectives):
+    """What the function of rows is given: one virtual shard of all there are."""
+
+    num_shards = SHARDS
+
+    def __init__(self, shard: Array):
+        self.shard = shard
+
+    def row_ids(self, rows: int) -> Int[Array, " rows"]:
+        return self.shard * rows + jnp.arange(rows)
+
+    def need_all_rows(self) -> None:
+        raise _RowsInteract
+
+
+class _RowsInteract(Exception):
+    """Ends the tracing of a step for one virtual shard."""
+
+
+class _Sum:
+    """A running sum over shards, of one array: in the order of the shards.
+
+    Of a large array every device sums its part of the elements, which moves no more
+    bytes than an all-reduce and holds no more than one more array.
+    """
+
+    def __init__(self, like: Any, devices: int):
+        self.like = like
+        self.devices = devices
+        self.size = math.prod(like.shape)
+        self.is_shared = self.size > _SMALL
+        self.part = -(-self.size // devices)
+
+    def zero(self) -> Array:
+        shape = (self.part,) if self.is_shared else self.like.shape
+        return jnp.zeros(shape, self.like.dtype)
+
+    def add(self, total: Array, found: Array) -> Array:
+        """`total` with what each device `found` in this turn, device by device."""
+        if self.is_shared:
+            missing = self.part * self.devices - self.size
+            parts = jnp.pad(found.ravel(), (0, missing)).reshape(self.devices, -1)
+            by_device = jax.lax.all_to_all(parts, _AXIS, 0, 0)
+        else:
+            by_device = jax.lax.all_gather(found, _AXIS)  # of one device: itself
+        for device in range(self.devices):
+            total = total + by_device[device]
+        return total
+
+    def whole(self, total: Array) -> Array:
+        if not self.is_shared:
+            return total
+        parts = jax.lax.all_gather(total, _AXIS, tiled=True)
+        return parts[: self.size].reshape(self.like.shape)
+
+
+def _stack(leaf: Array) -> Array:
+    """`(micros, turns, rows, ...)` as `(turns + 1, micros, rows, ...)`."""
+    leaf = jnp.swapaxes(leaf, 0, 1)
+    return jnp.concatenate([leaf, leaf[:1]])
+
+
+def _loop(
+    start: Array, stop: Array, body: Callable[[Array, Any], Any], first: Any
+) -> Any:
+    def run(carry: Any) -> Any:
+        turn, value = carry
+        return turn + 1, body(turn, value)
+
+    return jax.lax.while_loop(lambda c: c[0] < stop, run, (start, first))[1]

@@ -1,0 +1,63 @@
+"""What the compiled step holds: less with micro-batches, less with recomputation."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+
+ROWS, WIDTH, DEPTH = 1024, 64, 16
+
+
+class Deep(eqx.Module):
+    """Equal layers, stacked, and a scan over them."""
+
+    layers: eqx.nn.MLP
+
+    def __init__(self, key):
+        def layer(key):
+            return eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)
+
+        self.layers = eqx.filter_vmap(layer)(jax.random.split(key, DEPTH))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        def body(x, one):
+            return x + 0.1 * eqx.combine(one, static)(x), None
+
+        return jax.lax.scan(body, x, arrays)[0]
+
+
+def step_of(*, strategy, micro_batches=1, **options):
+    """The compiled step over `ROWS` rows, and the loss."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    parts = np.split(x, micro_batches)
+    trainer = Trainer(
+        Deep(jax.random.key(0)), optax.sgd(1e-2), loss="mse", strategy=strategy,
+        accumulate_grad_batches=micro_batches, enable_progress_bar=False, **options,
+    )  # fmt: skip
+    history = trainer.fit([(part, part[:, ::-1].copy()) for part in parts])
+    step = trainer.compiled_train_step()
+    return step.memory_analysis().temp_size_in_bytes, history["loss"][-1]
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
+def test_micro_batches_hold_activations_of_one_at_a_time(strategy):
+    whole, expected = step_of(strategy=strategy())
+    parts, loss = step_of(strategy=strategy(), micro_batches=8)
+    devices = 1 if strategy is SingleDevice else 8
+    activations = ROWS // devices * WIDTH * 4 * DEPTH  # the residual stream alone
+    assert parts < whole - activations / 2
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_recomputed_layers_are_not_held():
+    whole, expected = step_of(strategy=SingleDevice())
+    less, loss = step_of(strategy=SingleDevice(), remat="layers")
+    hidden = ROWS * 2 * WIDTH * 4 * DEPTH  # of the MLPs, after the activation
+    assert less < whole - hidden
+    assert loss == pytest.approx(expected, rel=1e-6)

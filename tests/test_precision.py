@@ -1,0 +1,337 @@
+"""What is in which dtype, and the scaling of float16's losses."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
+
+from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.precision import PRECISIONS, computing
+
+
+def make(model, *, data=None, epochs=1, callbacks=(), loss="cross_entropy", **options):
+    """The losses of a training, and its trainer."""
+    recorder = Recorder()
+    if "loss_fn" not in options:
+        options["loss"] = loss
+    optimizer = options.pop("optimizer", optax.adam(1e-2))
+    trainer = Trainer(
+        model, optimizer, callbacks=[recorder, *callbacks],
+        enable_progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.fit(data or batches(16, 16, 5), max_epochs=epochs)
+    return recorder.losses, trainer
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner ones too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr"),
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def dtypes_of(jaxpr, *primitives):
+    """The dtypes that primitives of these names compute in."""
+    return {
+        str(equation.invars[0].aval.dtype)
+        for equation in equations(jaxpr)
+        if equation.primitive.name in primitives
+    }
+
+
+class Block(eqx.Module):
+    """Attention, every norm that works on one example, and a convolution."""
+
+    attention: eqx.nn.MultiheadAttention
+    layer: eqx.nn.LayerNorm
+    rms: eqx.nn.RMSNorm
+    group: eqx.nn.GroupNorm
+    conv: eqx.nn.Conv1d
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[0])
+        self.layer = eqx.nn.LayerNorm(8)
+        self.rms = eqx.nn.RMSNorm(8)
+        self.group = eqx.nn.GroupNorm(2, 8)
+        self.conv = eqx.nn.Conv1d(8, 8, 1, key=keys[1])
+        self.last = eqx.nn.Linear(8, 3, key=keys[2])
+
+    def __call__(self, x):  # (4, 8)
+        h = jax.vmap(self.layer)(x)
+        x = x + self.attention(h, h, h)
+        x = jax.vmap(self.rms)(x)
+        x = x + self.conv(self.group(x.T)).T
+        return self.last(x.mean(axis=0))
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
+    narrow = "float16" if name == "16-mixed" else "bfloat16"
+    model = Block(jax.random.key(0))
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        model = computing(eqx.combine(params, static), PRECISIONS[name])
+        prediction = jax.vmap(model)(x)
+        assert prediction.dtype == jnp.float32
+        return prediction.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, jnp.ones((2, 4, 8))).jaxpr
+    assert dtypes_of(jaxpr, "dot_general", "conv_general_dilated") == {narrow}
+    # exp is softmax's; rsqrt, sqrt and the squares of variances are the norms'.
+    assert dtypes_of(jaxpr, "exp", "rsqrt", "sqrt", "square") == {"float32"}
+
+
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_batch_norm_has_its_statistics_in_float32(mode):
+    class Net(NormNet):
+        def __call__(self, x, state):
+            assert isinstance(self.norm, eqx.nn.BatchNorm)
+            seen.append(x.dtype)
+            x, state = self.norm(self.first(x), state)
+            seen.append(x.dtype)
+            return self.last(jax.nn.relu(x)), state
+
+    def net(key):
+        made = Net(key)
+        norm = eqx.nn.BatchNorm(8, axis_name="batch", mode=mode)
+        return eqx.tree_at(lambda n: n.norm, made, norm)
+
+    means = []
+    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-mixed"):
+        seen = []
+        model, state = eqx.nn.make_with_state(net)(jax.random.key(0))
+        losses, trainer = make(
+            model, state=state, precision=precision, strategy=Sharded(4), epochs=3
+        )
+        narrow = PRECISIONS[precision].computed or jnp.float32
+        assert set(seen) == {jnp.dtype(narrow)}
+        floating = eqx.filter(trainer.model_state, eqx.is_inexact_array)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(floating)} == {"float32"}
+        assert trainer.state.params.norm.weight.dtype == jnp.float32
+        assert type(trainer.model.norm) is eqx.nn.BatchNorm
+        trainer.validate(batches(16))
+        means.append(np.mean(losses))
+    np.testing.assert_allclose(means, means[0], rtol=2e-2)
+
+
+def test_bf16_mixed_is_the_textbook_cast():
+    """Float32 parameters and Adam; a cast in the loss; the loss in float32."""
+    model, data = Mlp(jax.random.key(0), rate=0.0), batches(16, 16, 16)
+
+    def loss_of(model, x, y):
+        narrow = jax.tree.map(
+            lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a, model
+        )
+        logits = jax.vmap(narrow)(x.astype(jnp.bfloat16)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    _, expected = hand_written(model, optax.adam(1e-2), data, 5, loss_of)
+    _, full = hand_written(model, optax.adam(1e-2), data, 5, cross_entropy)
+    for options in ({"loss": "cross_entropy"}, {"loss_fn": cross_entropy}):
+        losses, trainer = make(
+            model, data=data, epochs=5, precision="bf16-mixed",
+            strategy=SingleDevice(), **options,
+        )  # fmt: skip
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert max(np.abs(np.subtract(losses, full))) > 1e-5  # it did compute narrow
+        kept = eqx.filter(trainer.state, eqx.is_inexact_array)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(kept)} == {"float32"}
+        assert trainer.predict([data[0][0]]).dtype == np.float32
+
+
+def test_bf16_true_keeps_parameters_and_optimizer_in_bfloat16():
+    model = Block(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(16, 4, 8)).astype(np.float32)
+    data = [(x, (x[:, 0, 0] > 0).astype(np.int32))]
+    losses, trainer = make(model, data=data, epochs=20, precision="bf16-true")
+    state = trainer.state
+    assert state.params.last.weight.dtype == jnp.bfloat16
+    assert state.opt_state[0].mu.last.weight.dtype == jnp.bfloat16
+    assert state.params.layer.weight.dtype == jnp.float32
+    assert trainer.model.last.weight.dtype == jnp.float32
+    assert model.last.weight.dtype == jnp.float32
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("strategy", [Sharded, Pmap])
+def test_narrow_losses_are_one_devices_up_to_narrow_rounding(precision, strategy):
+    """A device rounds the gradient of its share, so 1e-5 is not to be had."""
+    options = {"precision": precision, "epochs": 4, "accumulate_grad_batches": 2}
+    expected, _ = make(Mlp(jax.random.key(0)), strategy=SingleDevice(), **options)
+    losses, _ = make(Mlp(jax.random.key(0)), strategy=strategy(), **options)
+    np.testing.assert_allclose(losses, expected, rtol=2e-2)
+
+
+class Parts(eqx.Module):
+    """A model that a loss calls by its parts."""
+
+    encoder: eqx.nn.Linear
+    decoders: list
+    scale: jax.Array
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.encoder = eqx.nn.Linear(4, 8, key=keys[0])
+        self.decoders = [eqx.nn.Linear(8, 4, key=key) for key in keys[1:]]
+        self.scale = jnp.ones(())
+
+    def encode(self, x):
+        assert self.encoder.weight.dtype == jnp.bfloat16 == x.dtype
+        return self.encoder(x)
+
+
+def test_a_loss_fn_may_call_methods_and_submodules_and_sees_float32():
+    def loss_fn(model, x, y):
+        hidden = jax.vmap(model.encode)(x)
+        rebuilt = jax.vmap(model.decoders[1])(hidden)
+        assert hidden.dtype == rebuilt.dtype == x.dtype == jnp.float32
+        assert model.encoder.weight.dtype == model.scale.dtype == jnp.float32
+        assert model.encoder.out_features == 8
+        return model.scale * ((rebuilt - x) ** 2).mean(axis=1)
+
+    losses, _ = make(
+        Parts(jax.random.key(0)), loss_fn=loss_fn, precision="bf16-mixed", epochs=10
+    )
+    assert losses[-1] < losses[0]
+
+
+def test_what_cannot_be_called_is_cast_with_its_batch():
+    params = {"w": jnp.ones((4, 3)), "n": jnp.arange(3)}
+
+    def loss_fn(params, x, y):
+        assert params["w"].dtype == x.dtype == jnp.bfloat16
+        assert y.dtype == params["n"].dtype == jnp.int32
+        return (x @ params["w"]).sum(axis=1) ** 2
+
+    losses, trainer = make(params, loss_fn=loss_fn, precision="bf16-mixed")
+    assert trainer.model["w"].dtype == jnp.float32
+    assert losses[0] > 0
+
+
+def spiked(at):
+    """Batches of (x, y), the one at place `at` with values that float16 overflows."""
+    data = batches(*[16] * 8)
+    x, y = data[at]
+    data[at] = np.where(np.arange(4) == 0, np.float32(3e4), x), y
+    return data
+
+
+def spiky(prediction, target):
+    # Finite in float32; its gradient by the scale of 2**16 is not in float16.
+    return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
+    states = []
+
+    from jaxdp import Callback
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            state = trainer.state
+            states.append(
+                jax.tree.map(
+                    np.array, (state.params, state.opt_state, state.loss_scale)
+                )
+                + (bool(metrics["skipped"]), float(metrics["loss_scale"]))
+            )
+
+    _, trainer = make(
+        Mlp(jax.random.key(0)), data=spiked(3), precision="16-mixed",
+        strategy=strategy(), callbacks=[Watch()],
+    )  # fmt: skip
+    skipped = [state[3] for state in states]
+    assert skipped[3] and not any(skipped[4:])
+    first = skipped.index(False)  # 2**16 may be too much for the first steps
+    for before, after in zip(states[first:], states[first + 1 :], strict=False):
+        same = eqx.tree_equal(before[:2], after[:2])
+        assert same == after[3]
+        assert after[2].scale == before[2].scale / (2 if after[3] else 1)
+    done = 8 - sum(skipped)
+    assert int(trainer.state.opt_state[0].count) == done
+    assert int(trainer.state.step) == trainer.global_step == 8
+
+
+def test_the_scale_grows_and_changes_no_number(monkeypatch):
+    from jaxdp import precision
+
+    monkeypatch.setattr(precision, "FIRST_SCALE", 1024.0)
+    _, still = make(Mlp(jax.random.key(0)), precision="16-mixed", epochs=4)
+    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 5)
+    _, grown = make(Mlp(jax.random.key(0)), precision="16-mixed", epochs=4)
+    assert still.state.loss_scale.scale == 1024
+    assert still.state.loss_scale.good_steps == 12
+    assert grown.state.loss_scale.scale == 4096
+    assert grown.state.loss_scale.good_steps == 2
+    # Powers of two only move the exponent, where nothing is too small.
+    for ours, theirs in zip(
+        jax.tree.leaves(eqx.filter(still.model, eqx.is_inexact_array)),
+        jax.tree.leaves(eqx.filter(grown.model, eqx.is_inexact_array)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+def test_small_gradients_are_lost_without_the_scale(monkeypatch):
+    from jaxdp import precision
+
+    def tiny(prediction, target):
+        return 1e-7 * (prediction**2).mean(axis=1)
+
+    def moved(scale):
+        monkeypatch.setattr(precision, "FIRST_SCALE", scale)
+        model = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(0))
+        _, trainer = make(
+            model, loss=tiny, precision="16-mixed", optimizer=optax.sgd(1.0)
+        )
+        return float(jnp.abs(trainer.model.weight - model.weight).max())
+
+    assert moved(1.0) == 0 < moved(65536.0)
+
+
+def test_a_resumed_float16_training_goes_on_with_its_scale(tmp_path):
+    data = spiked(2)
+    _, whole = make(Mlp(jax.random.key(0)), data=data, precision="16-mixed", epochs=2)
+    _, half = make(Mlp(jax.random.key(0)), data=data, precision="16-mixed", epochs=1)
+    path = half.save(tmp_path / "half")
+    resumed = Trainer(
+        Mlp(jax.random.key(1)), optax.adam(1e-2), loss="cross_entropy",
+        precision="16-mixed", callbacks=[Recorder()], enable_progress_bar=False,
+    )  # fmt: skip
+    resumed.load(path)
+    assert resumed.state.loss_scale.scale == half.state.loss_scale.scale < 65536
+    resumed.fit(data, max_epochs=2)
+    assert eqx.tree_equal(
+        eqx.filter((whole.state, whole.model), eqx.is_array),
+        eqx.filter((resumed.state, resumed.model), eqx.is_array),
+    )
+
+    other = Trainer(
+        Mlp(jax.random.key(1)), optax.adam(1e-2), loss="cross_entropy",
+        callbacks=[Recorder()], enable_progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="loss_scale: scale: the checkpoint has float"):
+        other.load(path)
+
+
+@pytest.mark.parametrize("name", ["bf16", "16-true", None, 16])
+def test_unknown_precisions_are_refused_with_those_there_are(name):
+    with pytest.raises(
+        ValueError, match=r"`precision` must be one of '32-true', 'bf16-m"
+    ):
+        Trainer(Mlp(jax.random.key(0)), precision=name)
