@@ -5,8 +5,10 @@ between steps: flattening a model's tree in Python costs more than a small step.
 """
 
 import collections
+import functools
+import math
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import equinox as eqx
@@ -17,6 +19,7 @@ from jaxtyping import Array, PyTree
 from .collectives import Collectives
 from .console import say
 from .data import Packed, Packer, check_labels
+from .flops import matmul_flops
 from .metrics import Facts, Metrics, means_of, new_totals
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
@@ -29,17 +32,23 @@ IN_FLIGHT: Final = 8
 host batches, and abort the process on jax 0.10.2 with faked devices."""
 
 
+def wait(array: Array) -> None:
+    """Waits for the device to be done with `array`."""
+    array.block_until_ready()
+
+
 class InFlight:
     """Bounds how far the host runs ahead of the device."""
 
     def __init__(self) -> None:
+        self.wait: Callable[[Array], None] = wait
         self._waiting: collections.deque[Array] = collections.deque()
 
     def add(self, array: Array) -> None:
         """Counts a step by one of its results; waits for the one `IN_FLIGHT` ago."""
         self._waiting.append(array)
         if len(self._waiting) > IN_FLIGHT:
-            self._waiting.popleft().block_until_ready()
+            self.wait(self._waiting.popleft())
 
 
 class Engine:
@@ -167,6 +176,20 @@ class Engine:
                 yield fetch()
         while waiting:
             yield fetch()
+
+    def flops_per_row(self, window: Sequence[Batch]) -> float:
+        """Operations of a train step over `window`, per row that is computed."""
+        slots = self.micro_batches
+        packed = self._packers["train"].pack(window, slots)
+        steps = self.steps._replace(inside=(), remat=False)
+        with no_ambient_mesh():
+            train = functools.partial(steps.train, Collectives())
+            jaxpr = jax.make_jaxpr(train)(self.state, packed.groups)
+        rows = sum(
+            math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
+            for group in packed.groups
+        )
+        return matmul_flops(jaxpr) / rows
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The train step for the largest batch so far."""

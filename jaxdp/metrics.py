@@ -43,6 +43,11 @@ class Metrics(Mapping[str, Any]):
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
         return np.asarray(self.inside[name])[()]
 
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Adds what a callback found out, for the loggers: numbers, or what turns into
+        an array when it is read."""
+        self.inside = {**self.inside, **values}
+
     def __iter__(self) -> Iterator[str]:
         return iter((*self.facts.names, *self.inside))
 

@@ -14,16 +14,17 @@ from jaxtyping import PyTree
 
 from . import checkpoint, checks, losses
 from .callbacks import ProgressBar
-from .callbacks.base import Callback, Hooks
+from .callbacks.base import HOOKS, Callback, Hooks
 from .console import say
 from .data import windows
-from .engine import Engine
+from .engine import Engine, wait
 from .history import History
 from .interrupts import Interrupts
 from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, split_pair
+from .phases import Phase, Stopwatch
 from .remat import Remat
 from .source import Source
 from .step import Batch, Steps, TrainState
@@ -148,6 +149,8 @@ class Trainer:
         # What `Callback.setup` may set:
         self.donate = "state"
         self.skip_nonfinite = False
+        self.stopwatch: Stopwatch | None = None
+        self.bar_notes: dict[str, Callable[[], str]] = {}
 
         self._model = model
         self._model_state = state
@@ -264,7 +267,9 @@ class Trainer:
             if not (fast_dev_run and callback.skip_in_fast_dev_run)
         )
         with self._ending_well(hooks):
+            self.stopwatch = None
             hooks.setup(self)
+            hooks = self._timed(hooks)
             batches = self._begin(train, limits)
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
@@ -310,8 +315,9 @@ class Trainer:
         """
         source = open_loader(train_loader, "train_loader", self.seed)
         self._batches_done = 0
+        self.stopwatch = None
         self._hooks.setup(self)
-        steps = self._steps(self._begin(source), self._hooks)
+        steps = self._steps(self._begin(source), self._timed(self._hooks))
         while True:
             with self._interrupts:  # not while the caller's code runs
                 metrics = next(steps, None)
@@ -393,7 +399,8 @@ class Trainer:
                 for index, callback in enumerate(self.callbacks)
             },
         }
-        path = checkpoint.save(path, self.state, meta)
+        with self._phase("checkpoints"):
+            path = checkpoint.save(path, self.state, meta)
         self._hooks.on_save_checkpoint(self, path)
         return path
 
@@ -421,6 +428,18 @@ class Trainer:
                 )
             else:
                 callback.load_state_dict(saved)
+
+    def flops_per_example(self, batch: Batch) -> float:
+        """Operations per row of a training step: products and convolutions.
+
+        Of the forward and backward pass, without what `remat` computes again and
+        without what is element by element. Traces the step once more.
+
+        Args:
+            batch: as `on_train_batch_start` has it.
+        """
+        window = [batch] if self.accumulate_grad_batches == 1 else batch
+        return self._ready(window[0]).flops_per_row(window)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
@@ -466,7 +485,10 @@ class Trainer:
         if limits is not None and limits.train_batches is not None:
             left = max(0, limits.train_batches - self._batches_done)
             batches = itertools.islice(batches, left)
-        return windows(batches, self.accumulate_grad_batches)
+        batches = windows(batches, self.accumulate_grad_batches)
+        if self.stopwatch is not None:
+            batches = self.stopwatch.iterator("data", batches)
+        return batches
 
     def _begin(
         self, source: Source, limits: Limits | None = None
@@ -483,6 +505,8 @@ class Trainer:
         engine = self._ready(first[0])
         engine.set_options(self.donate, self.skip_nonfinite)
         engine.prepare("train", first)
+        if self.stopwatch is not None:
+            engine.in_flight.wait = self.stopwatch.function("device", wait)
         return itertools.chain([first], batches)
 
     def _steps(self, batches: Iterable[list[Batch]], hooks: Hooks) -> Iterator[Metrics]:
@@ -507,7 +531,8 @@ class Trainer:
 
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
-        self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
+        with self._phase("validation"):
+            self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -530,13 +555,25 @@ class Trainer:
 
     def _end_epoch(self, limits: Limits, hooks: Hooks) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
-        metrics = self._ready().epoch_means() | self._val_metrics
+        with self._phase("device"):
+            metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
         self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
         self._is_whole = False
+
+    def _timed(self, hooks: Hooks) -> Hooks:
+        """`hooks`, measured if a callback has asked for it."""
+        if self.stopwatch is None:
+            return hooks
+        return self.stopwatch.methods("callbacks", hooks, HOOKS)
+
+    def _phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        if self.stopwatch is None:
+            return contextlib.nullcontext()
+        return self.stopwatch.phase(phase)
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""

@@ -9,7 +9,8 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["console", "tree", "losses", "history", "collectives", "metrics"],
+    ["console", "tree", "losses", "history", "collectives", "metrics"]
+    + ["flops", "phases"],
     ["objective", "remat"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],

@@ -10,6 +10,7 @@ from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
 from .nan_guard import NanGuard
 from .progress import ProgressBar
+from .throughput import ThroughputMonitor
 from .timer import Timer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "NanGuard",
     "ProgressBar",
     "TensorBoardLogger",
+    "ThroughputMonitor",
     "Timer",
 ]
 

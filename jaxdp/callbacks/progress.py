@@ -121,6 +121,7 @@ class ProgressBar(Callback):
         seconds = self._train.seconds(now)
         facts = [_clock(seconds), *self._train.rates(now)]
         facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        facts += _notes(trainer)
         self._close()
         self._print(f"{self._train.name}: {', '.join(facts)}")
 
@@ -146,6 +147,7 @@ class ProgressBar(Callback):
         if len(self._metrics) > LAG:
             loss = float(self._metrics[0]["loss"])
             facts.insert(0, f"loss {loss:.3g}")
+        facts += _notes(trainer)
         if run.bar is None:
             self._print(run.line(now, facts))
         else:
@@ -254,6 +256,11 @@ class _Pass:
 def _name(trainer: Any) -> str:
     of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
     return f"epoch {trainer.current_epoch + 1}{of}"
+
+
+def _notes(trainer: Any) -> list[str]:
+    """What other callbacks have to say beside the numbers."""
+    return [text for note in trainer.bar_notes.values() if (text := note())]
 
 
 def _total(trainer: Any) -> int | None:

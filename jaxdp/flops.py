@@ -1,0 +1,58 @@
+"""Floating-point operations of a traced function: the matrix products in it."""
+
+import math
+from typing import Any
+
+import jax
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Operations of all matrix products and convolutions, a multiply-add as two.
+
+    Counted in the traced program, before any compiler: the same on every backend, with
+    the bodies of scans as often as they run, and without what is element by element.
+    Of a `cond` the costlier branch counts, of a `while_loop` one turn, since how many
+    there are is not known.
+
+    Args:
+        jaxpr: what `jax.make_jaxpr(function)(*arguments)` gave.
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(_equation(equation) for equation in inner.eqns)
+
+
+def _equation(equation: Any) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        depth = math.prod(left[axis] for axis in contracted)
+        return 2 * depth * math.prod(equation.outvars[0].aval.shape)
+    if name == "conv_general_dilated":
+        return _convolution(equation)
+    if name == "cond":
+        return max(matmul_flops(branch) for branch in params["branches"])
+    inside = sum(
+        matmul_flops(value)
+        for value in jax.tree.leaves(
+            list(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        )
+        if hasattr(getattr(value, "jaxpr", value), "eqns")
+    )
+    if name == "scan":
+        return params["length"] * inside
+    if name == "shard_map":
+        # Its body is what one device does.
+        axes = params.get("manual_axes", params["mesh"].axis_names)
+        return inside * math.prod(params["mesh"].shape[axis] for axis in axes)
+    return inside
+
+
+def _convolution(equation: Any) -> int:
+    """Kernel taps that meet the input, zeros of padding and dilation included."""
+    numbers = equation.params["dimension_numbers"]
+    kernel = equation.invars[1].aval.shape
+    # The kernel's axes: out, in (of one group), then space.
+    taps = math.prod(kernel[axis] for axis in numbers.rhs_spec[1:])
+    taps //= math.prod(equation.params["lhs_dilation"])
+    return 2 * taps * math.prod(equation.outvars[0].aval.shape)
