@@ -61,6 +61,7 @@ class Engine:
         strategy: places the state and compiles the steps.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
+        view: from the state to the one whose weights are evaluated and handed out.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Engine:
         *,
         seed: int,
         micro_batches: int,
+        view: Callable[[TrainState], TrainState] | None = None,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
             raise RuntimeError(
@@ -91,6 +93,8 @@ class Engine:
         }
         self._compiled: dict[tuple[Kind, Hashable], jax.stages.Compiled] = {}
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
+        self._view = view
+        self._viewed: tuple[Any, TrainState] | None = None
         params, buffers, _ = with_auto_axes(parts)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
@@ -106,16 +110,27 @@ class Engine:
     def state(self, state: TrainState) -> None:
         self._leaves, self._treedef = jax.tree.flatten(state)
 
+    @property
+    def evaluated(self) -> TrainState:
+        """The state whose weights are evaluated; looked for once per step."""
+        if self._view is None:
+            return self.state
+        if self._viewed is None or self._viewed[0] is not self._leaves:
+            self._viewed = self._leaves, self._view(self.state)
+        return self._viewed[1]
+
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
         if self._gathered is None or self._gathered[0] is not self._leaves:
-            state = self.state
-            params, buffers, model_state = self.strategy.gather(
-                (state.params, state.buffers, state.model_state)
-            )
-            model = eqx.combine(params, buffers, self.steps.static)
-            self._gathered = self._leaves, (model, model_state)
+            self._gathered = self._leaves, self.model_of(self.evaluated)
         return self._gathered[1]
+
+    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The model and its state as `state` has them, whole and live."""
+        params, buffers, model_state = self.strategy.gather(
+            (state.params, state.buffers, state.model_state)
+        )
+        return eqx.combine(params, buffers, self.steps.static), model_state
 
     def set_options(self, donate: str, skip_nonfinite: bool) -> None:
         """What callbacks decide before compilation.
@@ -153,7 +168,7 @@ class Engine:
         """`totals` with those of `batch` added; start from `new_totals()`."""
         packed, compiled = self.prepare("evaluate", [batch])
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
-        weights = jax.tree.leaves(self.state.weights)
+        weights = jax.tree.leaves(self.evaluated.weights)
         totals, metrics = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(metrics.means)
         return totals
@@ -167,7 +182,7 @@ class Engine:
             # Waits for the device, `IN_FLIGHT` batches late.
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], prediction)
 
-        weights = jax.tree.leaves(self.state.weights)
+        weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", [x])
             groups = self.strategy.place_batch(packed.groups, split=packed.split)

@@ -121,7 +121,6 @@ class Trainer:
             optimizer = optax.chain(clip, optimizer)
 
         self.strategy = strategy
-        self.optimizer = optax.with_extra_args_support(optimizer)
         self.seed = seed
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
@@ -159,6 +158,9 @@ class Trainer:
         self._objective = checks.choose_objective(loss, loss_fn, metrics, state)
         self._remat = remat
         self._hooks = Hooks(self.callbacks)
+        self.optimizer = optax.with_extra_args_support(
+            self._hooks.wrap_optimizer(optimizer)
+        )
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._batches_done = 0
@@ -367,6 +369,10 @@ class Trainer:
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
         return self._model if self._engine is None else self._engine.gather()[0]
+
+    def model_of(self, state: TrainState) -> PyTree:
+        """The model with the weights of a placed `state`, as `model` gives it."""
+        return self._ready().model_of(state)[0]
 
     @property
     def model_state(self) -> eqx.nn.State | None:
@@ -613,6 +619,7 @@ class Trainer:
                 self.strategy,
                 seed=self.seed,
                 micro_batches=self.accumulate_grad_batches,
+                view=self._hooks.evaluated_state(),
             )
         if batch is not None and self._engine.steps.objective is None:
             name, reason = losses.infer_loss(split_pair(batch)[1])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .base import Callback
 from .donate import DonateBuffers
 from .early_stopping import EarlyStopping
+from .gradient_monitor import GradientMonitor
 from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
@@ -12,6 +13,7 @@ from .nan_guard import NanGuard
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 from .timer import Timer
+from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
     from .model_checkpoint import ModelCheckpoint
@@ -21,6 +23,7 @@ __all__ = [
     "Callback",
     "DonateBuffers",
     "EarlyStopping",
+    "GradientMonitor",
     "LearningRateMonitor",
     "LivePlot",
     "Logger",
@@ -30,6 +33,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
+    "WeightAveraging",
 ]
 
 
