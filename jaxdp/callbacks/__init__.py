@@ -10,6 +10,7 @@ from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
 from .nan_guard import NanGuard
+from .profiler import Profiler
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 from .timer import Timer
@@ -29,6 +30,7 @@ __all__ = [
     "Logger",
     "ModelCheckpoint",
     "NanGuard",
+    "Profiler",
     "ProgressBar",
     "TensorBoardLogger",
     "ThroughputMonitor",

@@ -73,9 +73,9 @@ class WeightAveraging(Callback):
             return Averaging(inner.init(params), average, zero, zero)
 
         def update(
-            grads: PyTree, state: Any, params: PyTree = None, **extra: Any
+            updates: PyTree, state: Any, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, Averaging]:
-            updates, inner_state = inner.update(grads, state.inner, params, **extra)
+            updates, inner_state = inner.update(updates, state.inner, params, **extra)
             new = eqx.apply_updates(params, updates)
             return updates, self._take_in(new, state)._replace(inner=inner_state)
 
