@@ -531,6 +531,7 @@ class Trainer:
             self.examples_seen += rows
             self._batches_done += len(window)
             hooks.on_train_batch_end(self, metrics, batch_idx)
+            hooks.on_boundary(self)
             self._interrupts.check()
             yield metrics
         self._epoch_is_over = True
@@ -569,6 +570,7 @@ class Trainer:
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
         self._is_whole = False
+        hooks.on_boundary(self)
 
     def _timed(self, hooks: Hooks) -> Hooks:
         """`hooks`, measured if a callback has asked for it."""

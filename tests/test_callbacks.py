@@ -20,6 +20,7 @@ from jaxdp.callbacks import (
     NanGuard,
     Timer,
 )
+from jaxdp.callbacks.base import Hooks
 from jaxdp.callbacks.monitor import LAG, LateReads, is_better
 from jaxdp.callbacks.timer import parse_duration
 
@@ -389,3 +390,51 @@ def test_a_donated_leaf_that_is_not_overwritten_is_named():
 def test_donate_buffers_lists_its_choices():
     with pytest.raises(ValueError, match="must be one of 'state', 'all', 'none'"):
         DonateBuffers("everything")
+
+
+def test_a_boundary_comes_after_every_callback_has_seen_the_step():
+    order = []
+
+    class Early(Callback):
+        def on_boundary(self, trainer):
+            order.append(("boundary", trainer.global_step, trainer.current_epoch))
+
+        def next_stop(self, trainer):
+            return trainer.global_step + 5
+
+    class Late(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            order.append(("batch", trainer.global_step, trainer.current_epoch))
+
+        def next_stop(self, trainer):
+            return trainer.global_step + 3
+
+    callbacks = [Early(), Late(), Callback()]
+    trainer = make_trainer(*callbacks)
+    trainer.fit(batches(8, 8))
+    assert order == [
+        ("batch", 1, 0),
+        ("boundary", 1, 0),
+        ("batch", 2, 0),
+        ("boundary", 2, 0),
+        ("boundary", 2, 1),
+    ]
+    assert Hooks(callbacks).next_stop(trainer) == 5
+    assert Hooks([Callback()]).next_stop(trainer) is None
+
+
+def test_every_callback_may_end_well_also_after_one_that_cannot():
+    ended = []
+
+    class Bad(Callback):
+        def on_fit_end(self, trainer):
+            raise OSError("disk")
+
+    class Good(Callback):
+        def on_fit_end(self, trainer):
+            ended.append(trainer.global_step)
+
+    trainer = make_trainer(Bad(), Good())
+    with pytest.raises(OSError, match="disk"):
+        trainer.fit(batches(8))
+    assert ended == [1]

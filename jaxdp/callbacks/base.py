@@ -1,5 +1,6 @@
 """The contract between the training loop and whatever watches or steers it."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ HOOKS: Final = (
     "on_train_epoch_start",
     "on_train_batch_start",
     "on_train_batch_end",
+    "on_boundary",
     "on_train_epoch_end",
     "on_validation_start",
     "on_validation_batch_end",
@@ -17,6 +19,9 @@ HOOKS: Final = (
     "on_exception",
     "on_fit_end",
 )
+
+_LAST_RITES: Final = ("on_exception", "on_fit_end")
+"""Hooks that run for every callback, also when that of another one raises."""
 
 
 class Callback:
@@ -57,6 +62,14 @@ class Callback:
     ) -> None:
         """After a step was handed to the device; `trainer.global_step` counts it."""
 
+    def on_boundary(self, trainer: Any) -> None:
+        """After every callback has seen a step or the end of an epoch.
+
+        The moment to read, save or replace `trainer.state`: it is that of
+        `trainer.global_step`, and all counters fit it. With several steps per execution
+        it comes once for all of them; ask for the steps you need with `next_stop`.
+        """
+
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After an epoch and its validation, whose `val_...` values `metrics` has."""
 
@@ -77,6 +90,14 @@ class Callback:
 
     def on_fit_end(self, trainer: Any) -> None:
         """When a fit ends, also by an exception: the place to close files."""
+
+    def next_stop(self, trainer: Any) -> int | None:
+        """The next `global_step` at which `on_boundary` must be called; None: any.
+
+        Always more than `trainer.global_step`. Several steps that run as one are cut
+        there.
+        """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback: JSON values only."""
@@ -135,6 +156,11 @@ class Hooks:
             )
         return getattr(found[0], "evaluated_state") if found else None  # noqa: B009
 
+    def next_stop(self, trainer: Any) -> int | None:
+        """The earliest step that any callback must see the state at, or None."""
+        stops = (callback.next_stop(trainer) for callback in self.callbacks)
+        return min((stop for stop in stops if stop is not None), default=None)
+
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
         return tuple(
@@ -153,16 +179,26 @@ def _overrides(callback: Callback, name: str) -> bool:
 def _sequence(name: str, bound: tuple[Callable[..., None], ...]) -> Callable[..., None]:
     """One callable for all, which says whose hook it was when one raises."""
 
+    def call(hook: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            hook(*arguments)
+        except BaseException as exception:
+            owner = type(getattr(hook, "__self__", hook)).__name__
+            exception.add_note(f"raised by the callback {owner} in {name}")
+            raise
+
     def run(*arguments: Any) -> None:
         for hook in bound:
-            try:
-                hook(*arguments)
-            except BaseException as exception:
-                owner = type(getattr(hook, "__self__", hook)).__name__
-                exception.add_note(f"raised by the callback {owner} in {name}")
-                raise
+            call(hook, arguments)
+
+    def run_all(*arguments: Any) -> None:
+        with contextlib.ExitStack() as stack:  # goes on after one that raises
+            for hook in reversed(bound):
+                stack.callback(call, hook, arguments)
 
     def run_none(*arguments: Any) -> None:
         pass
 
-    return run if bound else run_none
+    if not bound:
+        return run_none
+    return run_all if name in _LAST_RITES else run
