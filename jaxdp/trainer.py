@@ -101,6 +101,7 @@ class Trainer:
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",
     ):
+        arguments = {k: v for k, v in locals().items() if k != "self"}
         checks.check_model(model, must_be_callable=loss_fn is None)
         checks.check_state(model, state)
         optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
@@ -120,6 +121,8 @@ class Trainer:
             clip = optax.clip_by_global_norm(gradient_clip_val)
             optimizer = optax.chain(clip, optimizer)
 
+        self.arguments = {**arguments, "strategy": strategy}
+        """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.seed = seed
         self.log_every_n_steps = log_every_n_steps

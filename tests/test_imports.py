@@ -10,7 +10,7 @@ import jaxdp
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
     ["console", "tree", "losses", "history", "collectives", "metrics"]
-    + ["flops", "phases"],
+    + ["environment", "flops", "phases"],
     ["objective", "remat"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
@@ -55,7 +55,7 @@ def test_every_module_imports_only_what_is_below_it():
 def test_heavy_packages_are_not_imported_with_the_package():
     code = (
         "import sys, jaxdp; print([name for name in ('torch', 'orbax', 'tqdm',"
-        " 'matplotlib', 'tensorboard') if name in sys.modules])"
+        " 'matplotlib', 'tensorboard', 'wandb', 'mlflow') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

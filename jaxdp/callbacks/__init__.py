@@ -9,11 +9,13 @@ from .gradient_monitor import GradientMonitor
 from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
+from .mlflow_logger import MLFlowLogger
 from .nan_guard import NanGuard
 from .profiler import Profiler
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 from .timer import Timer
+from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ __all__ = [
     "LearningRateMonitor",
     "LivePlot",
     "Logger",
+    "MLFlowLogger",
     "ModelCheckpoint",
     "NanGuard",
     "Profiler",
@@ -35,6 +38,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
+    "WandbLogger",
     "WeightAveraging",
 ]
 
