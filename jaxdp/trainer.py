@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,19 +15,22 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, losses
-from .callbacks import ProgressBar
+from .callbacks import CSVLogger, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks
+from .callbacks.run_facts import run_facts
 from .console import say
 from .data import windows
 from .engine import Engine, wait
 from .history import History
 from .interrupts import Interrupts
+from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, split_pair
 from .phases import Phase, Stopwatch
 from .remat import Remat
+from .report import read_run, run_of_history, write_report
 from .source import Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded
@@ -437,6 +442,35 @@ class Trainer:
                 )
             else:
                 callback.load_state_dict(saved)
+
+    def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
+        """Writes one HTML page about the run, which opens anywhere, also offline.
+
+        It has the curves, the throughput (with a `ThroughputMonitor`), where every leaf
+        of the state is, and what the run was made of. With a `CSVLogger` the curves
+        have single steps too.
+
+        Args:
+            path: of the file, or a folder to write `report.html` into.
+            plan: what `trainer.plan` gave, to be shown too.
+
+        Returns:
+            The path of the file.
+        """
+        record: dict[str, Any] = dict(run_facts(self, None))
+        tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]
+        tables = [table for table in tables if table is not None and table.exists()]
+        file = Path(path)
+        if file.is_dir() or not file.suffix:
+            file = file / "report.html"
+        if tables:
+            run = read_run(tables[0])
+            run.record.update({**record, **run.record, "layout": layout(self.state)})
+            run = run._replace(name=str(tables[0].parent))
+        else:
+            record["layout"] = layout(self.state)
+            run = run_of_history(str(self.default_root_dir), self.history, record)
+        return str(write_report(run, file, plan))
 
     def flops_per_example(self, batch: Batch) -> float:
         """Operations per row of a training step: products and convolutions.

@@ -10,8 +10,8 @@ import jaxdp
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
     ["console", "tree", "losses", "history", "collectives", "metrics"]
-    + ["environment", "flops", "phases"],
-    ["objective", "remat"],
+    + ["charts", "environment", "flops", "phases"],
+    ["objective", "remat", "layout", "report"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
     ["source", "engine", "checks", "interrupts"],

@@ -15,6 +15,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from ..history import to_png
+from ..layout import layout
 from .base import Callback
 from .monitor import LateReads, announce
 from .run_facts import Facts, flat, markdown, run_facts
@@ -86,7 +87,9 @@ class Logger(Callback):
         self._late, self._validation, self._error = LateReads(), None, None
         if self._active:
             self.open(trainer, self._folder(trainer))
-            self.log_run(run_facts(trainer, self.hyperparameters))
+            facts = run_facts(trainer, self.hyperparameters)
+            facts["layout"] = layout(trainer.state)
+            self.log_run(facts)
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int

@@ -9,8 +9,9 @@ import numpy as np
 from ..environment import hardware, versions
 from .learning_rate import _closure, _transformations
 
-Facts = dict[str, dict[str, Any]]
-"""`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON."""
+Facts = dict[str, Any]
+"""`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
+loggers are given a `"layout"` too, see `jaxdp.layout`."""
 
 
 def run_facts(trainer: Any, hyperparameters: Mapping[str, Any] | None) -> Facts:
