@@ -9,6 +9,7 @@ trainer.fit(train_loader, val_loader, max_epochs=10)
 from . import callbacks, losses, strategies, testing
 from .callbacks import Callback
 from .history import History
+from .plan import Plan
 from .step import TrainState
 from .strategies import DataParallel, Pmap, Sharded, SingleDevice
 from .trainer import Trainer
@@ -19,6 +20,7 @@ __all__ = [
     "Callback",
     "DataParallel",
     "History",
+    "Plan",
     "Pmap",
     "Sharded",
     "SingleDevice",

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from . import losses
+from .callbacks import DonateBuffers, NanGuard
 from .callbacks.base import Callback
 from .objective import CriterionObjective, LossFnObjective, Objective
 from .strategies import DataParallel
@@ -91,6 +92,21 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 " element must be an instance of a jaxdp.callbacks.Callback subclass."
             )
     return tuple(callbacks)
+
+
+def step_options(
+    callbacks: Sequence[Callback], donate: str, skip_nonfinite: bool
+) -> tuple[str, bool]:
+    """What our own callbacks would set in `setup` of what the train step depends on.
+
+    Their `setup` itself is for a fit: it makes folders and opens files.
+    """
+    for callback in callbacks:
+        if isinstance(callback, DonateBuffers):
+            donate = callback.what
+        if isinstance(callback, NanGuard):
+            skip_nonfinite = True
+    return donate, skip_nonfinite
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

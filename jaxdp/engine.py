@@ -62,6 +62,7 @@ class Engine:
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
         view: from the state to the one whose weights are evaluated and handed out.
+        abstract: whether there are only shapes: nothing is placed, and no step can run.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine:
         seed: int,
         micro_batches: int,
         view: Callable[[TrainState], TrainState] | None = None,
+        abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
             raise RuntimeError(
@@ -95,6 +97,10 @@ class Engine:
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         self._view = view
         self._viewed: tuple[Any, TrainState] | None = None
+        if abstract:
+            with no_ambient_mesh():
+                self.state = _shapes_of_state(parts, model_state, steps, strategy)
+            return
         params, buffers, _ = with_auto_axes(parts)
         model_state = with_auto_axes(model_state)
         with no_ambient_mesh():
@@ -315,3 +321,24 @@ class Engine:
             "rows",
             split=packed.split,
         )
+
+
+def _shapes_of_state(
+    parts: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    strategy: DataParallel,
+) -> TrainState:
+    """The first state as shapes and shardings; nothing is computed or moved."""
+
+    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
+        return first_state(params, buffers, model_state, steps.optimizer, seed=0)
+
+    state = jax.eval_shape(first, parts[0], parts[1], model_state)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        state,
+        strategy.state_shardings(state),
+    )

@@ -59,6 +59,25 @@ class Source:
         count = capped("overfit_batches", share, self.num_batches)
         return list(itertools.islice(self.epoch(0), count))
 
+    def peek(self) -> Batch:
+        """The first batch of epoch 0; the loader is left as it was.
+
+        Raises:
+            TypeError: for an iterator, which would be one batch shorter.
+        """
+        if hasattr(self.loader, "__next__"):
+            raise TypeError(
+                f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
+                " looking at its first batch would use it up; pass what it iterates"
+                " over, or one batch in a list."
+            )
+        batches = self.epoch(0)
+        batch = next(batches, None)
+        getattr(batches, "close", lambda: None)()
+        if batch is None:
+            raise ValueError(self.gave_nothing())
+        return batch
+
     def gave_nothing(self) -> str:
         """What to say when an epoch has no batches."""
         return (

@@ -71,6 +71,15 @@ class TorchSource(Source):
     def present_state(self) -> list[str]:
         return [_as_text(each.get_state()) for each in self._own_generators()]
 
+    def peek(self) -> Batch:
+        before, state = self.present_state(), self.state
+        try:
+            return super().peek()
+        finally:
+            for generator, text in zip(self._own_generators(), before, strict=True):
+                generator.set_state(_from_text(text))
+            self.state = state
+
     def _own_generators(self) -> list[Any]:
         """The generators that the user gave the loader or its sampler."""
         owners = self.loader, self.loader.sampler

@@ -21,14 +21,16 @@ from .callbacks.run_facts import run_facts
 from .console import say
 from .data import windows
 from .engine import Engine, wait
+from .hardware import Hardware
 from .history import History
 from .interrupts import Interrupts
 from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
-from .objective import CriterionObjective, split_pair
+from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
+from .plan import Plan, Planner
 from .remat import Remat
 from .report import read_run, run_of_history, write_report
 from .source import Source
@@ -350,6 +352,55 @@ class Trainer:
         source = open_loader(loader, "loader", self.seed)
         return self._evaluate(source, "test", None, Hooks(()))
 
+    def plan(
+        self,
+        loader: Iterable[Any],
+        devices: int | None = None,
+        *,
+        topology: str | None = None,
+        hardware: str | Hardware | None = None,
+    ) -> Plan:
+        """What a train step will take: memory, communication, operations, time.
+
+            print(trainer.plan(loader))                      # here
+            print(trainer.plan(loader, devices=64))          # with 64 devices
+            print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
+
+        The step is compiled on shapes alone. No weights are moved, nothing runs, and
+        the loader and the trainer stay as they are. The plan's `to_html`, `scaling` and
+        `largest_batch` say more.
+
+        Args:
+            loader: as for `fit`; one batch of it is read, for its shapes.
+            devices: how many, of which none need be here: others are faked CPU devices
+                for the compiler, up to 2048. Those of the strategy by default.
+            topology: hardware that is not here, for its real compiler: "h100x1024" and
+                the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
+            hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
+                `jaxdp.hardware.Hardware`. That of the devices, if known, by default.
+        """
+        if devices is not None:
+            checks.check_count("devices", devices)
+            if topology is not None:
+                raise ValueError(
+                    f"`devices`={devices} and `topology`={topology!r} were both given;"
+                    " a topology has its number of devices in its name."
+                )
+        batch = open_loader(loader, "loader", self.seed).peek()
+        options = checks.step_options(self.callbacks, self.donate, self.skip_nonfinite)
+        known = self._engine and self._engine.steps.objective or self._objective
+        objective = known or self._infer_objective(batch)
+
+        def engine_on(strategy: DataParallel) -> Engine:
+            engine = self._new_engine(strategy, abstract=True)
+            engine.steps = engine.steps._replace(objective=objective)
+            engine.set_options(*options)
+            return engine
+
+        window = [batch] * self.accumulate_grad_batches
+        planner = Planner(engine_on, self.strategy, window, topology, hardware)
+        return planner.plan(devices)
+
     def predict(self, loader: Iterable[Any]) -> Any:
         """Predictions of the model in inference mode.
 
@@ -644,25 +695,31 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
-            inside = self._hooks.inside_step()
-            self._engine = Engine(
-                self._parts,
-                self._model_state,
-                Steps(
-                    self._parts[2],
-                    self._objective,
-                    self.optimizer,
-                    inside,
-                    remat=self._remat,
-                ),
-                self.strategy,
-                seed=self.seed,
-                micro_batches=self.accumulate_grad_batches,
-                view=self._hooks.evaluated_state(),
-            )
+            self._engine = self._new_engine(self.strategy)
         if batch is not None and self._engine.steps.objective is None:
-            name, reason = losses.infer_loss(split_pair(batch)[1])
-            say(f"`loss` is not given: {name!r}, because {reason}")
-            objective = CriterionObjective(losses.LOSSES[name], self._metrics)
+            objective = self._infer_objective(batch)
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
+
+    def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
+        return Engine(
+            self._parts,
+            self._model_state,
+            Steps(
+                self._parts[2],
+                self._objective,
+                self.optimizer,
+                self._hooks.inside_step(),
+                remat=self._remat,
+            ),
+            strategy,
+            seed=self.seed,
+            micro_batches=self.accumulate_grad_batches,
+            view=self._hooks.evaluated_state(),
+            abstract=abstract,
+        )
+
+    def _infer_objective(self, batch: Batch) -> Objective:
+        name, reason = losses.infer_loss(split_pair(batch)[1])
+        say(f"`loss` is not given: {name!r}, because {reason}")
+        return CriterionObjective(losses.LOSSES[name], self._metrics)

@@ -9,13 +9,26 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["console", "tree", "losses", "history", "collectives", "metrics"]
-    + ["charts", "environment", "flops", "phases"],
-    ["objective", "remat", "layout", "report"],
+    [
+        "charts",
+        "collectives",
+        "console",
+        "environment",
+        "history",
+        "flops",
+        "hardware",
+        "hlo",
+        "losses",
+        "metrics",
+        "phases",
+        "plan_page",
+        "tree",
+    ],
+    ["objective", "remat", "layout", "reading", "report"],
     ["step"],
     ["strategies", "data", "checkpoint", "callbacks"],
     ["source", "engine", "checks", "interrupts"],
-    ["torch_loader", "limits"],
+    ["torch_loader", "limits", "plan"],
     ["loaders"],
     ["trainer"],
     ["testing"],

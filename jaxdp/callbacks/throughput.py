@@ -5,32 +5,22 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
 from .base import Callback
 from .monitor import announce
 
-# Dense bfloat16 peaks, per device as JAX counts them: what MFU is commonly measured
-# against. From the vendors' data sheets (NVIDIA: SXM parts, without sparsity; Google:
-# cloud.google.com/tpu/docs/system-architecture-tpu-vm).
-_PEAKS: Final = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "T4": 65e12,
-    "V100": 125e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-    "TPU v3": 61.5e12,
-    "TPU v2": 22.5e12,
+# Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
+# their names; from the vendors' data sheets.
+_MORE_PEAKS: Final = {
+    "b200": 2.25e15,
+    "h100 pcie": 756e12,
+    "l40s": 362e12,
+    "l4": 121e12,
+    "t4": 65e12,
+    "v100": 125e12,
+    "tpu v3": 61.5e12,
+    "tpu v2": 22.5e12,
 }
 
 _BOUND: Final[dict[Phase, str]] = {
@@ -188,8 +178,7 @@ class ThroughputMonitor(Callback):
         devices = trainer.state.step.sharding.device_set
         peak = self.peak_flops_per_device
         if peak is None:
-            kind = next(iter(devices)).device_kind
-            peak = peak_flops(kind)
+            peak = peak_flops(next(iter(devices)))
         return None if peak is None else peak * len(devices)
 
 
@@ -201,12 +190,14 @@ class _Mark(NamedTuple):
     seconds: dict[Phase, float]
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 operations per second of a `jax.Device.device_kind`, if known."""
-    for name, peak in _PEAKS.items():
-        if name.lower() in device_kind.lower():
+def peak_flops(device: Any) -> float | None:
+    """Dense bfloat16 operations per second of a `jax.Device`, if known."""
+    kind = device.device_kind.lower()
+    for name, peak in _MORE_PEAKS.items():
+        if name in kind:
             return peak
-    return None
+    known = hardware_of(device)
+    return None if known is None else known.flops
 
 
 def _si(value: float) -> str:

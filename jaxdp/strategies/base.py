@@ -1,7 +1,7 @@
 """The contract between the training loop and the devices."""
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -78,6 +78,31 @@ class DataParallel(abc.ABC):
             A callable with the arguments of `step` less the first.
         """
 
+    def build(self, program: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        """What `compile` ends with: a jitted program made ready for its arguments.
+
+        `Trainer.plan` looks at programs here before they are compiled.
+        """
+        return program.trace(*arguments).lower().compile()
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """The sharding that `place` gives each leaf of `state`, from shapes alone.
+
+        Only `Trainer.plan` needs it, and `on`; a strategy may do without.
+        """
+        raise NotImplementedError(
+            f"`{type(self).__name__}` can't be planned: it has no"
+            " `state_shardings(state)` that says, from shapes alone, where each leaf is"
+            " held."
+        )
+
+    def on(self, devices: Sequence[Any]) -> "DataParallel":
+        """This strategy, on other devices: more or fewer, or some that are not here."""
+        raise NotImplementedError(
+            f"`{type(self).__name__}` can't be planned for other devices: it has no"
+            " `on(devices)` that returns the same strategy for them."
+        )
+
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
         """Batches as `compile`d steps take them. On one process: as they are.
 
@@ -124,6 +149,14 @@ def data_mesh(devices: Devices) -> Mesh:
     dropout keys and reshapes in ordinary models raise.
     """
     return Mesh(np.array(find_devices(devices)), (DATA,), axis_types=(AxisType.Auto,))
+
+
+def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+    """A mesh of Auto axes over devices, by the sizes of its axes."""
+    array = np.empty(len(devices), dtype=object)
+    array[:] = list(devices)
+    array = array.reshape(tuple(shape.values()))
+    return Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def no_ambient_mesh() -> AbstractContextManager[Any]:

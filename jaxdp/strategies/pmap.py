@@ -1,7 +1,8 @@
 """Data parallelism by the per-device view: each device runs the step on its share."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import DATA, AxisCollectives, Collectives
 from ..step import Group, TrainState
-from .base import DataParallel, Devices, Role, data_mesh, each, place_copy
+from .base import DataParallel, Devices, Role, data_mesh, each, mesh_on, place_copy
 
 
 class Pmap(DataParallel):
@@ -36,8 +37,17 @@ class Pmap(DataParallel):
         self.num_shards = self.mesh.size
 
     def place(self, state: TrainState) -> TrainState:
+        return place_copy(state, self.state_shardings(state))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return place_copy(state, jax.tree.map(lambda _: whole, state))
+        return jax.tree.map(lambda _: whole, state)
+
+    def on(self, devices: Sequence[Any]) -> "Pmap":
+        other = copy.copy(self)
+        other.mesh = mesh_on(devices, {DATA: len(devices)})
+        other.num_shards = len(devices)
+        return other
 
     def compile(
         self,
@@ -58,7 +68,7 @@ class Pmap(DataParallel):
                 out_shardings=everywhere,
                 donate_argnums=donate,
             )
-            return program.trace(*arguments).lower().compile()
+            return self.build(program, arguments)
 
         def spec_in(role: Role, argument: Any) -> Any:
             if role != "groups":
@@ -86,7 +96,7 @@ class Pmap(DataParallel):
             out_shardings=out_shardings,
             donate_argnums=donate,
         )
-        return program.trace(*arguments).lower().compile()
+        return self.build(program, arguments)
 
     def __repr__(self) -> str:
         return f"Pmap({self.num_shards})"

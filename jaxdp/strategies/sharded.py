@@ -1,7 +1,8 @@
 """Data parallelism by sharding: `jax.jit` sees global arrays, XLA communicates."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from .base import (
     Role,
     data_mesh,
     each,
+    mesh_on,
     place_copy,
     state_shardings,
 )
@@ -72,6 +74,21 @@ class Sharded(DataParallel):
 
     def place(self, state: TrainState) -> TrainState:
         return place_copy(state, self.state_shardings(state))
+
+    def on(self, devices: Sequence[Any]) -> "Sharded":
+        """This strategy on other devices; the axis `"data"` is what they allow."""
+        shape = dict(self.mesh.shape)
+        others = self.mesh.size // shape[DATA]
+        if len(devices) % others:
+            raise ValueError(
+                f"`devices`: {len(devices)} are not divisible by {others}, the product"
+                f" of the mesh's other axes than {DATA!r} in {shape}."
+            )
+        other = copy.copy(self)
+        other.mesh = mesh_on(devices, {**shape, DATA: len(devices) // others})
+        # Exact: num_shards is a product of sizes of axes, that of DATA among them.
+        other.num_shards = self.num_shards * other.mesh.shape[DATA] // shape[DATA]
+        return other
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The layout of every leaf of the state, from `param_spec`.
@@ -131,7 +148,7 @@ class Sharded(DataParallel):
             out_shardings=each(results, layouts.__getitem__),
             donate_argnums=donate,
         )
-        return program.trace(*arguments).lower().compile()
+        return self.build(program, arguments)
 
     @property
     def _whole(self) -> NamedSharding:

@@ -1,7 +1,8 @@
 """Everything on one device: the plain answer to the contract."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +31,21 @@ class SingleDevice(DataParallel):
         self.device = find_devices(1 if device is None else [device])[0]
 
     def place(self, state: TrainState) -> TrainState:
+        return place_copy(state, self.state_shardings(state))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
         sharding = SingleDeviceSharding(self.device)
-        return place_copy(state, jax.tree.map(lambda _: sharding, state))
+        return jax.tree.map(lambda _: sharding, state)
+
+    def on(self, devices: Sequence[Any]) -> "SingleDevice":
+        if len(devices) != 1:
+            raise ValueError(
+                f"`devices`: SingleDevice uses 1 device, not {len(devices)}; plan with"
+                " a strategy that splits the batch, such as Sharded()."
+            )
+        other = copy.copy(self)
+        (other.device,) = devices
+        return other
 
     def compile(
         self,
@@ -50,7 +64,7 @@ class SingleDevice(DataParallel):
             out_shardings=here,
             donate_argnums=donate,
         )
-        return program.trace(*arguments).lower().compile()
+        return self.build(program, arguments)
 
     def __repr__(self) -> str:
         return f"SingleDevice({self.device})"

@@ -1,0 +1,459 @@
+"""A compiled train step, put into words: memory, collectives, lower bounds, time."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+
+from . import hlo
+from .hardware import Hardware
+from .tree import leaf_path
+
+MOST_OPERANDS: Final = 3
+"""How many leaves a collective names; of more, the first and the last."""
+
+_FEW: Final = 128
+"""More elements than the sums of metrics that travel with gradients."""
+
+_GROUPS: Final = {
+    "params": "parameters",
+    "buffers": "frozen leaves",
+    "model_state": "model state",
+    "opt_state": "optimizer state",
+}
+
+
+class Leaf(NamedTuple):
+    """An array that is held between steps, or a batch's."""
+
+    group: str
+    """`"parameters"`, `"frozen leaves"`, `"model state"`, `"optimizer state"`,
+    `"batch"` or `"other"`."""
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    """How it is split: `"('data', None)"`; `"whole"` on every device."""
+    parts: int
+    """Into how many different pieces."""
+    shard: tuple[int, ...]
+    """The shape that one device holds."""
+    bytes: int
+    """Of the whole array."""
+    bytes_per_device: int
+    overwritten: bool
+    """Whether the step writes a result over it."""
+
+
+class Memory(NamedTuple):
+    """Bytes per device."""
+
+    parameters: int
+    frozen: int
+    model_state: int
+    optimizer: int
+    other: int
+    """The key, the step's number and the sums of metrics."""
+    batch: int
+    gradients: int
+    """As large as the trained parameters that the step works with. They live in
+    `temporary`, and so are not added to the peak."""
+    temporary: int
+    """Activations, gradients and buffers of collectives, where they are most."""
+    arguments: int
+    """All that goes in, as the compiler says."""
+    results: int
+    overwritten: int
+    """How much of the results lies where arguments lay."""
+    program: int
+    peak: int
+    """arguments + results - overwritten + temporary."""
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind, from one place. Bytes are per device and step."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    group_size: int
+    dtype: str
+    part: str
+    """What of the model it moves, and in which part of the step."""
+    count: int
+    """How many instructions, each run `times` times."""
+    times: int | None
+    """None: in a loop whose length the program does not tell; counted once."""
+    operand_bytes: int
+    wire_bytes: float
+    """What a device sends by the best ring algorithm."""
+    overlapped: bool
+    optional: bool
+
+
+class Bound(NamedTuple):
+    """A lower bound of this layout, and what the compiled program does."""
+
+    what: str
+    least: float
+    found: float
+
+    @property
+    def ratio(self) -> float:
+        """1.0 is the bound."""
+        return self.found / self.least if self.least else float(self.found == 0) or 1.0
+
+
+class Split(NamedTuple):
+    """A leaf that is whole on every device and need not be."""
+
+    path: str
+    axis: int
+    bytes_saved: int
+
+
+class Estimate(NamedTuple):
+    """A roofline: seconds that a step can't be faster than on the hardware's peaks."""
+
+    hardware: str
+    compute: float
+    memory: float
+    communication: float
+    best: float
+    """Communication wholly beside computation."""
+    worst: float
+    """Communication wholly after it."""
+    efficiency: float
+    """Least share of `worst` that is not communication; 1.0 on one device."""
+    fits: bool
+    """Whether the peak is less than the hardware's memory."""
+
+
+class Reading:
+    """A compiled step beside the shapes that it was compiled for."""
+
+    def __init__(
+        self, state: Any, packed: Any, strategy: Any, compiled: Any, donated: bool
+    ):
+        self.state = state
+        self.compiled = compiled
+        mesh = getattr(strategy, "mesh", None)
+        self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
+        self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
+        self.num_shards: int = strategy.num_shards
+        self.rows = sum(
+            math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
+            for group in packed.groups
+        )
+        self.micro_batches = sum(len(group.counts) for group in packed.groups)
+        self.program = hlo.read(compiled.as_text())
+        self.analysis = compiled.memory_analysis()
+
+        named = [
+            (_GROUPS.get(field, "other"), leaf_path(path) or field, leaf)
+            for field, tree in state._asdict().items()
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        self.num_state = len(named)
+        inputs, _ = compiled.input_shardings
+        _, group_shardings = inputs
+        batch = [
+            ("batch", leaf_path(path[1:] if len(packed.groups) == 1 else path), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(packed.groups)
+        ]
+        shardings = [leaf.sharding for _, _, leaf in named]
+        shardings += jax.tree.leaves(group_shardings)
+        arguments = len(named) + len(batch)
+        # The program lacks the arguments that nothing depends on, and numbers the rest.
+        executable = getattr(compiled, "_executable", None)
+        kept = sorted(getattr(executable, "_kept_var_idx", range(arguments)))
+        self.kept = kept
+        overwritten = {kept[number] for number in self.program.aliased}
+        self.leaves = [
+            _leaf(*each, sharding, index in overwritten)
+            for index, (each, sharding) in enumerate(
+                zip(named + batch, shardings, strict=True)
+            )
+        ]
+        self.donated = donated
+        self.not_overwritten = tuple(
+            f"{leaf.group}: {leaf.path}"
+            for leaf in self.leaves[: self.num_state]
+            if donated and leaf.bytes and not leaf.overwritten
+        )
+        self.params = [leaf for leaf in self.leaves if leaf.group == "parameters"]
+
+    def memory(self) -> Memory:
+        def held(group: str) -> int:
+            return sum(
+                leaf.bytes_per_device for leaf in self.leaves if leaf.group == group
+            )
+
+        found = self.analysis
+        return Memory(
+            parameters=held("parameters"),
+            frozen=held("frozen leaves"),
+            model_state=held("model state"),
+            optimizer=held("optimizer state"),
+            other=held("other"),
+            batch=held("batch"),
+            gradients=int(sum(map(self._gathered_bytes, self.params))),
+            temporary=found.temp_size_in_bytes,
+            arguments=found.argument_size_in_bytes,
+            results=found.output_size_in_bytes,
+            overwritten=found.alias_size_in_bytes,
+            program=found.generated_code_size_in_bytes,
+            peak=found.argument_size_in_bytes
+            + found.output_size_in_bytes
+            - found.alias_size_in_bytes
+            + found.temp_size_in_bytes,
+        )
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Collectives alike in everything but their bytes, together."""
+        found: dict[Any, list[hlo.Collective]] = {}
+        for each in self.program.collectives:
+            if each.group_size > 1:
+                key = (
+                    each.kind,
+                    each.axes(self.mesh),
+                    each.group_size,
+                    each.dtype,
+                    self._part(each),
+                    each.times,
+                    each.overlapped,
+                    each.optional,
+                )
+                found.setdefault(key, []).append(each)
+        traffic = [
+            Traffic(
+                kind,
+                axes,
+                size,
+                dtype,
+                part,
+                len(listed),
+                times,
+                sum(each.operand_bytes for each in listed) * (times or 1),
+                sum(each.wire_bytes for each in listed) * (times or 1),
+                overlapped,
+                optional,
+            )
+            for (
+                kind,
+                axes,
+                size,
+                dtype,
+                part,
+                times,
+                overlapped,
+                optional,
+            ), listed in (found.items())
+        ]
+        return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
+
+    def bounds(self) -> tuple[Bound, ...]:
+        shards = self.num_shards
+        share = 2 * (shards - 1) / shards
+        gradients = share * sum(map(self._gathered_bytes, self.params))
+        state = sum(each.bytes_per_device for each in self.leaves[: self.num_state])
+        batch = sum(each.bytes_per_device for each in self.leaves[self.num_state :])
+        found = self.analysis
+        copies = found.output_size_in_bytes - found.alias_size_in_bytes
+        metrics = sum(
+            _nbytes(leaf) for leaf in jax.tree.leaves(self.compiled.out_info[1])
+        )
+        # A program returns a table with a pointer to each result.
+        metrics += 8 * len(jax.tree.leaves(self.compiled.out_info))
+        return (
+            Bound(
+                "bytes sent per device: every gradient summed over the devices of the"
+                " rows, 2(n-1)/n of it",
+                gradients,
+                sum(each.wire_bytes for each in self.traffic()),
+            ),
+            Bound(
+                "bytes that go in: the state and the batch, once",
+                state + batch,
+                found.argument_size_in_bytes,
+            ),
+            Bound(
+                "bytes that come out beside the donated state: metrics, and a pointer"
+                " per result",
+                metrics if self.donated else metrics + state,
+                copies,
+            ),
+        )
+
+    def could_split(self) -> tuple[Split, ...]:
+        """Leaves that no axis splits, though the shards divide one of theirs."""
+        n = self.num_shards
+        found = [
+            Split(
+                f"{leaf.group}: {leaf.path}",
+                axis,
+                leaf.bytes_per_device - leaf.bytes_per_device // n,
+            )
+            for leaf in self.leaves[: self.num_state]
+            if n > 1 and leaf.parts == 1 and leaf.group != "other"
+            for axis in [
+                next((i for i, size in enumerate(leaf.shape) if size % n == 0), None)
+            ]
+            if axis is not None and leaf.bytes >= n
+        ]
+        return tuple(sorted(found, key=lambda each: -each.bytes_saved))
+
+    def _gathered_bytes(self, leaf: Leaf) -> float:
+        """Bytes of a leaf, less what axes without rows split it into."""
+        parts = 1
+        for axis in _axes_in(leaf.spec, self.mesh):
+            if axis not in self.row_axes:
+                parts *= self.mesh[axis]
+        return leaf.bytes / parts
+
+    def _part(self, each: hlo.Collective) -> str:
+        """What a collective moves: leaves of the model if they can be told."""
+        moved = [
+            self._moved(each, index, operand)
+            for index, operand in enumerate(each.operands)
+        ]
+        leaves = list(dict.fromkeys(itertools.chain(*moved)))
+        if not leaves:
+            scope = _scope(each)
+            return f"{_phase(each)}: activations" + (f" in {scope}" if scope else "")
+        rest = ["metrics"] * ("metrics" in leaves) + ["activations"] * ([] in moved)
+        leaves = [name for name in leaves if name != "metrics"]
+        if len(leaves) > MOST_OPERANDS:
+            leaves = [f"{leaves[0]} ... {leaves[-1]} ({len(leaves)} leaves)"]
+        return f"{_phase(each)}: {', '.join(leaves + rest)}"
+
+    def _moved(
+        self, each: hlo.Collective, index: int, operand: hlo.Operand
+    ) -> list[str]:
+        """The parameters that an operand is of, or "metrics"; else nothing.
+
+        A parameter that is gathered is an input nearby; a gradient that is summed, or a
+        new parameter that is gathered, leads to a result nearby. Sizes have to agree.
+        """
+        size = math.prod(operand.array.shape)
+        inputs = [self.kept[i] for i in self.program.inputs_of(operand.name)]
+        leaves = [self.leaves[i] for i in inputs] if each.kind == "all-gather" else []
+        results = self.program.outputs_of(each.name, index)
+        states = [self.leaves[i] for i in results if i < self.num_state]
+        for leaf in leaves + states:
+            if leaf.group != "other" and size in self._sizes(leaf):
+                return [self._parameter(leaf)]
+        if size <= _FEW and len(states) < len(results):
+            return ["metrics"]
+        # Compilers join gradients, and the sums of metrics, into one array.
+        joined = dict.fromkeys(map(self._parameter, states))
+        joined = [leaf for leaf in self.params if leaf.path in joined]
+        for which in (0, -1):
+            total = sum(self._sizes(leaf)[which] for leaf in joined)
+            if total <= size <= total + _FEW:
+                return [leaf.path for leaf in joined]
+        return []
+
+    def _sizes(self, leaf: Leaf) -> tuple[int, int]:
+        """Elements of a leaf on one device, and gathered over the rows' devices."""
+        item = leaf.bytes // max(1, math.prod(leaf.shape))
+        return math.prod(leaf.shard), int(self._gathered_bytes(leaf)) // max(1, item)
+
+    def _parameter(self, leaf: Leaf) -> str:
+        """The parameter whose path a leaf of the optimizer's ends with."""
+        if leaf.group != "optimizer state":
+            return leaf.path
+        ends = [each.path for each in self.params if leaf.path.endswith(each.path)]
+        return max(ends, key=len, default=leaf.path)
+
+
+def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:
+    shard = tuple(sharding.shard_shape(leaf.shape))
+    spec = getattr(sharding, "spec", ())
+    split = any(part is not None and part != () for part in spec)
+    size = np.dtype(leaf.dtype).itemsize if not _is_key(leaf) else _nbytes(leaf)
+    parts = math.prod(
+        math.ceil(whole / part) if part else 1
+        for whole, part in zip(leaf.shape, shard, strict=True)
+    )
+    return Leaf(
+        group,
+        path,
+        tuple(leaf.shape),
+        str(leaf.dtype),
+        str(tuple(spec)) if split else "whole",
+        parts,
+        shard,
+        math.prod(leaf.shape) * size,
+        math.prod(shard) * size,
+        overwritten,
+    )
+
+
+def estimate(
+    profile: Hardware, reading: Reading, flops: float, accessed: float | None
+) -> Estimate:
+    memory = reading.memory()
+    floating = [leaf.dtype for leaf in reading.params]
+    narrow = all("16" in dtype or "8" in dtype for dtype in floating)
+    compute = flops / (profile.flops if narrow else profile.flops_float32)
+    # Least: the state is read and written, the batch read, what is kept goes both ways.
+    least = memory.arguments + memory.results + 2 * memory.temporary
+    touched = (least if accessed is None else accessed) / profile.memory_bandwidth
+    communication = 0.0
+    for each in reading.traffic():
+        near = profile.domain is None or each.group_size <= profile.domain
+        speed = profile.link_bandwidth if near else profile.far_bandwidth
+        if not near and profile.domain:
+            # Of a ring over nodes, one device per node sends to the next node; each
+            # part of the data crosses once, over as many adapters as a node has.
+            speed = min(profile.link_bandwidth, profile.far_bandwidth * profile.domain)
+        communication += each.wire_bytes / speed
+    busy = max(compute, touched)
+    worst = busy + communication
+    return Estimate(
+        profile.name,
+        compute,
+        touched,
+        communication,
+        max(busy, communication),
+        worst,
+        busy / worst if worst else 1.0,
+        memory.peak <= profile.memory,
+    )
+
+
+def _phase(each: hlo.Collective) -> str:
+    """In which part of a step a collective stands, by JAX's transformations."""
+    paths = [each.path, *(operand.path for operand in each.operands)]
+    if any("transpose(" in path for path in paths):
+        return "backward"
+    if any("jvp(" in path for path in paths):
+        return "forward"
+    return "update" if any(paths) else "step"
+
+
+def _scope(each: hlo.Collective) -> str:
+    """The innermost named layer, of those that Equinox names."""
+    parts = each.path.replace("(", "/").replace(")", "/").split("/")
+    named = [part for part in parts if "." in part and not part.startswith("<")]
+    return named[-1] if named else ""
+
+
+def _axes_in(spec: str, mesh: Mapping[str, int]) -> list[str]:
+    return [name for name in mesh if f"'{name}'" in spec]
+
+
+def _nbytes(leaf: Any) -> int:
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return (
+            math.prod(data.shape) * data.dtype.itemsize // max(1, math.prod(leaf.shape))
+        )
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
