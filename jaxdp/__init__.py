@@ -13,6 +13,7 @@ from .plan import Plan
 from .step import TrainState
 from .strategies import DataParallel, Pmap, Sharded, SingleDevice
 from .trainer import Trainer
+from .weights import load_model, save_model
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,9 @@ __all__ = [
     "TrainState",
     "Trainer",
     "callbacks",
+    "load_model",
     "losses",
+    "save_model",
     "strategies",
     "testing",
 ]

@@ -1,58 +1,148 @@
-"""Saving and restoring a `TrainState` through Orbax.
+"""One checkpoint: a `TrainState` and what belongs to it, saved through Orbax.
 
-A checkpoint is a folder with two Orbax items: `state`, the arrays as
-`{part: {path of leaf: array}}`, and `meta`, JSON. Plain Orbax reads it:
+A checkpoint is a folder with two Orbax items:
+
+    state/           the arrays: {field of TrainState: {path of leaf: array}}
+    meta/metadata    JSON: what the trainer wants kept, a description of the arrays
+                     (shapes, dtypes, fingerprints), versions, and a digest of it all
+
+It is whole or absent: everything is written into a folder beside it, which then gets
+the final name. What has come to harm afterwards is found when it is read: the digest
+covers the JSON, and the fingerprints in it every array. Nothing that is read can run
+code. Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
 
+import glob
+import hashlib
+import importlib.metadata
+import json
+import logging
 import os
-from typing import Any
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .console import say
+from .fingerprint import fingerprints
 from .step import TrainState
 from .tree import leaf_path
 
-FORMAT = 1
-"""Version of the layout on disk, in `meta`."""
+FORMAT: Final = 2
+"""Version of the layout on disk. Format 1 had no fingerprints and no digest."""
+
+Named = dict[str, dict[str, Any]]
+"""`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
 
 
-def save(path: str, state: TrainState, meta: dict[str, Any]) -> str:
-    """Writes `state` and `meta` into the new folder `path`.
+class CheckpointCorrupt(ValueError):
+    """A checkpoint is torn or damaged: it is there, but not what was saved."""
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. Older ones are as they were."""
+
+
+class Saving:
+    """A checkpoint on its way to the disk.
+
+    Attributes:
+        path: the folder that appears once it is whole.
+    """
+
+    def __init__(self, path: str, checkpointer: Any, then: Callable[[str], None]):
+        self.path = path
+        self._checkpointer = checkpointer
+        self._then: Callable[[str], None] | None = then
+        self._error: BaseException | None = None
+        # A thread of our own, because Orbax can't be asked whether it is done, and
+        # forgets what it waits for when Ctrl-C interrupts the wait.
+        self._thread = threading.Thread(target=self._wait, name="jaxdp checkpoint")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` will not wait."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> str:
+        """Waits until the checkpoint is durable, and returns its path.
+
+        Raises:
+            SaveFailed: if it could not be written; nothing is left of it then.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise _save_failed(self.path, self._error) from self._error
+        then, self._then = self._then, None
+        if then is not None:
+            then(self.path)
+        return self.path
+
+    def _wait(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            _flush(self.path)
+            self._checkpointer.close()
+        except BaseException as error:
+            self._error = error
+
+
+def start_saving(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    meta: Mapping[str, Any],
+    then: Callable[[str], None] = lambda path: None,
+) -> Saving:
+    """Begins to write `state` and `meta` into the new folder `path`.
+
+    Returns as soon as the arrays are on the host, so that the next step may overwrite
+    them; the rest happens in the background.
 
     Args:
         path: the folder; parents are made.
         state: placed arrays, written from where they live.
         meta: JSON values.
-
-    Returns:
-        The absolute path, once everything is on disk.
+        then: called by the first `Saving.finish`, with the path.
 
     Raises:
-        FileExistsError: if `path` exists.
+        FileExistsError: if something is at `path`.
+        SaveFailed: if it is known already that this can't be written.
+        TypeError: if `meta` is not JSON.
     """
     import orbax.checkpoint as ocp
 
     path = os.path.abspath(path)
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    named = _named(state)
+    described = _described(named, meta)
     arguments = ocp.args.Composite(
-        state=ocp.args.StandardSave(_named(state)),
-        meta=ocp.args.JsonSave(
-            {"format": FORMAT, "leaves": _shapes(_named(state)), **meta}
-        ),
+        state=ocp.args.StandardSave(_with_elements(named)),
+        meta=ocp.args.JsonSave(described),
     )
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    _quieten()
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         checkpointer.save(path, args=arguments)
-    return path
+    except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
+        raise _save_failed(path, error) from error
+    return Saving(path, checkpointer, then)
 
 
-def restore(path: str, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Reads what `save` wrote, laid out as `like` is now.
+def restore(
+    path: str | os.PathLike[str], like: TrainState
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads what `start_saving` wrote, laid out as `like` is now.
 
     Args:
         path: the folder.
@@ -60,94 +150,307 @@ def restore(path: str, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
+        CheckpointCorrupt: if it is torn or damaged.
         ValueError: if it is of another model or optimizer; it names every leaf that
-            is missing, left over, or of another shape or dtype.
+            is missing, left over, or of another shape or dtype. Or if it is of a
+            format that this version does not read.
     """
-    import orbax.checkpoint as ocp
-
-    path = os.path.abspath(path)
-    if not os.path.isdir(os.path.join(path, "state")):
-        raise FileNotFoundError(
-            f"`path`: there is no checkpoint at {path} (a folder with `state` and"
-            " `meta` in it)."
-        )
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding
-        ),
-        _named(like),
-    )
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        read = checkpointer.restore(
-            path, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )
-        meta = read.meta
-        if meta.get("format") != FORMAT:
-            raise ValueError(
-                f"`path`: {path} has format {meta.get('format')!r} and this version of"
-                f" jaxdp reads format {FORMAT}; use the version that wrote it."
-            )
-        _check_same(path, _shapes(wanted), meta["leaves"])
-        read = checkpointer.restore(
-            path, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        )
-    return _unnamed(read.state, like), meta
+    meta = read_meta(path)
+    wanted = _named(like)
+    _check_same(str(path), _shapes(wanted), meta["leaves"])
+    stored = _read_arrays(path, _with_elements(wanted), meta)
+    return _unnamed(stored, like), meta
 
 
-def _named(state: TrainState) -> dict[str, dict[str, Any]]:
-    """`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
+def restore_leaves(
+    path: str | os.PathLike[str], meta: Mapping[str, Any], leaves: Named
+) -> Named:
+    """Reads some of the arrays of a checkpoint, and only those.
+
+    Args:
+        path: the folder.
+        meta: what `read_meta` gives for it.
+        leaves: for each the shape, dtype and sharding that it has or is to get; they
+            must be those of `meta["leaves"]`.
+    """
+    read = _read_arrays(path, _with_elements(leaves), meta)
     return {
-        field: {
-            leaf_path(path) or "value": _plain(leaf)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        }
-        for field, tree in state._asdict().items()
-        if jax.tree.leaves(tree)
+        field: {name: read.get(field, {}).get(name, leaf) for name, leaf in of.items()}
+        for field, of in leaves.items()
     }
 
 
-def _unnamed(named: dict[str, dict[str, Any]], like: TrainState) -> TrainState:
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of a checkpoint, whole and of a format that this version reads.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
+            `restore` does.
+    """
+    path = os.path.abspath(path)
+    _check_is_checkpoint(path)
+    try:
+        with open(os.path.join(path, "meta", "metadata"), encoding="utf-8") as file:
+            meta = json.load(file)
+        if not isinstance(meta, dict) or not isinstance(meta.get("leaves"), dict):
+            raise ValueError("it does not describe a checkpoint")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: its meta/metadata can't be"
+            f" read: {error}."
+        ) from error
+    version = meta.get("format")
+    if version == 1:
+        say(f"{path} was saved without fingerprints: damage to it can't be seen")
+        return meta
+    if meta.pop("digest", None) != _digest(meta):
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: meta/metadata is not what was"
+            " saved (its digest differs)."
+        )
+    if version != FORMAT:
+        raise ValueError(
+            f"`path`: {path} has format {version!r}, written by jaxdp"
+            f" {meta.get('versions', {}).get('jaxdp')}, and this is jaxdp {_version()},"
+            f" which reads formats 1 to {FORMAT}; use the version that wrote it, or a"
+            " newer one."
+        )
+    return meta
+
+
+def differences(wanted: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
+    """A line for every leaf that is not in both, or not of one shape and dtype."""
+    return [
+        f"  {name}: the checkpoint has {stored.get(name, 'nothing')}, the trainer"
+        f" {wanted.get(name, 'nothing')}"
+        for name in sorted(wanted.keys() | stored.keys())
+        if wanted.get(name) != stored.get(name)
+    ]
+
+
+def shape_text(leaf: Any) -> str:
+    """How `meta["leaves"]` describes an array: `float32(16, 4)`."""
+    return f"{leaf.dtype}{tuple(leaf.shape)}"
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array holds typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def plain(leaf: Any) -> Any:
+    """A typed PRNG key as the integers it is made of; other leaves as they are."""
+    if not is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    return jax.eval_shape(jax.random.key_data, leaf)
+
+
+def unplain(stored: Any, like: Any) -> Any:
+    """The inverse of `plain`."""
+    if not is_key(like):
+        return stored
+    return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(like))
+
+
+def _check_is_checkpoint(path: str) -> None:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"`path`: there is nothing at {path}.")
+    if not os.path.isdir(path):
+        raise NotADirectoryError(
+            f"`path`: {path} is not a folder, and a checkpoint is one."
+        )
+    inside = sorted(os.listdir(path))
+    if not {"state", "meta"} <= set(inside):
+        steps = [name for name in inside if name.isdecimal()]
+        hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""
+        raise FileNotFoundError(
+            f"`path`: there is no checkpoint at {path} (a folder with `state` and"
+            f" `meta` in it).{hint}"
+        )
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(folder, name)):
+                raise CheckpointCorrupt(
+                    f"`path`: the checkpoint {path} is damaged: {name} in it is a"
+                    " symbolic link, which is never written there."
+                )
+
+
+def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """`meta` with all that is needed to judge the checkpoint later."""
+    described = {
+        "format": FORMAT,
+        "versions": _versions(),
+        "leaves": _shapes(named),
+        "fingerprints": fingerprints(_flat(_with_elements(named))),
+        **meta,
+    }
+    described = json.loads(json.dumps(described))  # tuples and int keys as read back
+    return described | {"digest": _digest(described)}
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_arrays(
+    path: str | os.PathLike[str], wanted: Named, meta: Mapping[str, Any]
+) -> Named:
+    """The arrays of `wanted`, laid out like it, their fingerprints checked."""
+    import orbax.checkpoint as ocp
+
+    if not wanted:
+        return {}
+    path = os.path.abspath(path)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
+        ),
+        wanted,
+    )
+    arguments = ocp.args.PyTreeRestore(
+        item=shapes,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+        partial_restore=True,
+    )
+    _quieten()
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            stored = checkpointer.restore(os.path.join(path, "state"), args=arguments)
+        # Waits for the device.
+        read, saved = fingerprints(_flat(stored)), meta.get("fingerprints")
+    except Exception as error:  # of any type: what is read may be anything
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: its arrays can't be read:"
+            f" {_first_line(error)}"
+        ) from error
+    wrong = [name for name in read if saved is not None and read[name] != saved[name]]
+    if wrong:
+        raise CheckpointCorrupt(
+            f"`path`: the checkpoint {path} is damaged: the fingerprint differs of"
+            f" {_listed(wrong)}."
+        )
+    return stored
+
+
+def _named(state: TrainState) -> Named:
+    named = {
+        field: {
+            leaf_path(path) or "value": plain(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        }
+        for field, tree in state._asdict().items()
+    }
+    return {field: leaves for field, leaves in named.items() if leaves}
+
+
+def _unnamed(named: Named, like: TrainState) -> TrainState:
     """The inverse of `_named`, in the structure of `like`."""
 
     def fill(field: str, tree: PyTree) -> PyTree:
         def find(path: Any, leaf: Any) -> Any:
-            stored = named[field][leaf_path(path) or "value"]
-            if not _is_key(leaf):
-                return stored
-            return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(leaf))
+            stored = named.get(field, {}).get(leaf_path(path) or "value")
+            return leaf if stored is None else unplain(stored, leaf)  # no elements
 
         return jax.tree_util.tree_map_with_path(find, tree)
 
     return TrainState(**{field: fill(field, t) for field, t in like._asdict().items()})
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _with_elements(named: Named) -> Named:
+    """Without arrays of size 0, which Orbax can't save and nobody needs."""
+    found = {
+        field: {name: leaf for name, leaf in of.items() if 0 not in leaf.shape}
+        for field, of in named.items()
+    }
+    return {field: leaves for field, leaves in found.items() if leaves}
 
 
-def _plain(leaf: Any) -> Any:
-    """A typed PRNG key as the integers it is made of; other leaves as they are."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _shapes(named: Any) -> dict[str, str]:
+def _flat(named: Named) -> dict[str, Any]:
     return {
-        f"{field}: {path}": f"{leaf.dtype}{tuple(leaf.shape)}"
+        f"{field}: {path}": leaf
         for field, leaves in named.items()
         for path, leaf in leaves.items()
     }
 
 
+def _shapes(named: Named) -> dict[str, str]:
+    return {name: shape_text(leaf) for name, leaf in _flat(named).items()}
+
+
 def _check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> None:
-    lines = [
-        f"  {name}: the checkpoint has {stored.get(name, 'nothing')}, the trainer"
-        f" {wanted.get(name, 'nothing')}"
-        for name in sorted(wanted.keys() | stored.keys())
-        if wanted.get(name) != stored.get(name)
-    ]
-    if lines:
-        shown = "\n".join(lines[:20])
-        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise ValueError(
-            f"`path`: {path} was saved from another model or optimizer:\n{shown}{more}"
+    lines = differences(wanted, stored)
+    if not lines:
+        return
+    fields = {line.strip().partition(":")[0] for line in lines}
+    hint = ""
+    if fields == {"opt_state"}:
+        hint = (
+            "\nThe optimizer is another one; `jaxdp.load_model(path, like=model)` takes"
+            " up the weights alone."
         )
+    raise ValueError(
+        f"`path`: {path} was saved from another model or optimizer:\n"
+        + "\n".join(lines[:20])
+        + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
+        + hint
+    )
+
+
+def _save_failed(path: str, error: BaseException) -> SaveFailed:
+    """Gives the disk back what a failed save took, and says what happened."""
+    for unfinished in glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    free = ""
+    try:
+        left = shutil.disk_usage(os.path.dirname(path)).free
+        free = f" ({left / 2**20:,.0f} MiB are free there now)"
+    except OSError:
+        pass
+    return SaveFailed(
+        f"the checkpoint {path} could not be written: {type(error).__name__}:"
+        f" {_first_line(error)}{free}. Checkpoints saved before are as they were."
+    )
+
+
+def _flush(path: str) -> None:
+    """Asks the disk for every file, so that not even a power failure undoes it."""
+    parent = os.path.dirname(path)
+    inside = [
+        os.path.join(at, name) for at, _, names in os.walk(path) for name in names
+    ]
+    for name in (*inside, *(at for at, _, _ in os.walk(path)), parent):
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("jax", "equinox", "optax", "orbax-checkpoint", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"jaxdp": _version(), "python": platform.python_version(), **found}
+
+
+def _version() -> str:
+    return sys.modules[__package__ or "jaxdp"].__version__
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _quieten() -> None:
+    """What Orbax logs of an error, the error that is raised says, too."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)

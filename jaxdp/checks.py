@@ -1,5 +1,6 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -252,3 +253,15 @@ def choose_objective(
             " and return the new state last: (loss, state)."
         )
     return objective
+
+
+def check_json(callback_name: str, state: Any) -> Any:
+    """Returns what a callback's `state_dict` gave, if a checkpoint can keep it."""
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"`state_dict` of the callback {callback_name} gave what is not JSON:"
+            f" {error}. Use dicts, lists, strings, numbers, bools and None."
+        ) from error
+    return state

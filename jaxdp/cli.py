@@ -184,12 +184,14 @@ def _planning(options: dict[str, Any]) -> Iterator[None]:
     def plan(trainer: Trainer, train_loader: Any, *_: Any, **__: Any) -> Any:
         raise _Planned(trainer.plan(train_loader, **options))
 
-    real = Trainer.fit, Trainer.steps
-    Trainer.fit = Trainer.steps = plan
+    real = {name: getattr(Trainer, name) for name in ("fit", "steps")}
+    for name in real:
+        setattr(Trainer, name, plan)
     try:
         yield
     finally:
-        Trainer.fit, Trainer.steps = real
+        for name, method in real.items():
+            setattr(Trainer, name, method)
 
 
 @contextlib.contextmanager
@@ -237,15 +239,15 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 def _export(options: argparse.Namespace) -> None:
     import numpy as np
 
-    from .checkpoint import read_arrays
+    from .weights import read_weights
 
     path = os.path.abspath(options.output)
     suffix = os.path.splitext(path)[1]
     if suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.ascontiguousarray(array)
-        for name, array in read_arrays(options.checkpoint).items()
+        for name, array in read_weights(options.checkpoint).items()
     }
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path.removesuffix(suffix)}.{os.getpid()}.tmp{suffix}"
@@ -268,6 +270,6 @@ def _safetensors() -> Any:
     except ImportError as error:
         raise ImportError(
             "a .safetensors file needs safetensors, which is not installed; run"
-            " `pip install safetensors`, or export to .npz."
+            ' `pip install "jaxdp[safetensors]"`, or export to .npz.'
         ) from error
     return safetensors.numpy

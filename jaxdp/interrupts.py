@@ -1,37 +1,76 @@
-"""Ctrl-C during a fit, taken at a moment when nothing can be lost."""
+"""Ctrl-C and signals during a fit, taken at a moment when nothing can be lost."""
 
+import os
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Final
+
+import jax
 
 from .console import say
 
+EXIT_CODE: Final = 143
+"""128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to
+end and did."""
+
+
+class Stopped:
+    """Marks an exception that was raised at a boundary, the state being whole."""
+
+
+class Interrupted(KeyboardInterrupt, Stopped):
+    """Ctrl-C, raised at a boundary."""
+
+
+class Preempted(SystemExit, Stopped):
+    """A signal such as SIGTERM, raised at a boundary. Exits with 143 if not caught.
+
+    Attributes:
+        signal: its name.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(EXIT_CODE)
+        self.signal = name
+
 
 class Interrupts:
-    """Holds the first Ctrl-C back until `check`; the second goes through at once.
+    """Holds the first Ctrl-C or signal back until `check`; a second acts at once.
 
     An exception raised between a step's call and the assignment of its result would
-    lose the state, whose old buffers the step has overwritten. Active only in the main
-    thread and where Ctrl-C would raise KeyboardInterrupt. Can be entered again inside.
+    lose the state, whose old buffers the step has overwritten. So the handler sets a
+    flag and nothing else. Active only in the main thread, and for signals that nobody
+    else handles. Can be entered again inside.
+
+    Attributes:
+        signals: names of the signals that end a fit, beside Ctrl-C.
     """
 
     def __init__(self) -> None:
-        self.pending = False
-        self._previous: Any = None
+        self.signals: tuple[str, ...] = ("SIGTERM",)
+        self._pending: int | None = None
+        self._previous: dict[int, Any] = {}
         self._depth = 0
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt that is held back, if any."""
-        if self.pending:
-            self.pending = False
-            raise KeyboardInterrupt
+        """Raises what is held back, if anything."""
+        if self._pending is not None:
+            number, self._pending = self._pending, None
+            raise _exception(number)
+
+    def listen(self, signals: Sequence[str]) -> None:
+        """From now on these are `signals`."""
+        self.signals = tuple(signals)
+        if self._depth:
+            self._release()
+            self._take()
 
     def __enter__(self) -> "Interrupts":
         self._depth += 1
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._hold)
+        if self._depth == 1:
+            self._take()
         return self
 
     def __exit__(
@@ -41,16 +80,42 @@ class Interrupts:
         traceback: TracebackType | None,
     ) -> None:
         self._depth -= 1
-        if self._depth or self._previous is None:
+        if self._depth:
             return
-        signal.signal(signal.SIGINT, self._previous)
-        pending, self.pending, self._previous = self.pending, False, None
-        # An error after Ctrl-C is most often its doing, such as a worker's that died.
-        if pending and (kind is None or issubclass(kind, Exception)):
-            raise KeyboardInterrupt from exception
+        self._release()
+        number, self._pending = self._pending, None
+        # An error after a signal is most often its doing, such as a worker's that died.
+        if number is not None and (kind is None or issubclass(kind, Exception)):
+            raise _exception(number) from exception
 
-    def _hold(self, signum: int, frame: FrameType | None) -> None:
-        if self.pending:
+    def _take(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._hold)
+        if jax.distributed.is_initialized():
+            return  # its preemption service answers for all processes
+        for name in self.signals:
+            number = getattr(signal, name)
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._previous[number] = signal.signal(number, self._hold)
+
+    def _release(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._pending is None:
+            self._pending = number
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.pending = True
-        say("Ctrl-C: stopping after this step; press again to stop at once")
+        else:
+            os._exit(EXIT_CODE)
+
+
+def _exception(number: int) -> BaseException:
+    if number == signal.SIGINT:
+        return Interrupted()
+    name = signal.Signals(number).name
+    say(f"{name}: stopped after this step; a second one would have ended it at once")
+    return Preempted(name)

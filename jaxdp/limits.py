@@ -66,6 +66,11 @@ class Limits:
         if self.seconds is not None:
             self.deadline = time.monotonic() + self.seconds
 
+    def was_validated(self, batches_done: int) -> None:
+        """Tells of the last validation in an epoch that is gone on with."""
+        if self.val_interval is not None:
+            self._periods = batches_done // self.val_interval
+
     def is_whole(self, batches_done: int) -> bool:
         """Whether so many batches are known to be a whole epoch."""
         return self.per_epoch is not None and batches_done >= self.per_epoch

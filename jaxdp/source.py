@@ -1,5 +1,6 @@
 """Any iterable of batches, epoch by epoch."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sized
 from typing import Any, Final
@@ -22,13 +23,16 @@ class Source:
     Attributes:
         state: what, of its own, the loader started the present epoch from; JSON.
         start_from: such a state, for the next epoch alone to start from.
+        replay: how many batches an iterator gave in an earlier process, for the next
+            epoch alone to pass over.
     """
 
     def __init__(self, loader: Any, argument: str):
-        self.loader = loader
+        self.loader: Any = loader
         self.argument = argument
         self.state: Any = None
         self.start_from: Any = None
+        self.replay = 0
 
     @property
     def num_batches(self) -> int | None:
@@ -46,9 +50,25 @@ class Source:
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
         batches = iter(self.loader)
-        if batches is not self.loader:
-            batches = itertools.islice(batches, skip, None)
+        passed = self.replay if batches is self.loader else skip
+        self.replay = 0
+        self._pass_over(batches, passed)
         return self._converted(batches, epoch, skip, copy)
+
+    @contextlib.contextmanager
+    def looking_back(self) -> Iterator[None]:
+        """Inside, the present epoch can be begun again; what follows it is as before.
+
+        An iterator has nothing to look back at.
+        """
+        loader, state, following = self.loader, self.state, self.present_state()
+        if hasattr(loader, "__next__"):
+            self.loader = ()
+        self.start_from = state
+        try:
+            yield
+        finally:
+            self.loader, self.state, self.start_from = loader, state, following
 
     def present_state(self) -> Any:
         """What `state` would be of an epoch that started now."""
@@ -87,6 +107,18 @@ class Source:
 
     def _explain(self, exception: Exception) -> None:
         """Adds what may help to an exception of the loader."""
+
+    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
+        """Asks for `count` batches that an earlier fit has had."""
+        if isinstance(self.loader, list | tuple | range) or not count:
+            next(itertools.islice(batches, count, count), None)
+            return
+        from tqdm import tqdm
+
+        what = f"`{self.argument}` can't jump: replaying {count} batches"
+        for _ in tqdm(range(count), what, delay=1, leave=False, mininterval=1):
+            if next(batches, END) is END:
+                return
 
     def _converted(
         self, batches: Iterator[Any], epoch: int, first: int, copy: bool

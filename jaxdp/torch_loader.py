@@ -59,7 +59,8 @@ class TorchSource(Source):
         if self._is_plain():
             batches = self._by_index(epoch, skip)
         else:
-            batches = itertools.islice(self._as_it_is(epoch), skip, None)
+            batches = self._as_it_is(epoch)
+            self._pass_over(batches, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or self.loader.num_workers > 0
         return self._converted(batches, epoch, skip, copy=not fresh)
@@ -254,13 +255,21 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         from torch.utils.data import get_worker_info
 
-        # Ctrl-C goes to the whole process group; it is the trainer's to answer.
+        # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they
+        # are the trainer's to answer, which may need a batch more to come to a stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
         info: Any = get_worker_info()
         if isinstance(info.dataset, _Seeded):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
+
+
+def _end_soon(number: int, frame: Any) -> None:
+    signal.alarm(20)
 
 
 class _Generators:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,16 +15,16 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, losses
-from .callbacks import CSVLogger, ProgressBar
-from .callbacks.base import HOOKS, Callback, Hooks
+from . import checkpoint, checks, losses, resume
+from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
+from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
 from .console import say
 from .data import windows
 from .engine import Engine, wait
 from .hardware import Hardware
 from .history import History
-from .interrupts import Interrupts
+from .interrupts import Interrupts, Preempted
 from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
@@ -155,11 +156,15 @@ class Trainer:
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
 
+        self.run_id = uuid.uuid4().hex
+        """Tells the checkpoints of this run, resumed or not, from those of others."""
+
         # What `Callback.setup` may set:
         self.donate = "state"
         self.skip_nonfinite = False
         self.stopwatch: Stopwatch | None = None
         self.bar_notes: dict[str, Callable[[], str]] = {}
+        self.returns_when_preempted = False
 
         self._model = model
         self._model_state = state
@@ -174,6 +179,11 @@ class Trainer:
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._batches_done = 0
+        self._batches_seen = 0
+        self._validated_at = 0
+        self._epoch_ended = False
+        self._left_out: set[tuple[int, int]] = set()
+        self._roll_back: RollBack | None = None
         self._source: Source | None = None
         self._source_state: Any = None
         self._epoch_is_over = False
@@ -189,7 +199,7 @@ class Trainer:
         max_epochs: int | None = None,
         max_steps: int | None = None,
         max_time: Any = None,
-        ckpt_path: str | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         check_val_every_n_epoch: int = 1,
@@ -216,7 +226,10 @@ class Trainer:
             max_steps: optimizer steps in total, earlier fits counted in.
             max_time: of this fit after compilation: "DD:HH:MM:SS", a timedelta, a dict
                 of its arguments, or seconds.
-            ckpt_path: None.
+            ckpt_path: resume from this checkpoint: a path, or `"last"`, `"best"` or
+                `"auto"` of those that the `ModelCheckpoint` callback has saved.
+                `"auto"` starts afresh if there are none. A damaged one is reported,
+                and the next one taken.
             limit_train_batches: batches per epoch, or as a float a share of them.
             limit_val_batches: the same for validation.
             check_val_every_n_epoch: which epochs end with a validation.
@@ -231,7 +244,12 @@ class Trainer:
         Returns:
             The history of this trainer: means per epoch over real rows.
         """
-        checks.check_unavailable("ckpt_path", ckpt_path, None)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        if ckpt_path is not None:
+            resume.resume(self, ckpt_path)
+        if self._roll_back is not None:
+            self._left_out |= self._roll_back.left_out
+            self._roll_back = None
         train = open_loader(train_loader, "train_loader", self.seed)
         val = None
         if val_loader is not None:
@@ -244,6 +262,8 @@ class Trainer:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
             self._source_state = self._source.state if self._batches_done else None
+        else:
+            train.replay = self._batches_seen
         self._source, train.start_from = train, self._source_state
         limits = Limits(
             train,
@@ -283,12 +303,18 @@ class Trainer:
             hooks.setup(self)
             hooks = self._timed(hooks)
             batches = self._begin(train, limits)
+            self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
             limits.start_clock()
+            limits.was_validated(self._validated_at)
             while not self._is_done(limits):
                 hooks.on_train_epoch_start(self)
                 batches = batches or self._windows(train, limits)
+                if val is not None and limits.interval_is_up(
+                    self.current_epoch, self._batches_done
+                ):  # it was due where the run stopped
+                    self._validate(val, limits, hooks)
                 for _ in self._steps(batches, hooks):
                     if val is not None and limits.interval_is_up(
                         self.current_epoch, self._batches_done
@@ -307,6 +333,14 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 batches = None
+        if self._roll_back is not None:
+            if hasattr(train_loader, "__next__"):
+                raise RuntimeError(
+                    "`train_loader` is an iterator, which can't go back to the batches"
+                    f" after {self._roll_back.path}; pass an iterable that can start"
+                    " again, such as a DataLoader."
+                )
+            return self.fit(**(arguments | {"ckpt_path": self._roll_back.path}))
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
@@ -326,7 +360,7 @@ class Trainer:
             The lazy metrics of each optimizer step.
         """
         source = open_loader(train_loader, "train_loader", self.seed)
-        self._batches_done = 0
+        self._batches_done, self.num_training_batches = 0, None
         self.stopwatch = None
         self._hooks.setup(self)
         steps = self._steps(self._begin(source), self._timed(self._hooks))
@@ -445,54 +479,120 @@ class Trainer:
         """The placed `TrainState`. The next step overwrites it: copy what you keep."""
         return self._ready().state
 
-    def save(self, path: str) -> str:
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Whether all steps of the epoch are done, and what ends it is still to come:
+        validation, history, `on_train_epoch_end`."""
+        steps = -(-self._batches_done // self.accumulate_grad_batches)
+        total = self.num_training_batches
+        return total is not None and 0 < total <= steps and not self._epoch_ended
+
+    def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
         Returns:
-            The absolute path. Raises `FileExistsError` if something is there already.
+            The absolute path, once all is on disk. Raises `FileExistsError` if
+            something is there already.
+        """
+        return self.start_saving(path).finish()
+
+    def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
+        """Like `save`, but goes on in the background; call `finish` on what it returns.
+
+        The state is that of now, and the next step may overwrite it.
         """
         meta = {
+            "run_id": self.run_id,
             "global_step": self.global_step,
             "current_epoch": self.current_epoch + self._is_whole,
             "batches_done": 0 if self._is_whole else self._batches_done,
+            "batches_seen": self._batches_seen,
+            "epoch_ended": self._epoch_ended and not self._is_whole,
+            "validated_at": 0 if self._is_whole else self._validated_at,
+            "left_out": sorted(self._left_out),
+            "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
             "source": self._state_of_source(),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
-                f"{index}:{type(callback).__name__}": callback.state_dict()
-                for index, callback in enumerate(self.callbacks)
+                name: checks.check_json(name, callback.state_dict())
+                for name, callback in self.named_callbacks()
             },
+            "strategy": repr(self.strategy),
+            "devices": len(self.state.step.sharding.device_set),
         }
         with self._phase("checkpoints"):
-            path = checkpoint.save(path, self.state, meta)
-        self._hooks.on_save_checkpoint(self, path)
-        return path
+            return checkpoint.start_saving(
+                path,
+                self.state,
+                meta,
+                lambda path: self._hooks.on_save_checkpoint(self, path),
+            )
 
-    def load(self, path: str) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        The callbacks must be the same, in the same order; those that are not keep
-        their present state, with a warning.
+        The callbacks should be the same; those that are not keep their present state,
+        with a warning.
         """
         state, meta = checkpoint.restore(path, self.state)
         self._ready().state = self.strategy.place(state)
+        self.run_id = meta.get("run_id", self.run_id)
         self.global_step = meta["global_step"]
         self.current_epoch = meta["current_epoch"]
         self._batches_done = meta["batches_done"]
+        self._batches_seen = meta.get("batches_seen", 0)
+        self._epoch_ended = meta.get("epoch_ended", False)
+        self._validated_at = meta.get("validated_at", 0)
+        self._val_metrics = meta.get("val_metrics", {})
+        self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self.examples_seen = meta["examples_seen"]
         self._source, self._source_state = None, meta["source"]
         self.history.load_state_dict(meta["history"])
-        for index, callback in enumerate(self.callbacks):
-            saved = meta["callbacks"].get(f"{index}:{type(callback).__name__}")
-            if saved is None:
+        if meta["seed"] != self.seed:
+            warnings.warn(
+                f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
+                f" has `seed`={self.seed}, which decides the order of data.",
+                stacklevel=2,
+            )
+        saved = {  # in format 1 the names began with the place in the list
+            name.lstrip("0123456789:"): state
+            for name, state in meta["callbacks"].items()
+        }
+        for name, callback in self.named_callbacks():
+            if name in saved:
+                callback.load_state_dict(saved[name])
+            elif callback.state_dict():
                 warnings.warn(
-                    f"`load`: {path} has no state for callback number {index}, a"
-                    f" {type(callback).__name__}; it keeps its own.",
+                    f"`load`: {path} has no state for the callback {name}; it keeps its"
+                    " own.",
                     stacklevel=2,
                 )
-            else:
-                callback.load_state_dict(saved)
+
+    def last_checkpoint(self, before: int) -> str | None:
+        """The newest checkpoint of fewer than `before` steps that the callbacks saved.
+
+        Its path, or None if there is none.
+        """
+        found = [
+            (step, callback.folder(self).path_of(step))
+            for callback in self.callbacks
+            if isinstance(callback, ModelCheckpoint)
+            for step in callback.folder(self).steps()
+            if step < before
+        ]
+        return max(found)[1] if found else None
+
+    def stop_on(self, *signals: str, returns: bool = False) -> None:
+        """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
+
+        Args:
+            signals: their names; `"SIGTERM"` alone by default.
+            returns: whether `fit` returns then, instead of exiting with code 143.
+        """
+        self._interrupts.listen(signals)
+        self.returns_when_preempted = returns
 
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
         """Writes one HTML page about the run, which opens anywhere, also offline.
@@ -553,15 +653,21 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+        except RollBack as request:
+            # The fit ends here, and is resumed like any other.
+            hooks.on_fit_end(self)
+            self._roll_back = request
         except BaseException as exception:
             with self._noting(exception):
                 hooks.on_exception(self, exception)
             with self._noting(exception):
                 hooks.on_fit_end(self)
-            raise
+            if not (isinstance(exception, Preempted) and self.returns_when_preempted):
+                raise
+        else:
+            hooks.on_fit_end(self)
         finally:
             self._is_fitting = False
-        hooks.on_fit_end(self)
 
     @contextlib.contextmanager
     def _noting(self, exception: BaseException) -> Iterator[None]:
@@ -590,34 +696,53 @@ class Trainer:
         """Reads the first batch and compiles for it; returns all batches."""
         batches = self._windows(source, limits)
         first = next(batches, None)
+        if first is None and self._batches_done and not self._epoch_ended:
+            # It was saved between the last step of an epoch and what ends the epoch.
+            with source.looking_back():
+                again = source.epoch(self.current_epoch)
+                first = next(windows(again, self.accumulate_grad_batches), None)
+            if first is not None:
+                self._prepare(first)
+                return iter(())
         if first is None and self._batches_done:
             # An earlier fit stopped just at the end of an epoch of unknown length.
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
             return self._begin(source, limits)
         if first is None:
             raise ValueError(source.gave_nothing())
-        engine = self._ready(first[0])
+        self._prepare(first)
+        return itertools.chain([first], batches)
+
+    def _prepare(self, window: list[Batch]) -> None:
+        """Compiles the train step."""
+        engine = self._ready(window[0])
         engine.set_options(self.donate, self.skip_nonfinite)
-        engine.prepare("train", first)
+        engine.prepare("train", window)
         if self.stopwatch is not None:
             engine.in_flight.wait = self.stopwatch.function("device", wait)
-        return itertools.chain([first], batches)
 
     def _steps(self, batches: Iterable[list[Batch]], hooks: Hooks) -> Iterator[Metrics]:
         """Takes a step for each of `batches`, and never waits for one."""
         engine = self._ready()
         if self._batches_done == 0:
             engine.start_epoch()
-            self.examples_seen = 0
-        self._val_metrics, self._epoch_is_over = {}, False
+            self.examples_seen = self._validated_at = 0
+            self._val_metrics = {}
+        self._epoch_is_over = False
         first = -(-self._batches_done // self.accumulate_grad_batches)
         for batch_idx, window in enumerate(batches, first):
+            if (self.current_epoch, batch_idx) in self._left_out:
+                self._batches_done += len(window)
+                self._batches_seen += len(window)
+                continue
             batch = window[0] if self.accumulate_grad_batches == 1 else window
             hooks.on_train_batch_start(self, batch, batch_idx)
             metrics, rows = engine.train(window)
             self.global_step += 1
             self.examples_seen += rows
             self._batches_done += len(window)
+            self._batches_seen += len(window)
+            self._epoch_ended = False
             hooks.on_train_batch_end(self, metrics, batch_idx)
             hooks.on_boundary(self)
             self._interrupts.check()
@@ -628,6 +753,7 @@ class Trainer:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._phase("validation"):
             self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
+        self._validated_at = self._batches_done
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -654,9 +780,11 @@ class Trainer:
             metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
         self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
+        self._epoch_ended = True
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            self._validated_at, self._val_metrics = 0, {}
         self._is_whole = False
         hooks.on_boundary(self)
 
@@ -670,6 +798,14 @@ class Trainer:
         if self.stopwatch is None:
             return contextlib.nullcontext()
         return self.stopwatch.phase(phase)
+
+    def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """Callbacks by class, the second of a class as `Name:1`, in any list."""
+        counts: dict[str, int] = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            count = counts[name] = counts.get(name, -1) + 1
+            yield f"{name}:{count}" if count else name, callback
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""

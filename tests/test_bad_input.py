@@ -13,6 +13,7 @@ from toys import Mlp, NormNet, batches
 
 from jaxdp import Callback, Sharded, Trainer
 from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.interrupts import Interrupted
 
 
 def mlp():
@@ -183,7 +184,7 @@ def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"ckpt_path": "last"}, "`ckpt_path`='last' is not available"),
+        ({"ckpt_path": "last"}, "looks where the ModelCheckpoint callback saves"),
         ({"max_time": "soon"}, "`max_time`='soon' must read"),
         ({"val_check_interval": 0.0}, "must be more than 0"),
         ({"fast_dev_run": -1}, "`fast_dev_run` must be 0 or more"),
@@ -261,7 +262,7 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
     assert trainer.global_step == 3
-    assert watching.seen == [KeyboardInterrupt, "end"]
+    assert watching.seen == [Interrupted, "end"]
     trainer.model(jnp.ones(4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1

@@ -112,29 +112,53 @@ def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
     assert [row["step"] for row in read(tmp_path / "log.1.csv")] == ["2", "2"]
 
 
-def resume(trainer, step):
-    """As if a checkpoint of `step` had been loaded."""
-    for callback in trainer.callbacks:
-        callback.load_state_dict(json.loads(json.dumps(callback.state_dict())))
-    trainer.global_step = step
-
-
-def test_a_resumed_run_goes_on_in_the_table_from_its_step(tmp_path, caplog):
-    make_trainer(CSVLogger(tmp_path)).fit(batches(*[8] * 4), batches(8))
+def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path):
+    data = batches(*[8] * 4), batches(8)
+    whole = CSVLogger(tmp_path / "whole")
+    make_trainer(whole).fit(*data, max_epochs=3)
     trainer = make_trainer(CSVLogger(tmp_path))
-    resume(trainer, 4)
-    trainer.fit(batches(*[8] * 4), batches(8))
-    rows = read(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == ["2", "4", "4", "6", "8", "8"]
-    assert len(list(tmp_path.glob("*.csv"))) == 1
+    trainer.fit(data[0], max_steps=3)  # inside an epoch, without a row for step 3
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(*data, max_epochs=2)
+    last_rows = read(tmp_path / "metrics.csv")
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("1,8,0.")  # what a kill may leave
+    again = make_trainer(CSVLogger(tmp_path))
+    again.load(path)
+    again.fit(*data, max_epochs=3)
+    expected, rows = read(whole.path), read(tmp_path / "metrics.csv")
+    # The fit that `max_steps` ended logged the means of its part of the epoch.
+    assert rows.pop(1)["step"] == "3"
+    assert rows == expected
+    assert read(tmp_path / "metrics.before.csv")[: len(last_rows)] == last_rows
 
-    trainer = make_trainer(CSVLogger(tmp_path))
-    resume(trainer, 3)
-    trainer.fit(batches(8, 8))
-    rows = read(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == ["2", "4", "5"]
-    assert len(read(tmp_path / "metrics.1.csv")) == 6
-    assert "metrics.1.csv" in caplog.text
+
+def events(folder):
+    from tensorboard.backend.event_processing import event_file_loader
+
+    return [
+        (event.step, value.tag, value.tensor.float_val[0])
+        for path in sorted(folder.glob("events.*"))
+        for event in event_file_loader.EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]
+
+
+def test_a_resumed_run_takes_back_events_too(tmp_path):
+    pytest.importorskip("tensorboard")
+    data = batches(*[8] * 4), batches(8)
+    whole, trainer, again = (
+        make_trainer(TensorBoardLogger(tmp_path / name)) for name in ("whole", "a", "a")
+    )
+    whole.fit(*data, max_epochs=3)
+    trainer.fit(*data, max_epochs=1)
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(*data, max_epochs=2)
+    (tmp_path / "a" / "events.out.tfevents.1.other").write_text("of another run")
+    again.load(path)
+    again.fit(*data, max_epochs=3)
+    (tmp_path / "a" / "events.out.tfevents.1.other").unlink()
+    assert events(tmp_path / "a") == events(tmp_path / "whole")
 
 
 def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):

@@ -1,7 +1,5 @@
 """What watches and steers a fit. Write your own by overriding `Callback`'s hooks."""
 
-from typing import TYPE_CHECKING, Any
-
 from .base import Callback
 from .donate import DonateBuffers
 from .early_stopping import EarlyStopping
@@ -10,16 +8,16 @@ from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
 from .loggers import CSVLogger, Logger, TensorBoardLogger
 from .mlflow_logger import MLFlowLogger
+from .model_checkpoint import ModelCheckpoint
 from .nan_guard import NanGuard
+from .preemption import Preemption
 from .profiler import Profiler
 from .progress import ProgressBar
+from .stall_watch import StallWatch
 from .throughput import ThroughputMonitor
 from .timer import Timer
 from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
-
-if TYPE_CHECKING:
-    from .model_checkpoint import ModelCheckpoint
 
 __all__ = [
     "CSVLogger",
@@ -33,24 +31,13 @@ __all__ = [
     "MLFlowLogger",
     "ModelCheckpoint",
     "NanGuard",
+    "Preemption",
     "Profiler",
     "ProgressBar",
+    "StallWatch",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
     "WandbLogger",
     "WeightAveraging",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Orbax takes a second to import, so only those who save pay for it.
-    if name == "ModelCheckpoint":
-        from .model_checkpoint import ModelCheckpoint
-
-        return ModelCheckpoint
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -4,6 +4,7 @@ import csv
 import datetime
 import json
 import os
+import shutil
 import time
 import warnings
 import weakref
@@ -37,6 +38,9 @@ class Logger(Callback):
     fit: hyperparameters, versions of packages, hardware. Only one process of a run
     logs.
 
+    A run that is resumed goes on where the checkpoint was saved: what was logged after
+    that is taken back, and comes again.
+
     Args:
         dirpath: folder to write to, made if it is missing; None means
             `trainer.default_root_dir`.
@@ -57,6 +61,7 @@ class Logger(Callback):
         self._fitting = False
         self._active = False
         self._validation: tuple[int, dict[str, float]] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
@@ -86,10 +91,14 @@ class Logger(Callback):
         self._fitting = True
         self._late, self._validation, self._error = LateReads(), None, None
         if self._active:
+            if self._restored and self._restored.get("validation"):
+                step, values = self._restored["validation"]
+                self._validation = int(step), dict(values)
             self.open(trainer, self._folder(trainer))
             facts = run_facts(trainer, self.hyperparameters)
             facts["layout"] = layout(trainer.state)
             self.log_run(facts)
+        self._restored = None
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
@@ -102,6 +111,7 @@ class Logger(Callback):
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._fitting and self._active:
+            self._log_steps(self._late.drain())  # the device is done with them
             self._log_validation(trainer)
             self._validation = trainer.global_step, dict(metrics)
 
@@ -137,6 +147,15 @@ class Logger(Callback):
             self.close()
         self._active = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Logs what is left to log first, so that a checkpoint's log is complete."""
+        if self._active:
+            self._log_steps(self._late.drain())
+        return {"validation": self._validation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = state
+
     def _folder(self, trainer: Any) -> Path:
         return Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
 
@@ -166,9 +185,9 @@ class CSVLogger(Logger):
     `val_<name>` for its validation; a cell that does not apply is empty. A name that
     appears later gets its column then.
 
-    Several fits of one trainer, and a run that is resumed, make one table. Another
-    run that finds a table in its way keeps it, as `metrics.1.csv` and so on, and
-    says so.
+    Several fits of one trainer, and a run that is resumed, make one table. Rows that
+    a resumed run takes back are kept in `metrics.before.csv`. Another run that finds a
+    table in its way keeps it, as `metrics.1.csv` and so on, and says so.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
     the run, and how it ended. `python -m jaxdp report <dirpath>` and `... compare` read
@@ -193,7 +212,7 @@ class CSVLogger(Logger):
         self._file: IO[str] | None = None
         self._run: weakref.ref[Any] | None = None
         self._columns: list[str] = []
-        self._resumed = False
+        self._rows = 0
 
     @property
     def path(self) -> Path | None:
@@ -204,7 +223,7 @@ class CSVLogger(Logger):
         path = folder / self.name
         latest = None if self._run is None else self._run()
         if not path.exists():
-            self._columns = []
+            self._columns, self._rows = [], 0
         elif path != self._path or latest is not trainer:
             self._take_over(trainer, path)
         self._path, self._run = path, weakref.ref(trainer)
@@ -226,6 +245,7 @@ class CSVLogger(Logger):
         cells = [row.get(column, "") for column in self._columns]
         csv.writer(self._file).writerow(cells)
         self._file.flush()
+        self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
         self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
@@ -253,32 +273,39 @@ class CSVLogger(Logger):
         self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return super().state_dict() | {"rows": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resumed, self._path = True, None
+        super().load_state_dict(state)
+        self._path = None
 
     def _take_over(self, trainer: Any, path: Path) -> None:
         """Goes on with the table of the run that is resumed, or moves it away."""
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
             columns, *rows = list(csv.reader(file)) or [[]]
-        resumed, self._resumed = self._resumed and trainer.global_step > 0, False
-        done = [row for row in rows if _step_of(row) <= trainer.global_step]
-        kept = ""
-        if not resumed or len(done) < len(rows):
-            free = _free_name(path)
-            kept = str(free)
+        self._columns, self._rows = [], 0
+        if self._restored is None or columns[:2] != ["epoch", "step"]:
+            kept = _free_name(path)
             os.replace(path, kept)
             if path.with_suffix(".json").exists():
-                os.replace(path.with_suffix(".json"), free.with_suffix(".json"))
+                os.replace(path.with_suffix(".json"), kept.with_suffix(".json"))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
-        self._columns = []
-        if resumed and columns[:2] == ["epoch", "step"]:
-            self._columns = columns
-            if kept:
-                self._rewrite(
-                    path, [dict(zip(columns, row, strict=False)) for row in done]
-                )
+            return
+        count = self._restored.get("rows")
+        if count is None:  # of an older version
+            count = sum(_step_of(row) <= trainer.global_step for row in rows)
+        if len(rows) < count:
+            announce(
+                trainer,
+                "CSVLogger",
+                f"{path} has {len(rows)} rows, of the {count} that were logged when the"
+                " checkpoint was saved.",
+            )
+        self._columns, self._rows = columns, min(count, len(rows))
+        if len(rows) > count:
+            shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
+            kept_rows = [dict(zip(columns, row, strict=False)) for row in rows[:count]]
+            self._rewrite(path, kept_rows)
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""
@@ -326,6 +353,8 @@ class TensorBoardLogger(Logger):
         super().__init__(dirpath, hyperparameters)
         self._writer: Any = None
         self._step = 0
+        self._folder_of_events: Path | None = None
+        self._suffix = ""
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -333,8 +362,13 @@ class TensorBoardLogger(Logger):
 
     def open(self, trainer: Any, folder: Path) -> None:
         writer_type, self._event, self._summary, self._tensor = _tensorboard()
-        self._writer = writer_type(str(folder))
         self._step = trainer.global_step
+        self._folder_of_events = folder
+        self._suffix = f".jaxdp-{trainer.run_id}"
+        if self._restored is not None:
+            self._take_back(self._restored.get("sizes", {}))
+        self._move_others(trainer)
+        self._writer = writer_type(str(folder), filename_suffix=self._suffix)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._step = max(step, self._step)
@@ -385,6 +419,46 @@ class TensorBoardLogger(Logger):
         summary = self._summary(value=values)
         event = self._event(wall_time=time.time(), step=step, summary=summary)
         self._writer.add_event(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._writer is not None:
+            self._writer.flush()
+        return state | {"sizes": {p.name: p.stat().st_size for p in self._files()}}
+
+    def _take_back(self, sizes: Mapping[str, int]) -> None:
+        """Cuts the files of this run to what they held when it was saved."""
+        for path in self._files():
+            if path.name not in sizes:
+                path.unlink()
+            elif path.stat().st_size > sizes[path.name]:
+                os.truncate(path, sizes[path.name])
+
+    def _move_others(self, trainer: Any) -> None:
+        """Event files of another run would be shown as one with this run's."""
+        others = [path for path in self._files("*") if path not in self._files()]
+        if others:
+            folder = _free_name(others[0].with_name("before"))
+            folder.mkdir()
+            for path in others:
+                path.rename(folder / path.name)
+            announce(
+                trainer,
+                "TensorBoardLogger",
+                f"{others[0].parent} had events of another run; they are now in"
+                f" {folder}.",
+            )
+
+    def _files(self, run: str | None = None) -> list[Path]:
+        """The event files of this run, or of all that this class wrote (`"*"`)."""
+        if self._folder_of_events is None:
+            return []
+        suffix = self._suffix if run is None else f".jaxdp-{run}"
+        return [
+            path
+            for path in self._folder_of_events.glob(f"events.*{suffix}")
+            if path.is_file() and not path.is_symlink()
+        ]
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:

@@ -125,9 +125,13 @@ class MLFlowLogger(Logger):
         self._client = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "tracking_uri": self.tracking_uri}
+        return super().state_dict() | {
+            "run_id": self.run_id,
+            "tracking_uri": self.tracking_uri,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.run_id = state["run_id"]
         self.tracking_uri = state["tracking_uri"]
 

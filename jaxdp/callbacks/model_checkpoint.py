@@ -2,20 +2,31 @@
 
 import math
 import os
-import shutil
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
+from .. import checkpoint
+from ..checkpoint_dir import CheckpointDir
+from ..interrupts import Stopped
 from .base import Callback
-from .monitor import announce, check_mode, check_monitor, is_better
+from .monitor import announce, check_mode, check_monitor
 
 
 class ModelCheckpoint(Callback):
     """Saves the whole `TrainState`, one folder per saved step, named by the step.
 
-    Without `monitor` the newest `save_top_k` are kept; with it, the best. Load one with
+    Without `monitor` the newest `save_top_k` are kept; with it, the best. Resume with
+    `fit(..., ckpt_path="last")`, `"best"` or `"auto"`, or load one with
     `trainer.load(callback.best_model_path)`.
+
+    Saving happens in the background, one checkpoint at a time. An old checkpoint is
+    removed only after the new one is on disk, and `fit` returns only when all are. A
+    fit that Ctrl-C or a signal such as SIGTERM stops is saved there, too. While a fit
+    runs the folder is its own: a second run that would save there is refused.
+    Checkpoints of another run that are found there are moved to a folder
+    `before-<n>` in it.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
@@ -24,9 +35,13 @@ class ModelCheckpoint(Callback):
         mode: whether "min" or "max" of it is best.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its value.
-        every_n_train_steps: save each time so many optimizer steps are done.
+        every_n_train_steps: save each time so many optimizer steps are done (at the
+            last step of an epoch, after its validation).
         every_n_epochs: save after each so many epochs; 1 if nothing else is given.
         train_time_interval: save each time so much time has passed.
+        on_save_error: when a checkpoint can't be written, because the disk is full for
+            example: `"raise"` a SaveFailed at the next step, or `"warn"` and try again
+            when the next one is due. Older checkpoints stay in either case.
 
     Attributes:
         best_model_path: folder of the best checkpoint (without `monitor`, the newest).
@@ -46,6 +61,8 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | None = None,
+        *,
+        on_save_error: str = "raise",
     ):
         check_mode("ModelCheckpoint", mode)
         if save_top_k < -1:
@@ -59,6 +76,11 @@ class ModelCheckpoint(Callback):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be 1 or more, or None; got {value}.")
+        if on_save_error not in ("raise", "warn"):
+            raise ValueError(
+                f"`ModelCheckpoint(on_save_error={on_save_error!r})` must be 'raise' or"
+                " 'warn'."
+            )
         if every_n_train_steps is None and train_time_interval is None:
             every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
@@ -69,54 +91,65 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
-        self.best_model_path = ""
-        self.best_model_score: float | None = None
-        self.last_model_path = ""
-        self._scores: dict[str, float] = {}
+        self.on_save_error = on_save_error
+        self._scores: dict[int, float] = {}  # of every step that is saved
         self._score: float | None = None
         self._is_fresh = False
+        self._is_due = False
+        self._kept_for_resuming: int | None = None
+        self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
+        self._is_restored = False
+
+    @property
+    def best_model_path(self) -> str:
+        ranked = self._ranked()
+        return self._path_of(ranked[0]) if ranked else ""
+
+    @property
+    def best_model_score(self) -> float | None:
+        ranked = self._ranked()
+        return self._scores[ranked[0]] if ranked and self.monitor else None
+
+    @property
+    def last_model_path(self) -> str:
+        return self._path_of(max(self._scores)) if self._scores else ""
+
+    def folder(self, trainer: Any) -> CheckpointDir:
+        """Where the checkpoints of a trainer go."""
+        if self.dirpath is None:
+            root = os.path.join(trainer.default_root_dir, "checkpoints")
+            self.dirpath = os.path.abspath(root)
+        return CheckpointDir(self.dirpath)
+
+    def ranked_in(self, state: dict[str, Any]) -> list[int]:
+        """The steps that a saved state of this callback knows of, best first."""
+        return _ranked(_scores_in(state), self._mode)
 
     def setup(self, trainer: Any) -> None:
-        """Makes the folder, so that one that can't be written to is found now."""
-        if self.dirpath is None:
-            self.dirpath = os.path.abspath(
-                os.path.join(trainer.default_root_dir, "checkpoints")
-            )
-        try:
-            os.makedirs(self.dirpath, exist_ok=True)
-            if not os.access(self.dirpath, os.W_OK):
-                raise PermissionError("no permission to write")
-        except OSError as error:
-            raise type(error)(
-                f"`dirpath`: checkpoints can't be written to {self.dirpath}: {error}."
-            ) from error
-        others = [
-            name
-            for name in os.listdir(self.dirpath)
-            if name.isdecimal() and os.path.join(self.dirpath, name) not in self._scores
-        ]
-        if others:
-            announce(
-                trainer,
-                "ModelCheckpoint",
-                f"{self.dirpath} has {len(others)} checkpoints of another run already;"
-                " those of the same step will be replaced",
-            )
+        """Takes the folder, so that one that can't be written to is found now."""
+        self._dir = self.folder(trainer)
+        self._dir.open()
+        self._sort_out(trainer)
+        self._is_due = self._is_restored = False
 
     def on_fit_start(self, trainer: Any) -> None:
         if self.monitor is not None:
             check_monitor(trainer, "ModelCheckpoint", self.monitor)
         self._saved_at = time.monotonic()
 
+    def next_stop(self, trainer: Any) -> int | None:
+        every = self.every_n_train_steps
+        return None if every is None else (trainer.global_step // every + 1) * every
+
     def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
         every = self.every_n_train_steps
-        due = every is not None and trainer.global_step % every == 0
+        if every is not None and trainer.global_step % every == 0:
+            self._is_due = True
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
-            due = due or time.monotonic() - self._saved_at >= interval
-        if due:
-            self._save(trainer)
+            if time.monotonic() - self._saved_at >= interval:
+                self._is_due = True
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._look(metrics)
@@ -127,64 +160,186 @@ class ModelCheckpoint(Callback):
         # An epoch without a value of its own can't be judged by an older model's.
         judged = self.monitor is None or self._is_fresh
         if every is not None and (trainer.current_epoch + 1) % every == 0 and judged:
-            self._save(trainer)
+            self._is_due = True
         self._is_fresh = False
+
+    def on_boundary(self, trainer: Any) -> None:
+        self._settle()
+        # After the last step of an epoch its validation comes first: that is what the
+        # checkpoint is judged by, and need not be repeated when it is resumed.
+        if self._is_due and not trainer.is_at_epoch_end:
+            self._is_due = False
+            self._save(trainer)
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        if isinstance(exception, Stopped):  # at a boundary: the state is whole
+            self._settle(wait=True)
+            if trainer.global_step and trainer.global_step not in self._scores:
+                self._kept_for_resuming = trainer.global_step
+                self._begin(trainer)
+                self._settle(wait=True)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        try:
+            self._settle(wait=True)
+        finally:
+            self._dir.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
-            "last_model_path": self.last_model_path,
-            "scores": self._scores,
+            "scores": [[step, str(score)] for step, score in self._scores.items()],
+            "score": None if self._score is None else str(self._score),
+            "is_fresh": self._is_fresh,
+            "kept_for_resuming": self._kept_for_resuming,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best_model_path = state["best_model_path"]
-        self.best_model_score = state["best_model_score"]
-        self.last_model_path = state["last_model_path"]
-        self._scores = dict(state["scores"])
+        self._is_restored = True
+        self._scores = _scores_in(state)
+        if "score" not in state:  # format 1
+            return
+        self._score = None if state["score"] is None else float(state["score"])
+        self._is_fresh = bool(state["is_fresh"])
+        self._kept_for_resuming = state["kept_for_resuming"]
 
     def _look(self, metrics: dict[str, float]) -> None:
         if self.monitor in metrics:
             self._score, self._is_fresh = metrics[self.monitor], True
 
     def _save(self, trainer: Any) -> None:
-        score = float(trainer.global_step) if self.monitor is None else self._score
-        if self.save_top_k == 0 and not self.save_last:
-            return
-        if score is None or math.isnan(score):
-            # Nothing to judge by yet: worse than anything that comes.
-            score = math.inf if self._mode == "min" else -math.inf
-        assert self.dirpath is not None
-        path = os.path.join(self.dirpath, str(trainer.global_step))
-        if path in self._scores or not (self.save_last or self._is_kept(score)):
-            return
-        shutil.rmtree(path, ignore_errors=True)
-        self._scores[path] = score
-        self.last_model_path = path
-        ranked = sorted(
-            self._scores, key=lambda p: self._scores[p], reverse=self._mode == "max"
-        )
-        self.best_model_path = ranked[0]
-        best = self._scores[ranked[0]]
-        self.best_model_score = None if self.monitor is None else best
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        removed = set(ranked) - set(kept) - ({path} if self.save_last else set())
-        for old in removed:
-            del self._scores[old]
-        trainer.save(path)
-        # Old ones go only when the new one is on disk.
-        for old in removed:
-            shutil.rmtree(old, ignore_errors=True)
+        """Begins to save the present step, if it is to be kept."""
+        self._settle(wait=True)  # one at a time
+        step = trainer.global_step
+        if step not in self._scores and step in self._kept(
+            self._scores | self._new(step)
+        ):
+            self._begin(trainer)
+
+    def _new(self, step: int) -> dict[int, float]:
+        """The present step and its score."""
+        if self.monitor is None:
+            return {step: float(step)}
+        # NaN if there is nothing to judge by yet: worse than anything that comes.
+        return {step: math.nan if self._score is None else self._score}
+
+    def _begin(self, trainer: Any) -> None:
+        step = trainer.global_step
+        self._scores |= self._new(step)  # what is saved knows of itself
         self._saved_at = time.monotonic()
+        try:
+            self._saving = step, trainer.start_saving(self._dir.path_of(step))
+        except checkpoint.SaveFailed as error:
+            self._fail(step, error)
+        except BaseException:
+            del self._scores[step]
+            raise
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """When a save is done: removes what it makes superfluous, or says it failed."""
+        if self._saving is None or not (wait or self._saving[1].is_done):
+            return
+        step, saving = self._saving
+        try:
+            saving.finish()
+        except checkpoint.SaveFailed as error:
+            self._saving = None
+            self._fail(step, error)
+            return
+        self._saving = None
+        self._remove(set(self._scores) - self._kept(self._scores))
+
+    def _fail(self, step: int, error: checkpoint.SaveFailed) -> None:
+        del self._scores[step]
+        if self.on_save_error == "raise":
+            error.add_note(
+                "ModelCheckpoint(on_save_error='warn') would go on without this one."
+            )
+            raise error
+        warnings.warn(
+            f"{error} Training goes on; the next one is tried when it is due.",
+            stacklevel=2,
+        )
+
+    def _kept(self, scores: dict[int, float]) -> set[int]:
+        """Which steps stay, of those in `scores`."""
+        ranked = _ranked(scores, self._mode)
+        kept = set(ranked if self.save_top_k == -1 else ranked[: self.save_top_k])
+        newest = max(scores)
+        if self.save_last or newest == self._kept_for_resuming:
+            kept.add(newest)
+        return kept
 
     @property
     def _mode(self) -> str:
         """Without a monitor, "best" is the newest."""
         return "max" if self.monitor is None else self.mode
 
-    def _is_kept(self, score: float) -> bool:
-        if self.save_top_k == -1 or len(self._scores) < self.save_top_k:
-            return True
-        worst = (max if self._mode == "min" else min)(self._scores.values())
-        return is_better(self._mode, score, worst)
+    def _ranked(self) -> list[int]:
+        return _ranked(self._scores, self._mode)
+
+    def _remove(self, steps: set[int]) -> None:
+        for step in sorted(steps):
+            del self._scores[step]
+            try:
+                self._dir.remove(step)
+            except OSError as error:
+                warnings.warn(
+                    f"the old checkpoint {self._dir.path_of(step)} could not be"
+                    f" removed: {error}.",
+                    stacklevel=2,
+                )
+
+    def _sort_out(self, trainer: Any) -> None:
+        """Finds out whose the checkpoints are that lie in the folder."""
+        there = set(self._dir.steps())
+        self._scores = {s: v for s, v in self._scores.items() if s in there}
+        strangers = []
+        for step in sorted(there - set(self._scores)):
+            if step > trainer.global_step or not self._is_of_run(step, trainer.run_id):
+                strangers.append(step)
+            elif self._is_restored:
+                # A process was killed after a newer one was saved and before this one
+                # was removed.
+                self._dir.remove(step)
+            else:
+                self._scores[step] = math.nan if self.monitor else float(step)
+        if strangers:
+            path = self._dir.set_aside(strangers)
+            announce(
+                trainer,
+                "ModelCheckpoint",
+                f"{self._dir.path} has checkpoints that this run does not go on from:"
+                f" {', '.join(map(str, strangers))}. They are now in {path}. (To go on"
+                ' from the newest, use `fit(..., ckpt_path="auto")`.)',
+            )
+        if self._scores:
+            self._remove(set(self._scores) - self._kept(self._scores))
+
+    def _is_of_run(self, step: int, run_id: str) -> bool:
+        try:
+            meta = checkpoint.read_meta(self._dir.path_of(step))
+        except (OSError, ValueError):
+            return False
+        return meta.get("run_id") == run_id
+
+    def _path_of(self, step: int) -> str:
+        assert self.dirpath is not None
+        return CheckpointDir(self.dirpath).path_of(step)
+
+
+def _scores_in(state: dict[str, Any]) -> dict[int, float]:
+    """The scores in a saved state, by step."""
+    if isinstance(state["scores"], dict):  # format 1: by path
+        return {int(os.path.basename(p)): float(v) for p, v in state["scores"].items()}
+    return {int(step): float(score) for step, score in state["scores"]}
+
+
+def _ranked(scores: dict[int, float], mode: str) -> list[int]:
+    """Steps, best first; those without a value last; of equals the newer first."""
+
+    def rank(step: int) -> tuple[bool, float, int]:
+        score = scores[step]
+        unjudged = math.isnan(score)
+        return unjudged, 0 if unjudged else score if mode == "min" else -score, -step
+
+    return sorted(scores, key=rank)

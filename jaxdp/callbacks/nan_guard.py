@@ -1,5 +1,6 @@
 """Keeps NaN and infinity out of the model."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..tree import leaf_path
-from .base import Callback
+from .base import Callback, RollBack
 from .monitor import LateReads
 
 _FLAGS = "nonfinite_gradients"
@@ -23,41 +24,73 @@ class NanGuard(Callback):
     optimizer's state and the means of the epoch never see it. What was found is read
     some steps later, when the device is done with them, and so costs no wait.
 
+    A loss that is finite can be a sign of trouble, too: with `spike`, one that leaves
+    its running mean by so many standard deviations. Its update has been made by the
+    time it is read, so it is warned of with `action="skip"`.
+
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
             not finite; `trainer.model` is then the last good one. `"skip"` warns and
-            goes on without that update.
+            goes on without that update. `"rollback"` goes on from the newest
+            checkpoint that `ModelCheckpoint` saved before that step, and leaves the
+            batch out that brought it; the loader must be one that can start again.
         max_skips: with `"skip"`, how many steps in a row may be dropped before a
             FloatingPointError after all.
+        max_rollbacks: with `"rollback"`, how often, before a FloatingPointError.
+        spike: how many standard deviations above the running mean of the loss are a
+            spike, 6.0 for example; None looks for none.
+        warmup: how many steps of a fit are only learned from before a spike can be one.
 
     Attributes:
         skipped_steps: the numbers of the steps that were dropped.
+        rollbacks: how often the fit was rolled back.
     """
 
-    def __init__(self, action: str = "stop", max_skips: int = 10):
-        if action not in ("stop", "skip"):
+    def __init__(
+        self,
+        action: str = "stop",
+        max_skips: int = 10,
+        *,
+        max_rollbacks: int = 3,
+        spike: float | None = None,
+        warmup: int = 50,
+    ):
+        if action not in ("stop", "skip", "rollback"):
             raise ValueError(
-                f"`NanGuard(action={action!r})` must be 'stop' (raise an error) or"
-                " 'skip' (warn, and go on without the update)."
+                f"`NanGuard(action={action!r})` must be 'stop' (raise an error), 'skip'"
+                " (warn, and go on without the update) or 'rollback' (go on from the"
+                " last good checkpoint)."
             )
-        if isinstance(max_skips, bool) or not isinstance(max_skips, int):
-            raise TypeError(
-                f"`NanGuard(max_skips={max_skips!r})` must be a whole number of steps."
-            )
-        if max_skips < 0:
+        for name, count in (
+            ("max_skips", max_skips),
+            ("max_rollbacks", max_rollbacks),
+            ("warmup", warmup),
+        ):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(f"`NanGuard({name}={count!r})` must be a whole number.")
+            if count < 0:
+                raise ValueError(f"`NanGuard({name}={count})` must be 0 or more.")
+        if spike is not None and not spike > 0:
             raise ValueError(
-                f"`NanGuard(max_skips={max_skips})` must be 0 or more steps in a row."
+                f"`NanGuard(spike={spike!r})` must be more than 0 standard deviations."
             )
         self.action = action
         self.max_skips = max_skips
+        self.max_rollbacks = max_rollbacks
+        self.spike = spike
+        self.warmup = warmup
         self.skipped_steps: list[int] = []
-        self._in_a_row = 0
+        self.rollbacks = 0
+        self._usual = _Usual()
+        self._in_a_row = self._restored_in_a_row = 0
+        self._trainer: Any = None
         self._leaves: tuple[str, ...] = ()
         self._late = LateReads()
         self._failed = False
 
     def setup(self, trainer: Any) -> None:
         trainer.skip_nonfinite = True
+        self._trainer = trainer
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
@@ -68,7 +101,7 @@ class NanGuard(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._late = LateReads()
-        self._in_a_row = 0
+        self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
         self._failed = False
 
     def on_train_batch_end(
@@ -78,53 +111,101 @@ class NanGuard(Callback):
         place = _Place(trainer.current_epoch, step, batch_idx)
         self._late.push(step, place, metrics)
         for where, past in self._late.ready(step):
-            self._check(where, past)
+            self._check(trainer, where, past)
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self._check_rest()
+        self._check_rest(trainer)
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         self._failed = True
 
     def on_fit_end(self, trainer: Any) -> None:
         if not self._failed:
-            self._check_rest()
+            self._check_rest(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped_steps": list(self.skipped_steps)}
+        if self._trainer is not None:
+            self._check_rest(self._trainer)  # nothing is saved that was not looked at
+        return {
+            "skipped_steps": list(self.skipped_steps),
+            "in_a_row": self._in_a_row,
+            "rollbacks": self.rollbacks,
+            "usual": list(self._usual),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_steps = list(state["skipped_steps"])
+        self._restored_in_a_row = int(state.get("in_a_row", 0))
+        self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
+        self._usual = _Usual(*state.get("usual", ()))
 
-    def _check_rest(self) -> None:
+    def _check_rest(self, trainer: Any) -> None:
         for where, past in self._late.drain():
-            self._check(where, past)
+            self._check(trainer, where, past)
 
-    def _check(self, where: "_Place", metrics: Mapping[str, Any]) -> None:
-        if not metrics["skipped"]:
-            self._in_a_row = 0
+    def _check(self, trainer: Any, where: "_Place", metrics: Mapping[str, Any]) -> None:
+        skipped = bool(metrics["skipped"])
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped and not self._is_spike(float(metrics["loss"])):
             return
-        self._in_a_row += 1
-        self.skipped_steps.append(where.step)
-        place = (
-            f"epoch {where.epoch}, step {where.step} (batch_idx {where.batch_idx}):"
-            f" {self._what(metrics)}"
-        )
-        if self.action == "stop":
-            raise FloatingPointError(
-                f"`NanGuard`: {place}. The update was not applied: `trainer.model` is"
-                " the last good one. Lower the learning rate, clip gradients"
-                " (`gradient_clip_val`), look at that batch, or go on without it with"
-                " `NanGuard('skip')`."
+        place = f"epoch {where.epoch}, step {where.step} (batch_idx {where.batch_idx}):"
+        if skipped:
+            self.skipped_steps.append(where.step)
+            place = f"{place} {self._what(metrics)}"
+        else:
+            usual = self._usual
+            place = (
+                f"{place} the loss was {metrics['loss']:.6g}, and {usual.mean:.6g} +-"
+                f" {usual.deviation:.3g} is usual"
             )
+        if self.action == "stop":
+            model = "The update was not applied: `trainer.model` is the last good one. "
+            raise FloatingPointError(
+                f"`NanGuard`: {place}. {model if skipped else ''}Lower the learning"
+                " rate, clip gradients (`gradient_clip_val`), look at that batch, or go"
+                " on with `NanGuard('skip')` or `NanGuard('rollback')`."
+            )
+        if self.action == "rollback":
+            self._roll_back(trainer, where, place)
         if self._in_a_row > self.max_skips:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. That makes {self._in_a_row} steps in a row"
                 f" without an update, more than `max_skips`={self.max_skips}."
             )
+        done = "skipped this update" if skipped else "a spike"
+        warnings.warn(f"`NanGuard`: {place}; {done}.", UserWarning, stacklevel=2)
+
+    def _is_spike(self, loss: float) -> bool:
+        usual = self._usual
+        if self.spike is None:
+            return False
+        limit = usual.mean + self.spike * usual.deviation
+        if usual.count >= max(self.warmup, 2) and loss > limit:
+            return True
+        self._usual = usual.with_(loss)
+        return False
+
+    def _roll_back(self, trainer: Any, where: "_Place", place: str) -> None:
+        self._late = LateReads()  # what came after is undone, too
+        if self.rollbacks >= self.max_rollbacks:
+            raise FloatingPointError(
+                f"`NanGuard`: {place}. The fit was rolled back {self.rollbacks} times"
+                f" before, and `max_rollbacks`={self.max_rollbacks}."
+            )
+        path = trainer.last_checkpoint(before=where.step)
+        if path is None:
+            raise FloatingPointError(
+                f"`NanGuard`: {place}. There is no checkpoint from before that step to"
+                " roll back to; add a ModelCheckpoint that saves more often"
+                " (`every_n_train_steps`)."
+            )
+        self.rollbacks += 1
         warnings.warn(
-            f"`NanGuard`: {place}; skipped this update.", UserWarning, stacklevel=2
+            f"`NanGuard`: {place}; going back to {path}, without that batch.",
+            UserWarning,
+            stacklevel=2,
         )
+        raise RollBack(path, [(where.epoch, where.batch_idx)])
 
     def _what(self, metrics: Mapping[str, Any]) -> str:
         """What was not finite, by name."""
@@ -151,3 +232,21 @@ class _Place(NamedTuple):
     epoch: int
     step: int
     batch_idx: int
+
+
+class _Usual(NamedTuple):
+    """Running mean and variance of the loss, of about the last hundred steps."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(self.variance)
+
+    def with_(self, loss: float) -> "_Usual":
+        weight = max(1 / (self.count + 1), 0.01)
+        off = loss - self.mean
+        variance = (1 - weight) * (self.variance + weight * off * off)
+        return _Usual(self.count + 1, self.mean + weight * off, variance)

@@ -98,9 +98,10 @@ class WandbLogger(Logger):
         self.run = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"id": self.id}
+        return super().state_dict() | {"id": self.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.id = state["id"]
 
 

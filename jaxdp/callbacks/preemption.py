@@ -1,0 +1,48 @@
+"""What a signal does to a fit."""
+
+import signal
+from typing import Any
+
+from .base import Callback
+
+
+class Preemption(Callback):
+    """Chooses which signals end a fit at the next boundary, and what happens then.
+
+    Without it SIGTERM does, which SLURM, Kubernetes and spot machines send before they
+    take the machine away: the step is finished, `ModelCheckpoint` saves and waits until
+    that is on disk, and the process exits with code 143. A second signal ends it at
+    once, the last checkpoint intact.
+
+    Args:
+        signals: their names, such as `("SIGTERM", "SIGUSR1")` for
+            `sbatch --signal=USR1@120`.
+        action: `"exit"` with code 143, or `"return"` from `fit` with the history so
+            far.
+
+    Attributes:
+        received: the name of the signal that ended the last fit, or None.
+    """
+
+    def __init__(self, signals: tuple[str, ...] = ("SIGTERM",), action: str = "exit"):
+        for name in (signals,) if isinstance(signals, str) else signals:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+                raise ValueError(
+                    f"`Preemption(signals={signals!r})`: {name!r} is not the name of a"
+                    " signal that a process can answer, such as 'SIGTERM'."
+                )
+        if action not in ("exit", "return"):
+            raise ValueError(
+                f"`Preemption(action={action!r})` must be 'exit' (with code 143) or"
+                " 'return' (from `fit`)."
+            )
+        self.signals = (signals,) if isinstance(signals, str) else tuple(signals)
+        self.action = action
+        self.received: str | None = None
+
+    def setup(self, trainer: Any) -> None:
+        self.received = None
+        trainer.stop_on(*self.signals, returns=self.action == "return")
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        self.received = getattr(exception, "signal", None)

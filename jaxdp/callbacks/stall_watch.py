@@ -1,0 +1,139 @@
+"""Says what a fit waits for when it no longer moves."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from .base import Callback
+
+ABORTED: Final = 70
+"""Exit code of a process that `StallWatch(abort=True)` ended."""
+
+_PHASES: Final = {
+    "checkpoint": "a checkpoint",
+    "checkpoint_dir": "a checkpoint",
+    "engine": "the device (a step, or its compilation)",
+    "strategies": "the device (a step, or its compilation)",
+    "metrics": "the device (a step whose result is read)",
+    "source": "the loader",
+    "torch_loader": "the loader",
+    "loaders": "the loader",
+    "data": "the loader",
+}
+"""What a module of the package means, where the main thread is in it."""
+
+
+class StallWatch(Callback):
+    """Reports a fit in which no step has ended for a time.
+
+    It says what the fit waits for (the loader, the device, a checkpoint or a callback,
+    by name) and writes the stacks of all threads. Once for each time it gets stuck.
+    A thread looks on; steps cost nothing but a note of the time.
+
+    Args:
+        timeout: seconds without a step or a validation batch, from the first step of
+            a fit.
+        abort: whether to end the process then, at once and with exit code 70, for a
+            launcher to start it again. The last checkpoint is intact.
+        path: a file to write to, appended to; None is stderr.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 300.0,
+        *,
+        abort: bool = False,
+        path: str | os.PathLike[str] | None = None,
+    ):
+        if not timeout > 0:
+            raise ValueError(
+                f"`StallWatch(timeout={timeout!r})` must be more than 0 s."
+            )
+        self.timeout = float(timeout)
+        self.abort = abort
+        self.path = None if path is None else Path(path)
+        self._beat = time.monotonic()
+        self._where = ""
+        self._watched = 0
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._note(trainer)
+        self._watched = threading.get_ident()
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="jaxdp StallWatch", daemon=True
+        )
+        self._thread.start()
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        self._note(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+        self._beat = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._note(trainer)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _note(self, trainer: Any) -> None:
+        self._beat = time.monotonic()
+        self._where = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+
+    def _watch(self) -> None:
+        reported = None
+        while not self._end.wait(min(self.timeout / 4, 1.0)):
+            beat = self._beat
+            if time.monotonic() - beat > self.timeout and beat != reported:
+                reported = beat
+                self._report()
+
+    def _report(self) -> None:
+        frame = sys._current_frames().get(self._watched)
+        text = (
+            f"jaxdp: StallWatch: nothing has moved for {self.timeout:g} s, since"
+            f" {self._where}. The fit waits for {waits_for(frame)}.\n"
+        )
+        if self.path is None:
+            self._write(2, text)
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                self._write(file.fileno(), text)
+        if self.abort:
+            os._exit(ABORTED)
+
+    def _write(self, descriptor: int, text: str) -> None:
+        # Not through sys.stderr: the stuck thread may hold its lock.
+        os.write(descriptor, text.encode())
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        if self.abort:
+            os.write(descriptor, b"jaxdp: StallWatch: aborting.\n")
+
+
+def waits_for(frame: FrameType | None) -> str:
+    """What the innermost known function on a stack is busy with."""
+    package = __name__.split(".")[0]
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        parts = frame.f_globals.get("__name__", "").split(".")
+        if parts[0] == package and len(parts) > 1 and parts[1] in _PHASES:
+            return _PHASES[parts[1]]
+        if isinstance(owner, Callback):
+            return f"the callback {type(owner).__name__}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "something outside of the trainer"

@@ -1,0 +1,164 @@
+"""A folder of checkpoints, one per saved step, that one run at a time writes to.
+
+    <path>/128, <path>/256, ...    checkpoints, each named by its step
+    <path>/before-1, ...           those of another run that were found in the way
+    <path>/.lock                   held while a fit writes here; says who holds it
+
+A checkpoint is removed by renaming it first and deleting it then, so that a process
+that is killed meanwhile leaves rubbish, but nothing that looks like a checkpoint. The
+rubbish of killed saves and removals is swept when the next fit begins.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+from .console import say
+
+try:
+    import fcntl
+except ImportError:  # Windows; there, nothing watches over the folder
+    fcntl: Any = None
+
+_RUBBISH: Final = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\.removed-\d+-.*|\.probe-.*")
+_STEP: Final = re.compile(r"0|[1-9]\d*", re.ASCII)
+
+_locks: "weakref.WeakSet[CheckpointDir]" = weakref.WeakSet()
+
+
+class CheckpointDir:
+    """A folder of checkpoints.
+
+    Args:
+        path: the folder; `open` makes it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.path.abspath(path)
+        self._lock: int | None = None
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or not, in ascending order.
+
+        Only real folders count: a symbolic link could lead anywhere.
+        """
+        try:
+            entries = list(os.scandir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(
+            int(entry.name)
+            for entry in entries
+            if _STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
+
+    def path_of(self, step: int) -> str:
+        """The folder of a step."""
+        return os.path.join(self.path, str(int(step)))
+
+    def open(self) -> None:
+        """Takes the folder for this run, until `close` or the process's end.
+
+        Raises:
+            OSError: if it can't be made or written to.
+            RuntimeError: if another run writes there.
+        """
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
+            lock = os.open(
+                os.path.join(self.path, ".lock"),
+                os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0),
+                0o666,
+            )
+        except OSError as error:
+            raise type(error)(
+                f"`dirpath`: checkpoints can't be written to {self.path}: {error}."
+                " Pass a folder that can be written to."
+            ) from error
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(lock)
+            os.close(lock)
+            raise RuntimeError(
+                f"`dirpath`: another run writes its checkpoints to {self.path}:"
+                f" {holder}. Wait until it has ended, or pass another folder."
+            ) from error
+        except OSError as error:  # a file system without locks
+            say(f"{self.path} can't be locked ({error}): see that no other run uses it")
+        self._lock = lock
+        _locks.add(self)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
+        self._sweep()
+
+    def close(self) -> None:
+        """Lets other runs write here. May be called again."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint; whenever it is interrupted, it is whole or gone."""
+        away = tempfile.mkdtemp(prefix=f".removed-{step}-", dir=self.path)
+        with contextlib.suppress(FileNotFoundError):  # someone else has removed it
+            os.rename(self.path_of(step), away)  # onto an empty folder
+        shutil.rmtree(away, ignore_errors=True)
+
+    def set_aside(self, steps: Iterable[int]) -> str:
+        """Moves checkpoints to a folder of their own, and returns its path."""
+        for number in itertools.count(1):
+            path = os.path.join(self.path, f"before-{number}")
+            if not os.path.lexists(path):
+                break
+        os.mkdir(path)
+        for step in steps:
+            os.rename(self.path_of(step), os.path.join(path, str(step)))
+        return path
+
+    def _sweep(self) -> None:
+        for entry in list(os.scandir(self.path)):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder and _RUBBISH.fullmatch(entry.name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _this_process() -> dict[str, object]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _holder(lock: int) -> str:
+    """Who holds a lock, as its file says."""
+    try:
+        found = json.loads(os.pread(lock, 1000, 0))
+        process, since = f"process {found['pid']} on {found['host']}", found["since"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return "a process that has not said which"
+    if found["pid"] == os.getpid() and found["host"] == socket.gethostname():
+        return f"another fit of this very process, since {since}"
+    return f"{process}, since {since}"
+
+
+def _forget_locks() -> None:
+    """In a forked child, which would hold the lock beyond its parent's end."""
+    for folder in _locks:
+        folder.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)

@@ -1,0 +1,114 @@
+"""Which checkpoint a fit goes on from: `fit(..., ckpt_path=...)`."""
+
+import os
+import warnings
+from typing import Any
+
+from . import checkpoint
+from .callbacks import ModelCheckpoint
+from .checkpoint import CheckpointCorrupt
+from .console import say
+
+WORDS = ("last", "best", "auto")
+
+
+def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
+    """Loads the checkpoint that `where` means into `trainer`.
+
+    Args:
+        trainer: a `Trainer`.
+        where: a checkpoint's folder, or a word for some of those that the
+            `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, `"best"`
+            by their monitor, or `"auto"`, the last one if there is any.
+
+    Raises:
+        FileNotFoundError: if there is none (but for `"auto"`).
+        CheckpointCorrupt: if there are some, and none is whole.
+        ValueError: for a word that asks for what there can't be; or if a checkpoint
+            is of another model or optimizer.
+    """
+    if where not in WORDS or not isinstance(where, str):
+        trainer.load(where)
+        say(f"resumed {_place(trainer)} from {os.path.abspath(where)}")
+        return
+    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    if not savers:
+        raise ValueError(
+            f"`ckpt_path`={where!r} looks where the ModelCheckpoint callback saves, and"
+            " this trainer has none; add one, or pass the path of a checkpoint."
+        )
+    if where == "best":
+        savers = [saver for saver in savers if saver.monitor is not None]
+        if not savers:
+            raise ValueError(
+                "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
+                " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
+            )
+    folders = [saver.folder(trainer) for saver in savers]
+    found = sorted(
+        ((step, folder) for folder in folders for step in folder.steps()),
+        key=lambda pair: pair[0],
+        reverse=True,
+    )
+    looked = " and ".join(folder.path for folder in folders)
+    if not found:
+        if where == "auto":
+            say(f"nothing to resume in {looked}: starting afresh")
+            return
+        raise FileNotFoundError(
+            f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"
+            " to start afresh then."
+        )
+    if where == "best":
+        found = _best_first(trainer, savers[0], found)
+    _load_first_whole(trainer, where, [folder.path_of(step) for step, folder in found])
+
+
+def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:
+    faults: list[str] = []
+    for path in paths:
+        try:
+            trainer.load(path)
+        except (CheckpointCorrupt, FileNotFoundError) as error:
+            text = str(error).removeprefix("`path`: ")
+            faults.append(text)
+            warnings.warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
+            continue
+        say(f"resumed {_place(trainer)} from {path}")
+        return
+    raise CheckpointCorrupt(
+        f"`ckpt_path`={where!r}: there are checkpoints, and none is whole:\n  "
+        + "\n  ".join(faults)
+        + "\nNothing was changed. Restore them from a copy; or move them away, to start"
+        " over with 'auto'."
+    )
+
+
+def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[Any]:
+    """By the scores that the newest whole checkpoint knows of."""
+    for step, folder in found:
+        try:
+            meta = checkpoint.read_meta(folder.path_of(step))
+        except (CheckpointCorrupt, FileNotFoundError) as error:
+            warnings.warn(f"`ckpt_path`='best': {error} Skipped.", stacklevel=5)
+            continue
+        ranks = _ranks(trainer, saver, meta)
+        return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))
+    return found
+
+
+def _ranks(
+    trainer: Any, saver: ModelCheckpoint, meta: dict[str, Any]
+) -> dict[int, int]:
+    name = next(name for name, c in trainer.named_callbacks() if c is saver)
+    state = meta["callbacks"].get(name)
+    if state is None:
+        raise ValueError(
+            f"`ckpt_path`='best': what is saved does not know of the callback {name},"
+            " and so not which is best; use 'last' or a path."
+        )
+    return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
+
+
+def _place(trainer: Any) -> str:
+    return f"step {trainer.global_step} (epoch {trainer.current_epoch})"

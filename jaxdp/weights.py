@@ -1,0 +1,264 @@
+"""The weights of a model alone: from a checkpoint or a file, and into a file."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from . import checkpoint
+from .checkpoint import CheckpointCorrupt
+from .console import say
+from .tree import leaf_path
+
+Path = str | os.PathLike[str]
+
+
+def load_model(
+    path: Path,
+    like: PyTree,
+    *,
+    state: eqx.nn.State | None = None,
+    partial: bool = False,
+) -> Any:
+    """The model in a checkpoint or a file of weights, for inference or fine-tuning.
+
+    The optimizer's state is not read, and which leaves were trained plays no part.
+
+    Args:
+        path: a checkpoint's folder, or what `save_model` wrote.
+        like: a model of the same structure; only its structure, shapes and dtypes
+            matter, so `eqx.filter_eval_shape(Model, ...)` will do.
+        state: the `eqx.nn.State` to fill too; checkpoints alone have one.
+        partial: leave leaves as they are in `like` that are not found in the file, or
+            have another shape there, and say which.
+
+    Returns:
+        A new model, on the default device; with `state`, `(model, state)`.
+
+    Raises:
+        FileNotFoundError, CheckpointCorrupt: as `Trainer.load`.
+        ValueError: if leaves differ and `partial` is False; it names them.
+    """
+    path = os.fspath(path)
+    if path.endswith(".eqx"):
+        if state is not None or partial:
+            raise ValueError(
+                "`path`: an .eqx file has no names in it, so it can't be read in part,"
+                " and no `state`; use a checkpoint or .safetensors."
+            )
+        return _load_eqx(path, like)
+    wanted = _arrays(like)
+    if path.endswith(".safetensors"):
+        if state is not None:
+            raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
+        stored, read = _open_safetensors(path)
+    else:
+        stored, read = _open_checkpoint(path)
+        if state is not None:
+            wanted |= {f"model_state: {n}": x for n, x in _arrays(state).items()}
+    found = {
+        name: leaf
+        for name, leaf in wanted.items()
+        if stored.get(name) == checkpoint.shape_text(checkpoint.plain(leaf))
+    }
+    _report(path, wanted, found, stored, partial)
+    values = read(found)
+    model = _filled(like, values, "")
+    if state is None:
+        return model
+    return model, _filled(state, values, "model_state: ")
+
+
+def save_model(path: Path, model: PyTree) -> str:
+    """Writes the arrays of a model into one file, whole or not at all.
+
+    Args:
+        path: ends with `.safetensors`, read by many programs (needs the extra
+            `safetensors`), or `.eqx`, the form of `eqx.tree_serialise_leaves`. A file
+            that is there is replaced.
+        model: any pytree of arrays; what else is in it is left out.
+
+    Returns:
+        The absolute path.
+    """
+    path = os.path.abspath(path)
+    if path.endswith(".safetensors"):
+        save = _safetensors("safetensors.numpy").save_file
+        arrays = {
+            name: np.ascontiguousarray(checkpoint.plain(leaf))
+            for name, leaf in _arrays(model).items()
+        }
+        with _replacing(path) as temporary:
+            save(arrays, temporary)
+    elif path.endswith(".eqx"):
+        with _replacing(path) as temporary:
+            eqx.tree_serialise_leaves(temporary, model)
+    else:
+        raise ValueError(f"`path`={path!r} must end with '.safetensors' or '.eqx'.")
+    return path
+
+
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of the model in a checkpoint by their paths, without the model.
+
+    Typed PRNG keys are the integers that they are made of.
+    """
+    shapes, read = _open_checkpoint(os.fspath(path))
+    wanted = {}
+    for name, text in shapes.items():
+        if not name.startswith("model_state: "):
+            dtype, _, sizes = text.rstrip(")").partition("(")
+            shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+            wanted[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return {name: np.asarray(value) for name, value in read(wanted).items()}
+
+
+def _arrays(tree: PyTree) -> dict[str, Any]:
+    """The arrays of a tree, or descriptions of them, by path."""
+    return {
+        leaf_path(path) or "value": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if eqx.is_array_like(leaf) and hasattr(leaf, "dtype") or _is_shape(leaf)
+    }
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
+    def fill(path: Any, leaf: Any) -> Any:
+        value = values.get(prefix + (leaf_path(path) or "value"))
+        if value is None:
+            return leaf
+        return checkpoint.unplain(jnp.asarray(value), leaf)
+
+    return jax.tree_util.tree_map_with_path(fill, tree)
+
+
+def _report(
+    path: str,
+    wanted: dict[str, Any],
+    found: dict[str, Any],
+    stored: dict[str, str],
+    partial: bool,
+) -> None:
+    """Says what is not found in the file; an error unless `partial`."""
+    missing = {
+        name: checkpoint.shape_text(checkpoint.plain(leaf))
+        for name, leaf in wanted.items()
+        if name not in found
+    }
+    lines = checkpoint.differences(
+        missing, {n: stored.get(n, "nothing") for n in missing}
+    )
+    unused = [n for n in stored if n not in wanted and not n.startswith("model_state:")]
+    if partial:
+        if lines:
+            shown = "\n".join(lines)
+            say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
+        return
+    lines += [
+        f"  {n}: the checkpoint has {stored[n]}, the model nothing" for n in unused
+    ]
+    if lines:
+        shown = "\n".join(lines[:20]).replace("the trainer", "the model")
+        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise ValueError(
+            f"`like`: the model in {path} is another one:\n{shown}{more}\nUse"
+            " `partial=True` to take what fits."
+        )
+
+
+Reader = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
+    """Shapes by name in the model, and how to read some of them."""
+    meta = checkpoint.read_meta(path)
+    places: dict[str, tuple[str, str]] = {}
+    for full in meta["leaves"]:
+        field, _, name = full.partition(": ")
+        if field in ("params", "buffers"):
+            places[name] = field, name
+        elif field == "model_state":
+            places[full] = field, name
+    shapes = {n: meta["leaves"][f"{f}: {p}"] for n, (f, p) in places.items()}
+
+    def read(found: dict[str, Any]) -> dict[str, Any]:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        named: checkpoint.Named = {}
+        for name, leaf in found.items():
+            field, place = places[name]
+            leaf = checkpoint.plain(leaf)
+            named.setdefault(field, {})[place] = jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            )
+        stored = checkpoint.restore_leaves(path, meta, named)
+        values = {name: stored[places[name][0]][places[name][1]] for name in found}
+        return {n: jnp.zeros(v.shape, v.dtype) if _is_shape(v) else v
+                for n, v in values.items()}  # fmt: skip
+
+    return shapes, read
+
+
+def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
+    safe_open = _safetensors("safetensors").safe_open
+    try:
+        file = safe_open(path, framework="numpy")
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise CheckpointCorrupt(f"`path`: {path} can't be read: {error}.") from error
+    shapes = {name: checkpoint.shape_text(array) for name, array in arrays.items()}
+    return shapes, lambda found: {name: arrays[name] for name in found}
+
+
+def _load_eqx(path: str, like: PyTree) -> PyTree:
+    with open(path, "rb") as file:
+        try:
+            model = eqx.tree_deserialise_leaves(file, like)
+        except Exception as error:
+            raise CheckpointCorrupt(
+                f"`path`: {path} is damaged or of another model: {error}."
+            ) from error
+        if file.read(1):
+            raise ValueError(
+                f"`like`: {path} has more leaves than the model, so it is of another."
+            )
+    return model
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A name to write to, which becomes `path` when all has been written."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    stem, suffix = os.path.splitext(path)
+    temporary = f"{stem}.{os.getpid()}.tmp{suffix}"
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _safetensors(module: str) -> Any:
+    try:
+        import importlib
+
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            "a .safetensors file needs safetensors, which is not installed; run"
+            ' `pip install "jaxdp[safetensors]"`.'
+        ) from error

@@ -1,0 +1,193 @@
+"""A training run that the fault tests start, harm and start again.
+
+It is an ordinary one: shuffled loader with random augmentation, dropout, Adam,
+validation, two loggers, early stopping, checkpoints by steps and by the best epoch.
+`result.json` appears in its folder when it comes to its end, with what must be the same
+whatever happened on the way.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Imported in the fork server, once for all jobs.
+import equinox as eqx  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+import orbax.checkpoint  # noqa: E402, F401
+import tensorboard.summary.writer.event_file_writer  # noqa: E402, F401
+import torch  # noqa: E402
+
+import jaxdp  # noqa: E402
+from jaxdp import callbacks  # noqa: E402
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Rows with noise from the global generators of torch, NumPy and Python."""
+
+    def __init__(self, rows=40):
+        generator = np.random.default_rng(0)
+        self.x = generator.normal(size=(rows, 4)).astype(np.float32)
+        self.y = (self.x.sum(1) > 0).astype(np.int64)
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        noise = torch.rand(()).item() + np.random.rand() + random.random()
+        return self.x[index] + np.float32(0.1 * noise), self.y[index]
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, width):
+        keys = jax.random.split(jax.random.key(0))
+        self.first = eqx.nn.Linear(4, width, key=keys[0])
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.last = eqx.nn.Linear(width, 2, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
+
+
+class Progress(jaxdp.Callback):
+    """Tells the test how far the job is, and may pause a little at every step."""
+
+    def __init__(self, root, pause):
+        self.path, self.pause = root / "progress", pause
+
+    def on_fit_start(self, trainer):
+        self.path.write_text(str(trainer.global_step))
+
+    def on_boundary(self, trainer):
+        self.path.write_text(str(trainer.global_step))
+        time.sleep(self.pause)
+
+
+class Harm(jaxdp.Callback):
+    """Does something at the n-th call of a hook."""
+
+    def __init__(self, hook, at, what):
+        self.calls = 0
+
+        def run(*arguments):
+            self.calls += 1
+            if self.calls == at:
+                what()
+
+        setattr(self, hook, run)
+
+
+def send(name):
+    """Sends this process a signal."""
+    return lambda: os.kill(os.getpid(), getattr(signal, name))
+
+
+def give_up():
+    raise OSError("harm was done")
+
+
+def train(
+    root,
+    *,
+    epochs=3,
+    devices=1,
+    strategy="Sharded",
+    width=16,
+    pause=0.0,
+    harm=(),
+    workers=0,
+    ckpt_path="auto",
+    prepare=None,
+    dirpath=None,
+    **options,
+):
+    """Runs the job in the folder `root`; to be called in a process of its own."""
+    root = pathlib.Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    log = os.open(root / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    jax.config.update("jax_num_cpu_devices", devices)
+    # Jobs are many and small, and would compile most of the time.
+    jax.config.update("jax_compilation_cache_dir", str(root.parent / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if prepare is not None:
+        prepare()
+    dataset = Noisy()
+    loader = torch.utils.data.DataLoader(
+        dataset, 8, shuffle=True, num_workers=workers, multiprocessing_context=None
+    )
+    saver = callbacks.ModelCheckpoint(
+        root / "checkpoints" if dirpath is None else dirpath,
+        monitor="val_loss",
+        save_top_k=2,
+        save_last=True,
+        every_n_train_steps=2,
+        every_n_epochs=1,
+        **options,
+    )
+    trainer = jaxdp.Trainer(
+        Net(width),
+        optax.adam(1e-2),
+        strategy=getattr(jaxdp, strategy)(),
+        callbacks=[
+            saver,
+            callbacks.CSVLogger(root),
+            callbacks.TensorBoardLogger(root / "events"),
+            callbacks.EarlyStopping(patience=100),
+            callbacks.NanGuard(),
+            *[Harm(*each) for each in harm],
+            Progress(root, pause),
+        ],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+    )
+    trainer.fit(
+        loader,
+        torch.utils.data.DataLoader(dataset, 20),
+        max_epochs=epochs,
+        val_check_interval=3,
+        ckpt_path=ckpt_path,
+    )
+    leaves = jax.tree.leaves(trainer.state)
+    kept = {int(step): str(score) for step, score in saver._scores.items()}
+    result = {
+        "state": hashlib.sha256(
+            b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+        ).hexdigest(),
+        "history": trainer.history.state_dict(),
+        "step": trainer.global_step,
+        "checkpoints": sorted(kept.items()),
+        "on disk": sorted(int(n) for n in os.listdir(saver.dirpath) if n.isdecimal()),
+        "rubbish": sorted(n for n in os.listdir(saver.dirpath) if "-" in n),
+        "csv": (root / "metrics.csv").read_text(),
+        "events": events(root / "events"),
+    }
+    temporary = root / "result.tmp"
+    temporary.write_text(json.dumps(result))
+    temporary.rename(root / "result.json")
+
+
+def events(folder):
+    """What TensorBoard's files hold: step, tag and value."""
+    from tensorboard.backend.event_processing import event_file_loader
+
+    return [
+        (event.step, value.tag, value.tensor.float_val[0])
+        for path in sorted(folder.glob("events.*"))
+        for event in event_file_loader.EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]

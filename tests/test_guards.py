@@ -1,0 +1,125 @@
+"""Rolling back from bad batches, and seeing what a fit is stuck in."""
+
+import sys
+import threading
+import time
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, ModelCheckpoint, NanGuard, StallWatch
+from jaxdp.callbacks.stall_watch import waits_for
+
+
+def make(*callbacks, lr=0.1):
+    return Trainer(
+        eqx.nn.Linear(4, 1, key=jax.random.key(0)),
+        optax.sgd(lr),
+        loss="mse",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+def data(bad=None, value=np.nan):
+    """Thirty batches of a linear problem, the one number `bad` with a target off."""
+    result = []
+    for idx, (x, _) in enumerate(batches(*[8] * 30)):
+        y = x[:, :1] * 0.5
+        result.append((x, np.full_like(y, value) if idx == bad else y))
+    return result
+
+
+@pytest.mark.parametrize("value, spike", [(np.nan, None), (1e3, 6.0)])
+def test_a_rolled_back_fit_is_one_without_the_batch(tmp_path, value, spike):
+    guard = NanGuard("rollback", spike=spike, warmup=10)
+    saver = ModelCheckpoint(tmp_path / "a", every_n_train_steps=4, save_top_k=-1)
+    log = CSVLogger(tmp_path)
+    trainer = make(guard, saver, log)
+    trainer.log_every_n_steps = 1
+    with pytest.warns(UserWarning, match="step 18 .batch_idx 17.*going back to .*16"):
+        trainer.fit(data(17, value))
+    without = data()
+    del without[17]
+    other = make()
+    other.fit(without)
+    assert guard.rollbacks == 1
+    assert trainer.history["loss"] == other.history["loss"]
+    assert eqx.tree_equal(trainer.model, other.model)
+    steps = [int(r.split(",")[1]) for r in log.path.read_text().split()[1:]]
+    assert steps == sorted(steps) and len(set(steps)) == trainer.global_step
+
+
+def test_rolling_back_has_an_end_and_needs_a_checkpoint(tmp_path):
+    guard = NanGuard("rollback", max_rollbacks=0)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    with pytest.raises(
+        FloatingPointError, match="rolled back 0 times.*`max_rollbacks`=0"
+    ):
+        make(guard, saver).fit(data(17))
+    with pytest.raises(FloatingPointError, match="no checkpoint from before that step"):
+        make(NanGuard("rollback")).fit(data(17))
+
+
+def test_an_iterator_cannot_be_rolled_back(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    with (
+        pytest.raises(RuntimeError, match="is an iterator, which can't go back"),
+        pytest.warns(UserWarning, match="going back"),
+    ):
+        make(NanGuard("rollback"), saver).fit(iter(data(17)))
+
+
+def test_a_spike_stops_or_is_warned_of():
+    with pytest.raises(
+        FloatingPointError, match="step 21.*the loss was 1.0002e.06, and"
+    ):
+        make(NanGuard(spike=6.0, warmup=10)).fit(data(20, 1e3))
+    trainer, losses = make(NanGuard("skip", spike=6.0, warmup=10)), Recorder()
+    trainer = make(NanGuard("skip", spike=6.0, warmup=10), losses, lr=1e-3)
+    with pytest.warns(UserWarning, match="step 21.*a spike"):
+        trainer.fit(data(20, 100.0))
+    assert len(losses.losses) == 30
+    make(NanGuard(spike=6.0, warmup=10)).fit(data())
+
+
+class Sleeping(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if batch_idx == 3:
+            time.sleep(1.5)
+
+
+def test_a_stalled_callback_is_named_with_all_stacks(tmp_path):
+    watch = StallWatch(0.4, path=tmp_path / "stalls.txt")
+    make(Sleeping(), watch).fit(data())
+    text = (tmp_path / "stalls.txt").read_text()
+    assert text.count("nothing has moved for 0.4 s") == 1
+    assert "since step 3, epoch 0. The fit waits for the callback Sleeping" in text
+    assert "in on_train_batch_end" in text and "most recent call first" in text
+    assert "StallWatch" not in {thread.name for thread in threading.enumerate()}
+
+
+class Slow:
+    def __iter__(self):
+        for idx, batch in enumerate(data()):
+            if idx == 5:
+                time.sleep(1.5)
+            yield batch
+
+
+def test_a_stalled_loader_is_told_from_a_callback(tmp_path):
+    watch = StallWatch(0.4, path=tmp_path / "stalls.txt")
+    make(watch).fit(Slow())
+    assert "waits for the loader" in (tmp_path / "stalls.txt").read_text()
+
+
+def test_outside_of_the_trainer_nothing_is_blamed():
+    assert waits_for(sys._getframe()) == "something outside of the trainer"
+    with pytest.raises(ValueError, match="must be more than 0 s"):
+        StallWatch(0)

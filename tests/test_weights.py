@@ -1,0 +1,105 @@
+"""Weights alone: out of checkpoints, into files and back."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches
+
+import jaxdp
+from jaxdp import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        filter_spec=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2,
+        enable_progress_bar=False,
+    )
+    trainer.fit(batches(16, 16))
+    return trainer, trainer.save(tmp_path_factory.mktemp("run") / "saved")
+
+
+def same(a, b):
+    return eqx.tree_equal(eqx.filter(a, eqx.is_array), eqx.filter(b, eqx.is_array))
+
+
+def test_the_model_of_a_checkpoint_needs_no_optimizer(trained):
+    trainer, path = trained
+    other = Mlp(jax.random.key(1))
+    model = jaxdp.load_model(path, like=other)
+    assert same(model, trainer.model)
+    shapes = eqx.filter_eval_shape(Mlp, jax.random.key(1))
+    assert same(jaxdp.load_model(path, like=shapes), trainer.model)
+    model(jnp.ones(4), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("suffix", [".eqx", ".safetensors"])
+def test_a_file_of_weights_comes_back_as_it_was(trained, tmp_path, suffix):
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    trainer, _ = trained
+    path = jaxdp.save_model(tmp_path / "new" / f"model{suffix}", trainer.model)
+    like = Mlp(jax.random.key(1))
+    assert same(jaxdp.load_model(path, like=like), trainer.model)
+    if suffix == ".eqx":
+        assert same(eqx.tree_deserialise_leaves(path, like), trainer.model)
+    wide = eqx.tree_at(lambda m: m.last.bias, like, jnp.ones(4))
+    with pytest.raises(ValueError, match="last.bias|damaged or of another model"):
+        jaxdp.load_model(path, like=wide)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == [f"model{suffix}"]
+
+
+class Longer(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+    extra: jax.Array
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(4, 16, key=key)
+        self.last = eqx.nn.Linear(16, 5, key=key)
+        self.extra = jnp.ones(2)
+
+
+def test_part_of_a_model_is_taken_and_the_rest_is_listed(trained, caplog):
+    trainer, path = trained
+    like = Longer(jax.random.key(3))
+    with pytest.raises(ValueError, match="(?s)extra.*nothing.*last.weight.*float32"):
+        jaxdp.load_model(path, like=like)
+    model = jaxdp.load_model(path, like=like, partial=True)
+    assert same(model.first, trainer.model.first)
+    assert same(model.last, like.last)
+    assert "last.weight: the checkpoint has float32(3, 16)" in caplog.text
+    assert "extra: the checkpoint has nothing" in caplog.text
+
+
+def test_the_state_of_batch_norm_comes_along(tmp_path):
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    trainer = Trainer(
+        model, loss="cross_entropy", state=state, enable_progress_bar=False
+    )
+    trainer.fit(batches(16, 16))
+    path = trainer.save(tmp_path / "saved")
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(1))
+    model, state = jaxdp.load_model(path, like=model, state=state)
+    assert same(model, trainer.model)
+    for ours, theirs in zip(
+        jax.tree.leaves(state), jax.tree.leaves(trainer.model_state), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_no_file_of_weights_is_refused(tmp_path):
+    like = Mlp(jax.random.key(0))
+    with pytest.raises(ValueError, match="must end with '.safetensors' or '.eqx'"):
+        jaxdp.save_model(tmp_path / "model.pkl", like)
+    with pytest.raises(FileNotFoundError, match="there is nothing at"):
+        jaxdp.load_model(tmp_path / "none", like=like)
+    (tmp_path / "torn.eqx").write_bytes(b"\x93NUMPY")
+    with pytest.raises(ValueError, match="is damaged or of another model"):
+        jaxdp.load_model(tmp_path / "torn.eqx", like=like)
