@@ -114,6 +114,7 @@ class Trainer:
         checks.check_state(model, state)
         optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
         checks.check_optimizer(optimizer)
+        own_optimizer = optimizer
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
         checks.check_unavailable("precision", precision, "32-true")
@@ -129,7 +130,7 @@ class Trainer:
             clip = optax.clip_by_global_norm(gradient_clip_val)
             optimizer = optax.chain(clip, optimizer)
 
-        self.arguments = {**arguments, "strategy": strategy}
+        self.arguments = {**arguments, "strategy": strategy, "optimizer": own_optimizer}
         """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.seed = seed

@@ -19,14 +19,13 @@ ORDER = [
         "hardware",
         "history",
         "hlo",
-        "interrupts",
         "losses",
         "metrics",
         "phases",
         "plan_page",
         "tree",
     ],
-    ["objective", "remat", "layout", "reading", "report"],
+    ["interrupts", "layout", "objective", "reading", "remat", "report"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
     ["strategies", "data", "callbacks", "weights"],
@@ -34,8 +33,9 @@ ORDER = [
     ["torch_loader", "limits", "plan", "resume"],
     ["loaders"],
     ["trainer"],
-    ["testing", "cli", "doctor"],
-    ["__init__", "__main__"],
+    ["testing", "doctor", "finders"],
+    ["__init__", "cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -141,6 +141,7 @@ def events(folder):
         for path in sorted(folder.glob("events.*"))
         for event in event_file_loader.EventFileLoader(str(path)).Load()
         for value in event.summary.value
+        if value.tensor.float_val  # texts and pictures have none
     ]
 
 

@@ -126,13 +126,13 @@ def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
     trainer = make_trainer(monitor, saver, Turns(clock, 0.0))
     from jaxdp import checkpoint
 
-    real = checkpoint.save
+    real = checkpoint.start_saving
 
     def slow(*arguments):
         clock.turn(7.0)
         return real(*arguments)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "start_saving", slow)
     trainer.fit(batches(*[8] * 4))
     seconds = monitor.summary["seconds"]
     assert monitor.summary["checkpoints"] * seconds == pytest.approx(14)
