@@ -53,7 +53,9 @@ class LRFinder:
             return None
         slopes = np.gradient(losses, np.log(rates))
         steepest = int(np.argmin(slopes))
-        return float(rates[steepest]) if slopes[steepest] < 0 else None
+        # A flat line falls, too, by what rounding makes of it.
+        falls = slopes[steepest] < -1e-6 * np.abs(losses).max()
+        return float(rates[steepest]) if falls else None
 
     def plot(
         self, path: str | os.PathLike[str] | None = None, suggest: bool = True
