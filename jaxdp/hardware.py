@@ -3,9 +3,8 @@
 The stand-ins are devices of compilers, in this process: a second CPU client with as
 many devices as wanted (3 ms), or the topology of a TPU slice or a GPU cluster, which
 the real compiler takes instead of hardware. A strategy is put on them with `on`, and
-compiles there as it does at home. So what is planned is the very program; models,
-losses and optimizers, often closures that no pickle takes, need not go to another
-process.
+compiles there as it does at home. So what is planned is the very program, and models,
+losses and optimizers, often closures that no pickle takes, stay where they are.
 """
 
 import functools

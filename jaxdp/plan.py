@@ -294,29 +294,32 @@ class Planner:
             window = [_with_rows(batch, rows) for batch in window]
 
         traced: list[Any] = []
+        compile_seconds = 0.0
 
-        def build(program: Any, arguments: tuple[Any, ...]) -> Any:
+        def build(program: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+            nonlocal compile_seconds
             traced.append(program.trace(*arguments))
-            return traced[-1]
+            lowered = traced[-1].lower()
+            begun = time.perf_counter()
+            compiled = lowered.compile()
+            compile_seconds = time.perf_counter() - begun
+            return compiled
 
         strategy.build = build
         started = time.perf_counter()
         engine = self.engine_on(strategy)
-        packed, step = engine.prepare("train", window)
-        trace_seconds = time.perf_counter() - started
-        started = time.perf_counter()
         with warnings.catch_warnings():
             # Told by `not_overwritten`, with names.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            compiled = step.lower().compile() if traced else step
-        compile_seconds = time.perf_counter() - started
+            packed, compiled = engine.prepare("train", window)
+        trace_seconds = time.perf_counter() - started - compile_seconds
         reading = Reading(
             engine.state, packed, strategy, compiled, engine.donate != "none"
         )
         profile = self._profile(stand_ins)
         flops = None
-        if traced and step is traced[-1]:
-            flops = float(matmul_flops(step.jaxpr))
+        if traced:
+            flops = float(matmul_flops(traced[-1].jaxpr))
         platform = _platform(self.here[0]) if stand_ins is None else stand_ins.platform
         count = len(self.here) if stand_ins is None else len(stand_ins.devices)
         name = (
