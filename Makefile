@@ -1,6 +1,7 @@
 # make demo   train on real images over eight devices, and draw what happened
 # make test   format, lint, types and the test suite
 # make lint   the first three of these
+# make docs   the documentation as a site, in site/; broken links are errors
 #
 # Each first installs what it needs, once. PYTHON=python3.12 uses an environment of
 # its own beside the default one: .venv-python3.12 beside .venv.
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -31,12 +32,17 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(READY)
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) \
+	  'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info site
 
 # The first Python that runs. pyenv knows those that it has but that are not switched
 # on; the default one may be replaced by any that is new enough.
