@@ -145,8 +145,14 @@ class Plan:
         limit = self._planner.limit(memory)
         shards = self._planner.num_shards(self.num_devices)
 
-        def peak(per_shard: int) -> int:
-            plan = self._planner.plan(self.num_devices, per_shard * shards)
+        def peak(per_shard: int) -> float:
+            try:
+                plan = self._planner.plan(self.num_devices, per_shard * shards)
+            except jax.errors.JaxRuntimeError as error:
+                # TPU's compiler refuses what the chip's memory does not hold.
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    return math.inf
+                raise
             return plan.memory.peak
 
         start = max(1, math.ceil(self.rows / self.micro_batches / shards))
@@ -378,13 +384,13 @@ class Planner:
         return devices_of.hardware_of(self.here[0])
 
 
-def largest(peak: Callable[[int], int], limit: int, start: int = 1) -> int:
+def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
     """The largest number whose peak is within the limit, if peaks grow with it.
 
     A peak is nearly a constant and a part in proportion, so the line through two of
     them leads close, and a few more compilations decide.
     """
-    known: dict[int, int] = {}
+    known: dict[int, float] = {}
 
     def fits(number: int) -> bool:
         if number not in known:
@@ -403,10 +409,7 @@ def largest(peak: Callable[[int], int], limit: int, start: int = 1) -> int:
         guess = _on_the_line(known, limit)
         if high is None:
             # Never more than 16 times at once, lest a program takes long to compile.
-            number = min(
-                max(guess or 0, low + 1, 2 * low if guess is None else 0), 16 * low
-            )
-            number = max(number, low + 1)
+            number = max(low + 1, min(2 * low if guess is None else guess, 16 * low))
         else:
             middle = (low + high) // 2
             number = middle if guess is None else min(max(guess, low + 1), high - 1)
@@ -419,12 +422,12 @@ def largest(peak: Callable[[int], int], limit: int, start: int = 1) -> int:
             return number
 
 
-def _on_the_line(known: Mapping[int, int], limit: int) -> int | None:
+def _on_the_line(known: Mapping[int, float], limit: int) -> int | None:
     """Where the line through the two last known peaks around the limit reaches it."""
     if len(known) < 2:
         return None
     below = sorted(n for n in known if known[n] <= limit)
-    above = sorted(n for n in known if known[n] > limit)
+    above = sorted(n for n in known if limit < known[n] < math.inf)
     pair = (below + above)[-2:] if not above else (below[-1:] + above[:2])[:2]
     if len(pair) < 2:
         return None

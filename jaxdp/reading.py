@@ -320,14 +320,16 @@ class Reading:
             for index, operand in enumerate(each.operands)
         ]
         leaves = list(dict.fromkeys(itertools.chain(*moved)))
+        phase, scope = _phase(each), _scope(each)
+        prefix = f"{phase}: " if phase else ""
+        others = "activations" if phase else "other arrays"
         if not leaves:
-            scope = _scope(each)
-            return f"{_phase(each)}: activations" + (f" in {scope}" if scope else "")
-        rest = ["metrics"] * ("metrics" in leaves) + ["activations"] * ([] in moved)
+            return prefix + others + (f" in {scope}" if scope else "")
+        rest = ["metrics"] * ("metrics" in leaves) + [others] * ([] in moved)
         leaves = [name for name in leaves if name != "metrics"]
         if len(leaves) > MOST_OPERANDS:
             leaves = [f"{leaves[0]} ... {leaves[-1]} ({len(leaves)} leaves)"]
-        return f"{_phase(each)}: {', '.join(leaves + rest)}"
+        return prefix + ", ".join(leaves + rest)
 
     def _moved(
         self, each: hlo.Collective, index: int, operand: hlo.Operand
@@ -432,7 +434,7 @@ def _phase(each: hlo.Collective) -> str:
         return "backward"
     if any("jvp(" in path for path in paths):
         return "forward"
-    return "update" if any(paths) else "step"
+    return ""  # Parameters that are gathered, the update, or not told.
 
 
 def _scope(each: hlo.Collective) -> str:

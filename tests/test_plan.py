@@ -391,6 +391,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
         lambda rows: 5 * rows + rows**2 // 1000,
         lambda rows: max(7000, 3 * rows),
         lambda rows: 1000 + 40 * rows - 35 * max(0, rows - 300),
+        lambda rows: 1000 + 2 * rows if rows < 450 else math.inf,
     ],
 )
 @pytest.mark.parametrize("limit", [900, 1017, 9000, 10**6])
@@ -640,7 +641,6 @@ def test_tpus_that_are_not_here(name, devices):
     assert plan.memory.parameters == PARAMS
     # Arrays are padded to tiles on a TPU.
     assert plan.memory.arguments >= 3 * PARAMS
-    assert plan.largest_batch(2**31) > 64
 
 
 @pytest.mark.skipif(
