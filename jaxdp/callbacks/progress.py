@@ -260,7 +260,8 @@ def _name(trainer: Any) -> str:
 
 def _notes(trainer: Any) -> list[str]:
     """What other callbacks have to say beside the numbers."""
-    return [text for note in trainer.bar_notes.values() if (text := note())]
+    notes = getattr(trainer, "bar_notes", {})
+    return [text for note in notes.values() if (text := note())]
 
 
 def _total(trainer: Any) -> int | None:
