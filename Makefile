@@ -4,6 +4,7 @@
 # make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; an hour
 # make bench-quick   has jaxdp become slower? Two minutes
+# make docs   the documentation as a site, in site/; broken links are errors
 #
 # Each first installs what it needs, once. PYTHON=python3.12 uses an environment of
 # its own beside the default one: .venv-python3.12 beside .venv.
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test faults lint format bench bench-quick clean
+.PHONY: demo test faults lint docs format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -40,6 +41,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(READY)
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) \
+	  'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -54,7 +60,7 @@ bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.quick $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info site
 
 # The first Python that runs. pyenv knows those that it has but that are not switched
 # on; the default one may be replaced by any that is new enough.

@@ -5,10 +5,11 @@ between steps: flattening a model's tree in Python costs more than a small step.
 """
 
 import collections
+import functools
 import math
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from .collectives import Collectives
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
+from .flops import matmul_flops
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
@@ -46,17 +48,23 @@ _MOST_SIZES: Final = 4
 """Block sizes that are compiled for; others run step by step."""
 
 
+def wait(array: Array) -> None:
+    """Waits for the device to be done with `array`."""
+    array.block_until_ready()
+
+
 class InFlight:
     """Bounds how far the host runs ahead of the device."""
 
     def __init__(self) -> None:
+        self.wait: Callable[[Array], None] = wait
         self._waiting: collections.deque[Array] = collections.deque()
 
     def add(self, array: Array, most: int = IN_FLIGHT) -> None:
         """Counts a dispatch by one of its results; waits for the one `most` ago."""
         self._waiting.append(array)
         while len(self._waiting) > most:
-            self._waiting.popleft().block_until_ready()
+            self.wait(self._waiting.popleft())
 
 
 class Block(NamedTuple):
@@ -77,6 +85,7 @@ class Engine:
         strategy: places the state and compiles the steps.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
+        view: from the state to the one whose weights are evaluated and handed out.
         steps_per_execution: train steps per dispatch, or "auto".
         abstract: whether there are only shapes: nothing is placed, no step can run, and
             every leaf crosses for itself, so that a program's inputs tell them apart;
@@ -100,6 +109,7 @@ class Engine:
         seed: int,
         micro_batches: int,
         steps_per_execution: int | str = 1,
+        view: Callable[[TrainState], TrainState] | None = None,
         abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
@@ -132,6 +142,8 @@ class Engine:
         self._whole: tuple[list[Array], TrainState] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        self._view = view
+        self._viewed: tuple[Any, TrainState] | None = None
         if abstract:
             with no_ambient_mesh():
                 self.state = _shapes_of_state(parts, model_state, steps, strategy)
@@ -169,21 +181,34 @@ class Engine:
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""
-        with_path = jax.tree_util.tree_leaves_with_path(self.state)
+        treedef = self._flat.treedef
+        places = treedef.unflatten(range(treedef.num_leaves))
+        with_path = jax.tree_util.tree_leaves_with_path(places)
         names = self._flat.names([leaf_path(path) for path, _ in with_path])
         return dict(zip(names, self._arrays, strict=True))
+
+    @property
+    def evaluated(self) -> TrainState:
+        """The state whose weights are evaluated; looked for once per step."""
+        if self._view is None:
+            return self.state
+        if self._viewed is None or self._viewed[0] is not self._arrays:
+            self._viewed = self._arrays, self._view(self.state)
+        return self._viewed[1]
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
         if self._gathered is None or self._gathered[0] is not self._arrays:
-            state = self.state
-            params, buffers, model_state = self.strategy.gather(
-                (state.params, state.buffers, state.model_state)
-            )
-            params, buffers = as_own((params, buffers), self._own)
-            model = eqx.combine(params, buffers, self.steps.static)
-            self._gathered = self._arrays, (model, model_state)
+            self._gathered = self._arrays, self.model_of(self.evaluated)
         return self._gathered[1]
+
+    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The model and its state as `state` has them, whole and live."""
+        params, buffers, model_state = self.strategy.gather(
+            (state.params, state.buffers, state.model_state)
+        )
+        params, buffers = as_own((params, buffers), self._own)
+        return eqx.combine(params, buffers, self.steps.static), model_state
 
     def set_options(self, donate: str, skip_nonfinite: bool, can_rewind: bool) -> None:
         """What callbacks decide before compilation.
@@ -309,7 +334,7 @@ class Engine:
         packed, compiled = self.prepare("evaluate", batch)
         self._check_labels(self.facts["evaluate"], packed)
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
-        weights = jax.tree.leaves(self.state.weights)
+        weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
         return totals
@@ -323,7 +348,7 @@ class Engine:
             # Waits for the device, `IN_FLIGHT` batches late.
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], prediction)
 
-        weights = jax.tree.leaves(self.state.weights)
+        weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
@@ -332,6 +357,20 @@ class Engine:
                 yield fetch()
         while waiting:
             yield fetch()
+
+    def flops_per_row(self, window: Sequence[Batch]) -> float:
+        """Operations of a train step over `window`, per row that is computed."""
+        slots = self.micro_batches
+        packed = self._packers["train"].pack(window, slots)
+        steps = self.steps._replace(inside=(), remat=False)
+        with no_ambient_mesh():
+            train = functools.partial(steps.train, Collectives())
+            jaxpr = jax.make_jaxpr(train)(self.state, packed.groups)
+        rows = sum(
+            math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
+            for group in packed.groups
+        )
+        return matmul_flops(jaxpr) / rows
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The train step for the largest batch so far."""

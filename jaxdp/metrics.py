@@ -49,11 +49,14 @@ class Metrics(Mapping[str, Any]):
         self.means = means
         self.inside = inside
         self.index = index
+        self.added: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name in self.facts.names:
             # A wait for the device, and the only one; JAX keeps what it fetched.
             return self._of_step(self.means)[self.facts.names.index(name)]
+        if name in self.added:
+            return np.asarray(self.added[name])[()]
         if name not in self.inside:
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
         return self._of_step(self.inside[name])[()]
@@ -69,11 +72,16 @@ class Metrics(Mapping[str, Any]):
         array = np.asarray(array)
         return array if self.index is None else array[self.index]
 
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Adds what a callback found out, for the loggers: numbers, or what turns into
+        an array when it is read."""
+        self.added |= values
+
     def __iter__(self) -> Iterator[str]:
-        return iter((*self.facts.names, *self.inside))
+        return iter((*self.facts.names, *self.inside, *self.added))
 
     def __len__(self) -> int:
-        return len(self.facts.names) + len(self.inside)
+        return len(self.facts.names) + len(self.inside) + len(self.added)
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self)})"

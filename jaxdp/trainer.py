@@ -13,6 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -22,22 +23,26 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, comparison, losses, resume
-from .callbacks import ModelCheckpoint, ProgressBar
-from .callbacks.base import Callback, Hooks, RollBack
+from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
+from .callbacks.base import HOOKS, Callback, Hooks, RollBack
+from .callbacks.run_facts import run_facts
 from .comparison import Comparison
 from .console import say
 from .data import windows
-from .engine import Block, Engine
+from .engine import Block, Engine, wait
 from .hardware import Hardware
 from .history import History
 from .interrupts import Interrupts, Preempted
+from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
+from .phases import Phase, Stopwatch
 from .plan import Plan, Planner
 from .precision import find_precision
 from .remat import Remat
+from .report import read_run, run_of_history, write_report
 from .source import Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
@@ -118,10 +123,12 @@ class Trainer:
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",
     ):
+        arguments = {k: v for k, v in locals().items() if k != "self"}
         checks.check_model(model, must_be_callable=loss_fn is None)
         checks.check_state(model, state)
         optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
         checks.check_optimizer(optimizer)
+        own_optimizer = optimizer
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
         checks.check_choice("reproducible", reproducible, (None, "bitwise"))
@@ -137,10 +144,11 @@ class Trainer:
             clip = optax.clip_by_global_norm(gradient_clip_val)
             optimizer = optax.chain(clip, optimizer)
 
+        self.arguments = {**arguments, "strategy": strategy, "optimizer": own_optimizer}
+        """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.reproducible = reproducible
         self._reproducibly(strategy)  # refuses now what it can't keep
-        self.optimizer = optax.with_extra_args_support(optimizer)
         self.seed = seed
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
@@ -172,6 +180,8 @@ class Trainer:
         # What `Callback.setup` may set:
         self.donate = "state"
         self.skip_nonfinite = False
+        self.stopwatch: Stopwatch | None = None
+        self.bar_notes: dict[str, Callable[[], str]] = {}
         self.returns_when_preempted = False
 
         self._model = model
@@ -182,6 +192,9 @@ class Trainer:
         self._remat = remat
         self._precision = find_precision(precision)
         self._hooks = Hooks(self.callbacks)
+        self.optimizer = optax.with_extra_args_support(
+            self._hooks.wrap_optimizer(optimizer)
+        )
         self._interrupts = Interrupts()
         self._engine: Engine | None = None
         self._batches_done = 0
@@ -309,7 +322,9 @@ class Trainer:
             if not (fast_dev_run and callback.skip_in_fast_dev_run)
         )
         with self._ending_well(hooks):
+            self.stopwatch = None
             hooks.setup(self)
+            hooks = self._timed(hooks)
             blocks = self._begin(train, limits, hooks)
             self._interrupts.check()
             self._name_what_is_logged(val is not None)
@@ -370,8 +385,10 @@ class Trainer:
         """
         source = open_loader(train_loader, "train_loader", self.seed)
         self._batches_done, self.num_training_batches = 0, None
+        self.stopwatch = None
         self._hooks.setup(self)
-        steps = self._steps(self._begin(source, None, self._hooks), self._hooks)
+        hooks = self._timed(self._hooks)
+        steps = self._steps(self._begin(source, None, hooks), hooks)
         while True:
             with self._interrupts:  # not while the caller's code runs
                 metrics = next(steps, None)
@@ -514,6 +531,10 @@ class Trainer:
         self._settle()
         return self._engine.gather()[0]
 
+    def model_of(self, state: TrainState) -> PyTree:
+        """The model with the weights of a placed `state`, as `model` gives it."""
+        return self._ready().model_of(state)[0]
+
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
@@ -574,12 +595,13 @@ class Trainer:
             "strategy": repr(self.strategy),
             "devices": len(state.step.sharding.device_set),
         }
-        return checkpoint.start_saving(
-            path,
-            state,
-            meta,
-            lambda path: self._hooks.on_save_checkpoint(self, path),
-        )
+        with self._phase("checkpoints"):
+            return checkpoint.start_saving(
+                path,
+                state,
+                meta,
+                lambda path: self._hooks.on_save_checkpoint(self, path),
+            )
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
@@ -645,6 +667,47 @@ class Trainer:
         """
         self._interrupts.listen(signals)
         self.returns_when_preempted = returns
+
+    def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
+        """Writes one HTML page about the run, which opens anywhere, also offline.
+
+        It has the curves, the throughput (with a `ThroughputMonitor`), where every leaf
+        of the state is, and what the run was made of. With a `CSVLogger` the curves
+        have single steps too.
+
+        Args:
+            path: of the file, or a folder to write `report.html` into.
+            plan: what `trainer.plan` gave, to be shown too.
+
+        Returns:
+            The path of the file.
+        """
+        record: dict[str, Any] = dict(run_facts(self, None))
+        tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]
+        tables = [table for table in tables if table is not None and table.exists()]
+        file = Path(path)
+        if file.is_dir() or not file.suffix:
+            file = file / "report.html"
+        if tables:
+            run = read_run(tables[0])
+            run.record.update({**record, **run.record, "layout": layout(self.state)})
+            run = run._replace(name=str(tables[0].parent))
+        else:
+            record["layout"] = layout(self.state)
+            run = run_of_history(str(self.default_root_dir), self.history, record)
+        return str(write_report(run, file, plan))
+
+    def flops_per_example(self, batch: Batch) -> float:
+        """Operations per row of a training step: products and convolutions.
+
+        Of the forward and backward pass, without what `remat` computes again and
+        without what is element by element. Traces the step once more.
+
+        Args:
+            batch: as `on_train_batch_start` has it.
+        """
+        window = [batch] if self.accumulate_grad_batches == 1 else batch
+        return self._ready(window[0]).flops_per_row(window)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
@@ -724,7 +787,11 @@ class Trainer:
         if first is None:
             raise ValueError(source.gave_nothing())
         self._ready(first.windows[0][0])
-        return itertools.chain(engine.prepare_training(first), blocks)
+        blocks = itertools.chain(engine.prepare_training(first), blocks)
+        engine.in_flight.wait = wait
+        if self.stopwatch is not None:
+            engine.in_flight.wait = self.stopwatch.function("device", wait)
+        return blocks
 
     def _blocks(
         self, source: Source, limits: Limits | None, hooks: Hooks
@@ -736,6 +803,8 @@ class Trainer:
             left = max(0, limits.train_batches - self._batches_done)
             batches = itertools.islice(batches, left)
         steps = windows(batches, self.accumulate_grad_batches)
+        if self.stopwatch is not None:
+            steps = self.stopwatch.iterator("data", steps)
         while taken := list(itertools.islice(steps, self._room(limits, hooks))):
             yield from engine.blocks(taken)
 
@@ -812,7 +881,8 @@ class Trainer:
 
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
-        self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
+        with self._phase("validation"):
+            self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
         self._validated_at = self._batches_done
 
     def _evaluate(
@@ -836,7 +906,8 @@ class Trainer:
 
     def _end_epoch(self, limits: Limits, hooks: Hooks) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
-        metrics = self._ready().epoch_means() | self._val_metrics
+        with self._phase("device"):
+            metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
         self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
         self._epoch_ended = True
@@ -846,6 +917,17 @@ class Trainer:
             self._validated_at, self._val_metrics = 0, {}
         self._is_whole = False
         hooks.on_boundary(self)
+
+    def _timed(self, hooks: Hooks) -> Hooks:
+        """`hooks`, measured if a callback has asked for it."""
+        if self.stopwatch is None:
+            return hooks
+        return self.stopwatch.methods("callbacks", hooks, HOOKS)
+
+    def _phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        if self.stopwatch is None:
+            return contextlib.nullcontext()
+        return self.stopwatch.phase(phase)
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
         """Callbacks by class, the second of a class as `Name:1`, in any list."""
@@ -908,6 +990,7 @@ class Trainer:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
+            view=self._hooks.evaluated_state(),
             abstract=abstract,
         )
 

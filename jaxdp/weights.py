@@ -104,6 +104,21 @@ def save_model(path: Path, model: PyTree) -> str:
     return path
 
 
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of the model in a checkpoint by their paths, without the model.
+
+    Typed PRNG keys are the integers that they are made of.
+    """
+    shapes, read = _open_checkpoint(os.fspath(path))
+    wanted = {}
+    for name, text in shapes.items():
+        if not name.startswith("model_state: "):
+            dtype, _, sizes = text.rstrip(")").partition("(")
+            shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+            wanted[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return {name: np.asarray(value) for name, value in read(wanted).items()}
+
+
 def _arrays(tree: PyTree) -> dict[str, Any]:
     """The arrays of a tree, or descriptions of them, by path."""
     return {

@@ -7,8 +7,9 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches
 
+import jaxdp
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import CSVLogger
+from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint
 
 RAGGED = (16,) * 11 + (5,)
 
@@ -212,6 +213,37 @@ def test_loggers_write_the_same_table(tmp_path):
     tables = [(tmp_path / str(k) / "metrics.csv").read_text() for k in (1, 4)]
     assert tables[0] == tables[1]
     assert len(tables[0].splitlines()) == 1 + 4 + 1
+
+
+def test_monitors_log_the_same_values(tmp_path):
+    for steps in (1, 4):
+        folder = tmp_path / str(steps)
+        train(steps, GradientMonitor(), CSVLogger(folder), log_every_n_steps=3)
+    tables = [(tmp_path / str(k) / "metrics.csv").read_text() for k in (1, 4)]
+    assert tables[0] == tables[1]
+    assert "grad_norm" in tables[0]
+
+
+@pytest.mark.parametrize("fit", [{"max_epochs": 2}, {"max_steps": 10}])
+def test_checkpoints_by_steps_are_those_of_single_steps(tmp_path, fit):
+    for steps in (1, 4):
+        saver = ModelCheckpoint(
+            tmp_path / str(steps), every_n_train_steps=3, save_top_k=-1
+        )
+        train(steps, saver, fit=fit)
+    one, other = (
+        {
+            path.name: jaxdp.load_model(str(path), like=Mlp(jax.random.key(1)))
+            for path in (tmp_path / str(steps)).iterdir()
+            if path.name.isdecimal()
+        }
+        for steps in (1, 4)
+    )
+    assert one.keys() == other.keys() and len(one) >= 3
+    for name in one:
+        assert bits(eqx.filter(one[name], eqx.is_array)) == bits(
+            eqx.filter(other[name], eqx.is_array)
+        )
 
 
 def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():

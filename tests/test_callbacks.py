@@ -23,6 +23,7 @@ from jaxdp.callbacks import (
 from jaxdp.callbacks.base import Hooks
 from jaxdp.callbacks.monitor import LAG, LateReads, is_better
 from jaxdp.callbacks.timer import parse_duration
+from jaxdp.tree import leaf_path
 
 
 def make_trainer(*callbacks, optimizer=None, **options):
@@ -374,10 +375,13 @@ def test_a_donated_leaf_that_is_not_overwritten_is_named():
                 keep = [leaf.astype(jnp.bfloat16) for leaf in leaves[:1]]
                 return [*keep, *leaves[1:]], x.sum()
 
-            leaves = jax.tree.leaves(trainer.state)
+            with_path = jax.tree_util.tree_leaves_with_path(trainer.state)
+            named = {leaf_path(path): leaf for path, leaf in with_path}
+            leaves = list(named.values())
             program = jax.jit(step, donate_argnums=0).lower(leaves, leaves[0])
             compiled = program.compile()
             trainer.compiled_train_step = lambda: compiled
+            trainer.state_arrays = lambda: named
 
     donate = DonateBuffers()
     trainer = make_trainer(Grows(), donate)

@@ -10,20 +10,23 @@ import jaxdp
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
     [
-        "console",
-        "tree",
-        "losses",
-        "history",
+        "charts",
         "collectives",
-        "metrics",
+        "console",
+        "environment",
         "fingerprint",
         "flat",
-        "hlo",
         "flops",
         "hardware",
+        "history",
+        "hlo",
+        "losses",
+        "metrics",
+        "phases",
         "plan_page",
+        "tree",
     ],
-    ["objective", "remat", "reading", "interrupts", "precision"],
+    ["interrupts", "layout", "objective", "precision", "reading", "remat", "report"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
     ["strategies", "data", "callbacks", "weights"],
@@ -31,8 +34,9 @@ ORDER = [
     ["torch_loader", "limits", "resume", "plan", "comparison"],
     ["loaders"],
     ["trainer"],
-    ["testing"],
-    ["__init__"],
+    ["testing", "doctor", "finders"],
+    ["__init__", "cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
@@ -68,7 +72,7 @@ def test_every_module_imports_only_what_is_below_it():
 def test_heavy_packages_are_not_imported_with_the_package():
     code = (
         "import sys, jaxdp; print([name for name in ('torch', 'orbax', 'tqdm',"
-        " 'matplotlib', 'tensorboard') if name in sys.modules])"
+        " 'matplotlib', 'tensorboard', 'wandb', 'mlflow') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -1,6 +1,7 @@
 """What loggers and the live plot write, when, and what they leave alone."""
 
 import csv
+import json
 import sys
 import time
 import types
@@ -23,6 +24,7 @@ from jaxdp.callbacks import (
 from jaxdp.callbacks import live_plot as live_plot_module
 from jaxdp.callbacks.loggers import scalars
 from jaxdp.callbacks.monitor import LAG
+from jaxdp.callbacks.run_facts import optimizer_text
 
 
 def make_trainer(*callbacks, **options):
@@ -85,7 +87,7 @@ def test_a_second_fit_of_the_trainer_goes_on_in_the_same_table(tmp_path):
     trainer.fit(batches(8, 8), max_epochs=2)
     rows = read(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.csv"))) == 1
 
 
 def test_a_later_validation_loader_widens_the_table(tmp_path):
@@ -96,14 +98,14 @@ def test_a_later_validation_loader_widens_the_table(tmp_path):
     assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
     assert [row["val_loss"] != "" for row in rows] == [False, False, False, True]
     assert rows[0]["loss"] and rows[1]["epoch_loss"]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.csv"))) == 1
 
 
 def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
     logger = CSVLogger(tmp_path, "log.csv")
     for _ in range(3):
         make_trainer(logger).fit(batches(8, 8))
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.glob("*.csv"))
     assert names == ["log.1.csv", "log.2.csv", "log.csv"]
     assert "CSVLogger: the table of" in caplog.text
     assert f"is now {tmp_path / 'log.2.csv'}" in caplog.text
@@ -139,6 +141,7 @@ def events(folder):
         for path in sorted(folder.glob("events.*"))
         for event in event_file_loader.EventFileLoader(str(path)).Load()
         for value in event.summary.value
+        if value.tensor.float_val  # texts and pictures have none
     ]
 
 
@@ -233,7 +236,7 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     trainer = make_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
     trainer.fit(batches(8, 8))
     names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
-    assert names == {"metrics.csv", "curves.png"}
+    assert names == {"metrics.csv", "metrics.json", "curves.png"}
 
 
 @pytest.mark.parametrize(
@@ -272,13 +275,104 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     history = trainer.fit(batches(*[8] * 4), batches(8))
     (path,) = (tmp_path / "tb").iterdir()
     found = {}
+    kinds = {}
     for event in EventFileLoader(str(path)).Load():
         for value in event.summary.value:
+            kinds[value.tag] = value.metadata.plugin_data.plugin_name
+            if kinds[value.tag] != "scalars":
+                continue
             number = value.tensor.float_val[0]
             found.setdefault(value.tag, []).append((event.step, number))
     assert [step for step, _ in found["loss"]] == [2, 4]
     assert found["val_loss"] == [(4, pytest.approx(history["val_loss"][0]))]
     assert found["epoch_loss"] == [(4, pytest.approx(history["loss"][0]))]
+    assert {kinds[tag] for tag in ("hyperparameters", "environment")} == {"text"}
+    assert kinds["history"] == "images"
+
+
+def test_tensorboard_shows_texts_and_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Shows(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            logger.log_text("plan", "4 bytes per device")
+
+    logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
+    trainer = make_trainer(logger, Shows())
+    trainer.fit(batches(*[8] * 4))
+    read = EventAccumulator(str(tmp_path)).Reload()
+    texts = {
+        tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in read.Tags()["tensors"]
+        if read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+    }
+    assert texts["plan"] == "4 bytes per device"
+    assert "| width | 64 |" in texts["hyperparameters"]
+    assert "scale_by_schedule" in texts["hyperparameters"]
+    assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
+    (image,) = read.Images("history")
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4
+    with pytest.raises(RuntimeError, match="writes during a fit only"):
+        logger.log_text("late", "")
+
+
+def test_the_record_says_what_the_run_was_made_of(tmp_path):
+    logger = CSVLogger(tmp_path, hyperparameters={"width": np.int64(64), "seed": 9})
+    make_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    found = record["hyperparameters"]
+    assert list(found)[:2] == ["width", "seed"]  # the user's own come first, and win
+    assert found["width"] == 64 and found["seed"] == 9
+    assert found["model"] == "Linear" and found["loss"] == "cross_entropy"
+    assert found["parameters"] == 15 and found["max_epochs"] == 3
+    assert found["optimizer"].startswith("clip_by_global_norm(max_norm=1), scale_by_")
+    assert found["strategy"].startswith("SingleDevice(")
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["hardware"]["num_devices"] == 8
+    assert record["status"] == "finished" and record["started"] <= record["ended"]
+
+
+def test_the_record_says_how_a_run_failed(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            record = json.loads((tmp_path / "metrics.json").read_text())
+            assert record["status"] == "running"
+            raise RuntimeError("the cable was pulled")
+
+    with pytest.raises(RuntimeError):
+        make_trainer(CSVLogger(tmp_path), Fails()).fit(batches(8))
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    assert record["status"] == "RuntimeError: the cable was pulled"
+
+
+def test_the_record_goes_with_its_table(tmp_path):
+    for seed in range(2):
+        make_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
+    seeds = [
+        json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
+        for name in ("metrics.1.json", "metrics.json")
+    ]
+    assert seeds == [0, 1]
+
+
+def test_optimizers_are_described_by_their_stages():
+    cosine = optax.cosine_decay_schedule(0.1, 100)
+    adam = "scale_by_adam(b1=0.9, b2=0.999, eps=1e-08, eps_root=0)"
+    for optimizer, text in [
+        (optax.adam(1e-3), f"{adam}, scale(step_size=-0.001)"),
+        (optax.adam(cosine), f"{adam}, scale_by_schedule(step_size_fn=scale_by_l"),
+        (optax.sgd(0.1, momentum=0.9), "trace(decay=0.9), scale(step_size=-0.1)"),
+        (
+            optax.partition({"a": optax.sgd(1.0), "b": optax.set_to_zero()}, None),
+            "partition(a: scale(step_size=-1); b: set_to_zero())",
+        ),
+        (
+            optax.inject_hyperparams(optax.sgd)(learning_rate=0.25),
+            "inject_hyperparams(inner_factory=sgd)",
+        ),
+        (optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, s)), ""),
+    ]:
+        assert optimizer_text(optimizer.update).startswith(text)
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):

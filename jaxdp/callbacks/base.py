@@ -131,6 +131,12 @@ class Callback:
     #     Traced into the compiled step. `grads` and `updates` are shaped like the
     #     trained leaves of the model, `state` is the new TrainState; what is
     #     returned appears in the step's `metrics` under the same names.
+    # def wrap_optimizer(self, optimizer) -> optax.GradientTransformationExtraArgs
+    #     What the trainer uses in its place, asked for once, by `Trainer(...)`. Its
+    #     state is placed, donated, saved and loaded like the optimizer's own.
+    # def evaluated_state(self, state) -> TrainState
+    #     The state whose weights validation, `test`, `predict` and `trainer.model`
+    #     take, made of arrays in `state`; training goes on with those of `state`.
 
 
 class Hooks:
@@ -152,6 +158,23 @@ class Hooks:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer as callbacks want it."""
+        for callback in self.callbacks:
+            if hasattr(callback, "wrap_optimizer"):
+                optimizer = getattr(callback, "wrap_optimizer")(optimizer)  # noqa: B009
+        return optimizer
+
+    def evaluated_state(self) -> Callable[[Any], Any] | None:
+        """The function that says which weights are evaluated, if a callback has one."""
+        found = [c for c in self.callbacks if hasattr(c, "evaluated_state")]
+        if len(found) > 1:
+            names = " and ".join(type(callback).__name__ for callback in found)
+            raise ValueError(
+                f"`callbacks`: {names} each say which weights are evaluated; pass one."
+            )
+        return getattr(found[0], "evaluated_state") if found else None  # noqa: B009
 
     def next_stop(self, trainer: Any) -> int | None:
         """The earliest step that any callback must see the state at, or None."""

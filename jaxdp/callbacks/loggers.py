@@ -1,19 +1,25 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
 import csv
+import datetime
+import json
 import os
 import shutil
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
 
+from ..history import to_png
+from ..layout import layout
 from .base import Callback
 from .monitor import LateReads, announce
+from .run_facts import Facts, flat, markdown, run_facts
 
 _VALIDATION: Final = "val_"
 _EPOCH: Final = "epoch_"
@@ -28,7 +34,9 @@ class Logger(Callback):
     under their own names (`loss`, `accuracy`, whatever `inside_step` returned), read
     some steps late so that the device never waits, and flushed at the end of an epoch
     or fit. After every epoch its training means follow as `epoch_<name>` and the
-    validation means as `val_<name>`. Only one process of a run logs.
+    validation means as `val_<name>`. What the run was made of is recorded once per
+    fit: hyperparameters, versions of packages, hardware. Only one process of a run
+    logs.
 
     A run that is resumed goes on where the checkpoint was saved: what was logged after
     that is taken back, and comes again.
@@ -36,14 +44,21 @@ class Logger(Callback):
     Args:
         dirpath: folder to write to, made if it is missing; None means
             `trainer.default_root_dir`.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
 
     looks_inside_blocks = False
 
     skip_in_fast_dev_run = True
 
-    def __init__(self, dirpath: str | os.PathLike[str] | None = None):
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ):
         self.dirpath = dirpath
+        self.hyperparameters = hyperparameters
+        self._error: BaseException | None = None
         self._late = LateReads()
         self._fitting = False
         self._active = False
@@ -53,6 +68,15 @@ class Logger(Callback):
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
         raise NotImplementedError
+
+    def log_run(self, facts: Facts) -> None:
+        """Records what a run is made of, after `open`. See `run_facts.Facts`."""
+
+    def log_text(self, name: str, text: str) -> None:
+        """Shows a text, such as a plan, under `name`; during a fit."""
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
 
     def open(self, trainer: Any, folder: Path) -> None:
         """Before the first `log` of a fit. `folder` exists."""
@@ -67,12 +91,15 @@ class Logger(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         self._active = bool(trainer.is_global_zero)
         self._fitting = True
-        self._late, self._validation = LateReads(), None
+        self._late, self._validation, self._error = LateReads(), None, None
         if self._active:
             if self._restored and self._restored.get("validation"):
                 step, values = self._restored["validation"]
                 self._validation = int(step), dict(values)
             self.open(trainer, self._folder(trainer))
+            facts = run_facts(trainer, self.hyperparameters)
+            facts["layout"] = layout(trainer.state)
+            self.log_run(facts)
         self._restored = None
 
     def on_train_batch_end(
@@ -106,6 +133,7 @@ class Logger(Callback):
         self.log(trainer.current_epoch, trainer.global_step, values)
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        self._error = exception
         try:
             self._log_steps(self._late.drain())
         except Exception:
@@ -117,6 +145,7 @@ class Logger(Callback):
         if self._active:
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
+            self._log_history(trainer)
             self.close()
         self._active = False
 
@@ -131,6 +160,12 @@ class Logger(Callback):
 
     def _folder(self, trainer: Any) -> Path:
         return Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
+
+    def _log_history(self, trainer: Any) -> None:
+        """The curves of the epochs, where figures can be shown."""
+        shows = type(self).log_figure is not Logger.log_figure
+        if shows and trainer.history.epochs and find_spec("matplotlib"):
+            self.log_figure("history", trainer.history.plot())
 
     def _log_steps(self, past: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
         for (epoch, step), metrics in past:
@@ -156,16 +191,25 @@ class CSVLogger(Logger):
     a resumed run takes back are kept in `metrics.before.csv`. Another run that finds a
     table in its way keeps it, as `metrics.1.csv` and so on, and says so.
 
+    Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
+    the run, and how it ended. `python -m jaxdp report <dirpath>` and `... compare` read
+    both.
+
     Args:
         dirpath: folder of the table; None means `trainer.default_root_dir`.
         name: file name of the table.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
 
     def __init__(
-        self, dirpath: str | os.PathLike[str] | None = None, name: str = "metrics.csv"
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        name: str = "metrics.csv",
+        hyperparameters: Mapping[str, Any] | None = None,
     ):
-        super().__init__(dirpath)
+        super().__init__(dirpath, hyperparameters)
         self.name = name
+        self._record: dict[str, Any] = {}
         self._path: Path | None = None
         self._file: IO[str] | None = None
         self._run: weakref.ref[Any] | None = None
@@ -205,7 +249,27 @@ class CSVLogger(Logger):
         self._file.flush()
         self._rows += 1
 
+    def log_run(self, facts: Facts) -> None:
+        self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
+        self._write_record()
+
     def close(self) -> None:
+        self._close_file()
+        error = self._error
+        status = "finished" if error is None else f"{type(error).__name__}: {error}"
+        self._record |= {"ended": _now(), "status": status}
+        self._write_record()
+
+    def _write_record(self) -> None:
+        """Writes the record anew, in one piece."""
+        assert self._path is not None
+        path = self._path.with_suffix(".json")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        text = json.dumps(self._record, indent=2, default=str)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -225,6 +289,8 @@ class CSVLogger(Logger):
         if self._restored is None or columns[:2] != ["epoch", "step"]:
             kept = _free_name(path)
             os.replace(path, kept)
+            if path.with_suffix(".json").exists():
+                os.replace(path.with_suffix(".json"), kept.with_suffix(".json"))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
         count = self._restored.get("rows")
@@ -252,7 +318,7 @@ class CSVLogger(Logger):
         assert self._path is not None
         self._columns = columns
         if self._path.exists():
-            self.close()
+            self._close_file()
             with self._path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
             self._rewrite(self._path, rows)
@@ -270,18 +336,25 @@ class CSVLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Logs scalars for TensorBoard: `tensorboard --logdir <dirpath>`.
+    """Logs for TensorBoard: `tensorboard --logdir <dirpath>`.
 
-    Tags are the names that `CSVLogger` has as columns, and `epoch`; the horizontal
-    axis is the number of optimizer steps. Needs the extra `loggers`.
+    Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
+    horizontal axis is the number of optimizer steps. What the run is made of is under
+    TEXT, and the curves of the epochs under IMAGES. Needs the extra `loggers`.
 
     Args:
         dirpath: folder of the event files; None means `trainer.default_root_dir`.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str] | None = None):
-        super().__init__(dirpath)
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(dirpath, hyperparameters)
         self._writer: Any = None
+        self._step = 0
         self._folder_of_events: Path | None = None
         self._suffix = ""
 
@@ -290,7 +363,8 @@ class TensorBoardLogger(Logger):
         _tensorboard()
 
     def open(self, trainer: Any, folder: Path) -> None:
-        writer_type, self._event, self._summary = _tensorboard()
+        writer_type, self._event, self._summary, self._tensor = _tensorboard()
+        self._step = trainer.global_step
         self._folder_of_events = folder
         self._suffix = f".jaxdp-{trainer.run_id}"
         if self._restored is not None:
@@ -299,18 +373,54 @@ class TensorBoardLogger(Logger):
         self._writer = writer_type(str(folder), filename_suffix=self._suffix)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        self._step = max(step, self._step)
         tagged = [
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in {"epoch": epoch, **values}.items()
         ]
-        summary = self._summary(value=tagged)
-        event = self._event(wall_time=time.time(), step=step, summary=summary)
-        self._writer.add_event(event)
+        self._write(step, tagged)
+
+    def log_run(self, facts: Facts) -> None:
+        self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
+        rest = {k: v for k, v in flat(facts).items() if "/" in k}
+        self.log_text("environment", markdown(rest))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Shows a text as Markdown under `name`; during a fit."""
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        tensor = self._tensor(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape={"dim": [{"size": 1}]},
+        )
+        value = self._summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        self._write(self._step, [value])
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        width, height = map(int, figure.get_size_inches() * figure.dpi)
+        image = self._summary.Image(
+            width=width,
+            height=height,
+            colorspace=4,
+            encoded_image_string=to_png(figure),
+        )
+        self._write(self._step, [self._summary.Value(tag=name, image=image)])
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
+
+    def _write(self, step: int, values: list[Any]) -> None:
+        if self._writer is None:
+            raise RuntimeError(
+                "`TensorBoardLogger` writes during a fit only: between the hooks"
+                " `on_fit_start` and `on_fit_end`."
+            )
+        summary = self._summary(value=values)
+        event = self._event(wall_time=time.time(), step=step, summary=summary)
+        self._writer.add_event(event)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -404,11 +514,15 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _tensorboard() -> tuple[Any, Any, Any]:
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _tensorboard() -> tuple[Any, Any, Any, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
         raise ImportError(
@@ -417,4 +531,5 @@ def _tensorboard() -> tuple[Any, Any, Any]:
         ) from error
     events: Any = event_pb2
     summaries: Any = summary_pb2
-    return EventFileWriter, events.Event, summaries.Summary
+    tensors: Any = tensor_pb2
+    return EventFileWriter, events.Event, summaries.Summary, tensors.TensorProto

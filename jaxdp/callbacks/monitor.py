@@ -3,8 +3,10 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
+
+import numpy as np
 
 from ..console import say
 
@@ -83,6 +85,16 @@ class LateReads:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+class Later:
+    """A number that is worked out when it is read, for `Metrics.add`."""
+
+    def __init__(self, function: Callable[[], float]):
+        self._function = function
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
 def announce(trainer: Any, callback_name: str, text: str) -> None:

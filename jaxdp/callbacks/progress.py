@@ -125,6 +125,7 @@ class ProgressBar(Callback):
         seconds = self._train.seconds(now)
         facts = [_clock(seconds), *self._train.rates(now)]
         facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        facts += _notes(trainer)
         self._close()
         self._print(f"{self._train.name}: {', '.join(facts)}")
 
@@ -153,6 +154,7 @@ class ProgressBar(Callback):
                 # Of a block that may be running still; the last one drawn is done.
                 metrics, self._drawn = self._drawn or metrics, metrics
             facts.insert(0, f"loss {float(metrics['loss']):.3g}")
+        facts += _notes(trainer)
         if run.bar is None:
             self._print(run.line(now, facts))
         else:
@@ -261,6 +263,12 @@ class _Pass:
 def _name(trainer: Any) -> str:
     of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
     return f"epoch {trainer.current_epoch + 1}{of}"
+
+
+def _notes(trainer: Any) -> list[str]:
+    """What other callbacks have to say beside the numbers."""
+    notes = getattr(trainer, "bar_notes", {})
+    return [text for note in notes.values() if (text := note())]
 
 
 def _total(trainer: Any) -> int | None:

@@ -1,0 +1,34 @@
+"""The order of the pages, for MkDocs: those that are there, and any others after."""
+
+import pathlib
+
+ORDER = {
+    "Start": ["index", "ladder"],
+    "Coming from": ["from_pytorch", "from_equinox", "from_keras"],
+    "Training": [
+        "callbacks",
+        "checkpoints",
+        "reliability",
+        "precision",
+        "reproducibility",
+    ],
+    "Devices": ["strategies", "plan", "speed"],
+    "Looking": ["watching", "command_line"],
+    "Reference": ["reference/api"],
+}
+
+
+def on_config(config):
+    folder = pathlib.Path(config.docs_dir)
+    there = {
+        path.relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*.md")
+    }
+    nav = [
+        {title: [f"{page}.md" for page in pages if page in there]}
+        for title, pages in ORDER.items()
+    ]
+    rest = sorted(there - {page for pages in ORDER.values() for page in pages})
+    nav.append({"More": [f"{page}.md" for page in rest]})
+    config.nav = [section for section in nav if any(section.values())]
+    return config

@@ -1,0 +1,195 @@
+"""Norms of gradients and updates by layer, and leaves that do not learn."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ..tree import leaf_path
+from .base import Callback
+from .monitor import Later, LateReads
+
+_SQUARES: Final = "gradient_monitor/squares"
+_ALIVE: Final = "gradient_monitor/alive"
+
+
+class GradientMonitor(Callback):
+    """Logs norms of gradients and updates, and finds leaves that do not learn.
+
+    Every `trainer.log_every_n_steps` steps these are added to the step's metrics, and
+    so to all loggers:
+
+    - `grad_norm`, of the whole gradient as the optimizer gets it (before clipping), and
+      `grad_norm/<layer>` of each layer;
+    - `update_ratio`, the norm of the update over that of the weights it was added to,
+      and `update_ratio/<layer>`. With Adam about 1e-3 is common; much less means that
+      hardly anything is learned, much more that steps are wild.
+
+    A layer is a part of the model, such as `blocks[3].attention`, as fine as
+    `max_layers` allows. All is computed inside the compiled step, in one pass over
+    gradients, updates and weights; the host reads a few numbers per leaf, late.
+
+    After the first `check_steps` steps a warning names the leaves whose gradient was
+    exactly zero in all of them (nothing depends on them, or a stage before them is
+    dead), and those that had a gradient and were never updated (the optimizer leaves
+    them out).
+
+    Args:
+        max_layers: how many layers to log at most; 0 logs the whole model only.
+        check_steps: how many steps to look for leaves that do not learn; 0 for none.
+
+    Attributes:
+        dead: paths of the leaves without a gradient, once checked.
+        never_updated: paths of those with a gradient and without an update.
+    """
+
+    looks_inside_blocks = False
+
+    def __init__(self, max_layers: int = 16, check_steps: int = 10):
+        for name, value in (("max_layers", max_layers), ("check_steps", check_steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    f"`GradientMonitor({name}={value!r})` must be a whole number, 0 or"
+                    " more."
+                )
+        self.max_layers = max_layers
+        self.check_steps = check_steps
+        self.dead: list[str] = []
+        self.never_updated: list[str] = []
+        self._leaves: tuple[str, ...] = ()
+        self._layers: dict[str, list[int]] = {}
+        self._late = LateReads()
+        self._checked = 0
+        self._alive: np.ndarray | None = None
+
+    def inside_step(
+        self, grads: PyTree, updates: PyTree, state: Any
+    ) -> dict[str, Array]:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+        self._leaves = tuple(map(leaf_path, paths))
+        self._layers = layers(paths, self.max_layers)
+        trees = [jax.tree.leaves(tree) for tree in (grads, updates, state.params)]
+        values = {
+            _SQUARES: jnp.stack([jnp.stack([_square(x) for x in t]) for t in trees])
+        }
+        if self.check_steps:
+            values[_ALIVE] = jnp.stack(
+                [jnp.stack([(leaf != 0).any() for leaf in tree]) for tree in trees[:2]]
+            )
+        return values
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._late = LateReads()
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._checked + len(self._late) < self.check_steps:
+            self._late.push(step, None, metrics)
+        if self._late:
+            for _, past in self._late.ready(step):
+                self._check(past)
+        if step % trainer.log_every_n_steps == 0:
+            add: Any = getattr(metrics, "add")  # noqa: B009
+            add(self._named(metrics))
+
+    def on_fit_end(self, trainer: Any) -> None:
+        # A step that failed on the device can't be read; the fit's own error says so.
+        self._late = LateReads()
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        for _, past in self._late.drain():
+            self._check(past)
+
+    def state_dict(self) -> dict[str, Any]:
+        alive = None if self._alive is None else self._alive.tolist()
+        return {
+            "checked": self._checked,
+            "alive": alive,
+            "dead": self.dead,
+            "never_updated": self.never_updated,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._checked = state["checked"]
+        self._alive = None if state["alive"] is None else np.array(state["alive"])
+        self.dead = list(state["dead"])
+        self.never_updated = list(state["never_updated"])
+
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Later]:
+        def norm(row: int, leaves: Any) -> float:
+            return float(np.sqrt(metrics[_SQUARES][row, leaves].sum(dtype=np.float64)))
+
+        def ratio(leaves: Any) -> float:
+            weights, update = norm(2, leaves), norm(1, leaves)
+            return update / weights if weights else float(np.inf if update else 0.0)
+
+        values = {}
+        every = {"": slice(None)} | {f"/{k}": v for k, v in self._layers.items()}
+        for suffix, leaves in every.items():
+            values["grad_norm" + suffix] = Later(lambda at=leaves: norm(0, at))
+            values["update_ratio" + suffix] = Later(lambda at=leaves: ratio(at))
+        return values
+
+    def _check(self, metrics: Mapping[str, Any]) -> None:
+        alive = np.asarray(metrics[_ALIVE])
+        self._alive = alive if self._alive is None else self._alive | alive
+        self._checked += 1
+        if self._checked != self.check_steps:
+            return
+        has_gradient, is_updated = self._alive
+        for index, path in enumerate(self._leaves):
+            if not has_gradient[index]:
+                self.dead.append(path)
+            elif not is_updated[index]:
+                self.never_updated.append(path)
+        steps = f"in the first {self._checked} steps"
+        if self.dead:
+            warnings.warn(
+                f"`GradientMonitor`: the gradient of {_listed(self.dead)} was exactly"
+                f" zero {steps}: the loss does not depend on it, or what comes before"
+                " it is dead. Leaves that are not to be trained cost less when"
+                " `filter_spec` leaves them out.",
+                stacklevel=2,
+            )
+        if self.never_updated:
+            warnings.warn(
+                f"`GradientMonitor`: {_listed(self.never_updated)} had a gradient and"
+                f" no update {steps}: the optimizer leaves it out, or its rate is"
+                " zero. Leaves that are not to be trained cost less when"
+                " `filter_spec` leaves them out.",
+                stacklevel=2,
+            )
+
+
+def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
+    """Indices of leaves by the part of the model that they are in.
+
+    Parts are as deep as possible, without the last key (`weight`, `bias`), such that
+    there are `max_layers` at most.
+    """
+    deepest = max((len(path) for path in paths), default=0) - 1
+    for depth in range(deepest, 0, -1):
+        found: dict[str, list[int]] = {}
+        for index, path in enumerate(paths):
+            cut = path[: max(min(depth, len(path) - 1), 1)]
+            found.setdefault(leaf_path(cut), []).append(index)
+        if len(found) <= max_layers:
+            return found
+    return {}
+
+
+def _square(leaf: Array) -> Array:
+    """The sum of squares in float32."""
+    wide = jnp.abs(leaf).astype(jnp.float32)
+    return jnp.sum(wide * wide)
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
+    return ", ".join(paths[:8]) + more

@@ -1,0 +1,157 @@
+"""Logging to MLflow."""
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .loggers import Logger, Number
+from .run_facts import Facts, flat
+
+
+class MLFlowLogger(Logger):
+    """Logs to MLflow: to a server, or to a database file in `dirpath`.
+
+    Metrics have the names that `CSVLogger` has as columns, with optimizer steps as
+    their steps; hyperparameters are the run's parameters, versions and hardware its
+    tags. A trainer that is loaded from a checkpoint goes on in the same MLflow run.
+    Needs the extra `mlflow`. Look at a local one with `mlflow ui --backend-store-uri
+    sqlite:///<dirpath>/mlflow.db`.
+
+    Args:
+        experiment_name: made if there is none of that name.
+        run_name: of the run; MLflow invents one otherwise.
+        tracking_uri: of a server or database. By default that of the environment
+            variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in `dirpath`, with
+            files in `mlartifacts` beside it.
+        dirpath: folder of the local store; None means `trainer.default_root_dir`.
+        run_id: of a run to go on with.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
+        tags: of the run.
+
+    Attributes:
+        run_id: of the latest run.
+        tracking_uri: where it is.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "jaxdp",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        run_id: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ):
+        super().__init__(dirpath, hyperparameters)
+        self.experiment_name = experiment_name
+        self.run_name = run_name
+        self.tracking_uri = tracking_uri
+        self.run_id = run_id
+        self.tags = dict(tags or {})
+        self._client: Any = None
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _mlflow()
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        mlflow, artifacts = _mlflow(), None
+        if self.tracking_uri is None:
+            self.tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if self.tracking_uri is None:
+            self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            artifacts = (folder / "mlartifacts").resolve().as_uri()
+        with _quietly():
+            self._client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+            if self.run_id is not None:
+                self._client.update_run(self.run_id, status="RUNNING")
+                return
+            found = self._client.get_experiment_by_name(self.experiment_name)
+            experiment = (
+                self._client.create_experiment(self.experiment_name, artifacts)
+                if found is None
+                else found.experiment_id
+            )
+            run = self._client.create_run(
+                experiment, run_name=self.run_name, tags=self.tags
+            )
+            self.run_id = run.info.run_id
+
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        metric, now = _mlflow().entities.Metric, int(time.time() * 1000)
+        metrics = [
+            metric(name, float(value), now, step)
+            for name, value in {"epoch": epoch, **values}.items()
+        ]
+        with _quietly():
+            self._client.log_batch(self.run_id, metrics=metrics)
+
+    def log_run(self, facts: Facts) -> None:
+        entities = _mlflow().entities
+        with _quietly():
+            # A run that is gone on with has parameters, which MLflow won't change.
+            known = self._client.get_run(self.run_id).data.params
+            new = {k: v for k, v in facts["hyperparameters"].items() if k not in known}
+            tags = {k: v for k, v in flat(facts).items() if "/" in k}
+            self._client.log_batch(
+                self.run_id,
+                params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
+                tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
+            )
+
+    def log_text(self, name: str, text: str) -> None:
+        """Keeps a text as the file `<name>.txt`; during a fit."""
+        with _quietly():
+            self._client.log_text(self.run_id, text, f"{name}.txt")
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Keeps a `matplotlib.figure.Figure` as `<name>.png`; during a fit."""
+        with _quietly():
+            self._client.log_figure(self.run_id, figure, f"{name}.png")
+
+    def close(self) -> None:
+        if self._client is not None:
+            status = "FINISHED" if self._error is None else "FAILED"
+            if isinstance(self._error, KeyboardInterrupt):
+                status = "KILLED"
+            with _quietly():
+                self._client.set_terminated(self.run_id, status)
+        self._client = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "run_id": self.run_id,
+            "tracking_uri": self.tracking_uri,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.run_id = state["run_id"]
+        self.tracking_uri = state["tracking_uri"]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the deprecations that MLflow meets in its own dependencies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _mlflow() -> Any:
+    try:
+        with _quietly():
+            import mlflow
+            import mlflow.entities
+    except ImportError as error:
+        raise ImportError(
+            "`MLFlowLogger` needs mlflow, which is not installed; run"
+            ' `pip install "jaxdp[mlflow]"`.'
+        ) from error
+    return mlflow

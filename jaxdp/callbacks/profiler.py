@@ -1,0 +1,244 @@
+"""A trace of a few steps, and what they spent their time on."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+
+from .base import Callback
+from .loggers import check_writable
+from .monitor import announce
+
+_CONTAINERS: Final = ("while", "call", "conditional")
+"""Operations that only hold others, which are in the trace themselves."""
+
+
+class Profiler(Callback):
+    """Traces a window of steps, and says which operations took the time.
+
+    The trace is written to `dirpath` in the forms that TensorBoard (`pip install
+    tensorboard-plugin-profile`, then `tensorboard --logdir <dirpath>`) and
+    https://ui.perfetto.dev (open `perfetto_trace.json.gz`) read. Beside it,
+    `summary.txt` has a table of the operations by the time they took on all devices,
+    with the part of the program that each comes from.
+
+    The loop waits for the device before the window and after it, so that it has whole
+    steps, and nowhere else. Tracing itself slows steps down a little.
+
+    Args:
+        dirpath: folder to write to; None means `profile` in
+            `trainer.default_root_dir`.
+        start_step: how many steps of a fit to leave out: the first ones warm up.
+        num_steps: how many to trace. Traces grow with it: 5 to 20 is common.
+        top: how many operations the summary lists.
+        python: whether to trace Python calls too, which slows the host down a lot.
+
+    Attributes:
+        operations: what the summary lists, all of it, once the window is over.
+    """
+
+    skip_in_fast_dev_run = True
+    looks_inside_blocks = False
+
+    def __init__(
+        self,
+        dirpath: Any = None,
+        start_step: int = 10,
+        num_steps: int = 5,
+        top: int = 20,
+        python: bool = False,
+    ):
+        for name, value, least in (
+            ("start_step", start_step, 0),
+            ("num_steps", num_steps, 1),
+            ("top", top, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"`Profiler({name}={value!r})` must be a whole number, {least} or"
+                    " more."
+                )
+        self.dirpath = dirpath
+        self.start_step = start_step
+        self.num_steps = num_steps
+        self.top = top
+        self.python = python
+        self.operations: list[Operation] = []
+        self._folder = Path()
+        self._seen = 0
+        self._first: int | None = None
+        self._step: Any = None
+        self._done = False
+        self._latest: Any = None
+
+    def setup(self, trainer: Any) -> None:
+        self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
+        if trainer.is_global_zero:
+            check_writable(self._folder, "Profiler")
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._seen, self._done = 0, not trainer.is_global_zero
+        self._first = self._latest = None
+
+    def next_stop(self, trainer: Any) -> int | None:
+        if self._done:
+            return None
+        if self._first is not None:
+            return self._first + self.num_steps
+        wait = self.start_step - self._seen
+        return trainer.global_step + wait if wait > 0 else None
+
+    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        if self._done:
+            return
+        if self._first is None and self._seen >= self.start_step:
+            self._start(trainer)
+        if self._first is not None:
+            step = jax.profiler.StepTraceAnnotation(
+                "train", step_num=trainer.global_step + 1
+            )
+            self._step = step
+            step.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        self._seen += 1
+        if self._done or self._first is None:
+            return
+        self._leave_step()
+        self._latest = metrics
+        if trainer.global_step - self._first >= self.num_steps:
+            self._stop(trainer)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        if self._done:
+            return
+        if self._first is not None:
+            self._leave_step()
+            self._stop(trainer)
+        else:
+            announce(
+                trainer,
+                "Profiler",
+                f"nothing was traced: the fit had {self._seen} steps, and `start_step`"
+                f" is {self.start_step}.",
+            )
+
+    def _start(self, trainer: Any) -> None:
+        jax.block_until_ready(trainer.state_arrays())  # waits for the device
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = int(self.python)
+        try:
+            jax.profiler.start_trace(
+                str(self._folder), create_perfetto_trace=True, profiler_options=options
+            )
+        except RuntimeError as error:
+            error.add_note("`Profiler`: only one trace can run in a process at a time.")
+            raise
+        self._first = trainer.global_step
+
+    def _leave_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+        self._step = None
+
+    def _stop(self, trainer: Any) -> None:
+        self._done = True
+        first, steps = self._first, trainer.global_step - (self._first or 0)
+        try:
+            jax.block_until_ready(trainer.state_arrays())  # waits for the device
+        finally:
+            jax.profiler.stop_trace()
+        if steps == 0:
+            return
+        trace = max(
+            self._folder.glob("plugins/profile/*/*.xplane.pb"),
+            key=lambda path: path.stat().st_mtime,
+        )
+        compiled = trainer.compiled_train_step()
+        sources = {} if compiled is None else _sources(compiled.as_text())
+        self.operations = operations(trace, sources)
+        lines = _table(self.operations, self.top, steps)
+        title = f"steps {(first or 0) + 1} to {trainer.global_step}, traced in {trace}"
+        (self._folder / "summary.txt").write_text(
+            "\n".join([title, "", *lines, ""]), encoding="utf-8"
+        )
+        shown = "\n".join(["", *_table(self.operations, 5, steps)])
+        announce(trainer, "Profiler", f"{title}; see {self._folder}/summary.txt{shown}")
+
+
+class Operation(NamedTuple):
+    """An operation of the compiled program, over a traced window."""
+
+    name: str
+    """As in the compiled program, `fusion.3` say."""
+    seconds: float
+    """On all devices together."""
+    calls: int
+    source: str
+    """The part of the traced function that it comes from, if known."""
+
+
+def operations(
+    trace: Path, sources: Mapping[str, str] | None = None
+) -> list[Operation]:
+    """The operations of an `.xplane.pb` file, those that took longest first."""
+    seconds: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    for name, duration in _device_events(data.planes):
+        if not name.startswith(_CONTAINERS):
+            seconds[name] = seconds.get(name, 0.0) + duration * 1e-9
+            calls[name] = calls.get(name, 0) + 1
+    known = sources or {}
+    found = [Operation(n, s, calls[n], known.get(n, "")) for n, s in seconds.items()]
+    return sorted(found, key=lambda operation: -operation.seconds)
+
+
+def _device_events(planes: Iterable[Any]) -> Iterable[tuple[str, float]]:
+    """Name and nanoseconds of what ran on a device."""
+    for plane in planes:
+        for line in plane.lines:
+            for event in line.events:
+                # CPUs and GPUs say which operation an event is of; TPUs keep a line.
+                operation = dict(event.stats).get("hlo_op")
+                if operation is not None:
+                    yield str(operation), event.duration_ns
+                elif line.name == "XLA Ops":
+                    name = event.name.removeprefix("%").split(" ")[0]
+                    yield name, event.duration_ns
+
+
+def _sources(program: str) -> dict[str, str]:
+    """From operations of a compiled program to what they were in the traced one."""
+    pattern = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"'
+    return {
+        name: re.sub(r"^jit\(\w+\)/", "", source)
+        for name, source in re.findall(pattern, program, re.M)
+    }
+
+
+def _table(found: list[Operation], top: int, steps: int) -> list[str]:
+    total = sum(operation.seconds for operation in found)
+    if not total:
+        return ["no operations were found in the trace"]
+    lines = [f"{'ms/step':>9} {'share':>6} {'calls':>6}  operation"]
+    for operation in found[:top]:
+        share = operation.seconds / total
+        name, source = operation.name, operation.source
+        source = source if len(source) <= 80 else f"{source[:77]}..."
+        lines.append(
+            f"{operation.seconds / steps * 1e3:9.3f} {share:6.1%} {operation.calls:6}"
+            f"  {name}" + (f"  ({source})" if source else "")
+        )
+    rest = found[top:]
+    if rest:
+        seconds = sum(operation.seconds for operation in rest)
+        lines.append(
+            f"{seconds / steps * 1e3:9.3f} {seconds / total:6.1%}"
+            f" {sum(operation.calls for operation in rest):6}  {len(rest)} others"
+        )
+    return lines

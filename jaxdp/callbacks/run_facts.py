@@ -1,0 +1,123 @@
+"""What a run was made of, for its records: hyperparameters, versions, hardware."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..environment import hardware, versions
+from .learning_rate import _closure, _transformations
+
+Facts = dict[str, Any]
+"""`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
+loggers are given a `"layout"` too, see `jaxdp.layout`."""
+
+
+def run_facts(trainer: Any, hyperparameters: Mapping[str, Any] | None) -> Facts:
+    """The arguments of the trainer and its fit, and what it runs on.
+
+    Args:
+        trainer: the running one.
+        hyperparameters: the user's own, which come first.
+    """
+    own = {name: plain(value) for name, value in (hyperparameters or {}).items()}
+    found = {name: plain(value) for name, value in trainer.arguments.items()}
+    found["optimizer"] = optimizer_text(trainer.optimizer.update)
+    for name in ("max_epochs", "max_steps", "num_training_batches"):
+        if getattr(trainer, name) is not None:
+            found[name] = getattr(trainer, name)
+    state = trainer.state
+    found["parameters"] = _count((state.params, state.buffers))
+    found["trained_parameters"] = _count(state.params)
+    return {
+        "hyperparameters": {**own, **{k: v for k, v in found.items() if k not in own}},
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON: numbers and short texts as they are, the rest by name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return ", ".join(str(plain(item)) for item in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}: {plain(v)}" for k, v in value.items())
+    if hasattr(value, "__qualname__"):
+        return value.__qualname__
+    if type(value).__repr__ is object.__repr__ or _is_model(value):
+        return type(value).__name__
+    return str(value)[:200]
+
+
+def flat(facts: Facts) -> dict[str, Any]:
+    """One mapping: hyperparameters under their names, the rest as `versions/jax`."""
+    rest = {
+        f"{part}/{name}": value
+        for part in ("versions", "hardware")
+        for name, value in facts[part].items()
+    }
+    return facts["hyperparameters"] | rest
+
+
+def markdown(values: Mapping[str, Any]) -> str:
+    """A table, as TensorBoard and W&B render it."""
+    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    return "\n".join(["| name | value |", "| --- | --- |", *rows])
+
+
+def optimizer_text(update: Any) -> str:
+    """The stages of an optax optimizer with their numbers, as far as they show.
+
+    optax keeps them in closures: `clip_by_global_norm(max_norm=1.0),
+    scale_by_adam(b1=0.9, b2=0.999, eps=1e-08), scale(step_size=-0.001)`.
+    """
+    stages: list[str] = []
+    _add_stages(update, stages, set())
+    return ", ".join(stages) or "custom"
+
+
+def _add_stages(update: Any, stages: list[str], seen: set[int]) -> None:
+    if id(update) in seen:
+        return
+    seen.add(id(update))
+    maker, inside = _closure(update)
+    inner = _transformations(inside)
+    own = [f"{name}={float(v):g}" for name, v in inside.items() if _is_number(v)]
+    own += [
+        f"{name}={value.__qualname__.split('.<locals>')[0]}"
+        for name, value in inside.items()
+        if name in ("step_size_fn", "inner_factory") and hasattr(value, "__qualname__")
+    ]
+    groups = {
+        label: group.update
+        for label, group in inside.get("transforms", {}).items()
+        if hasattr(group, "update")
+    }
+    if groups:
+        texts = [f"{label}: {optimizer_text(group)}" for label, group in groups.items()]
+        stages.append(f"{maker}({'; '.join(texts)})")
+    elif (not inner or own) and maker != "identity":
+        stages.append(f"{maker}({', '.join(own)})")
+    for stage in inner:
+        _add_stages(stage, stages, seen)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, jax.Array):
+        return value.ndim == 0
+    return isinstance(value, float | int | np.number) and value is not False
+
+
+def _is_model(value: Any) -> bool:
+    return any(
+        isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value)
+    )
+
+
+def _count(tree: Any) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,216 @@
+"""How fast a fit goes, and what it waits for."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..hardware import hardware_of
+from ..phases import Phase, Stopwatch
+from .base import Callback
+from .monitor import announce
+
+# Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
+# their names; from the vendors' data sheets.
+_MORE_PEAKS: Final = {
+    "b200": 2.25e15,
+    "h100 pcie": 756e12,
+    "l40s": 362e12,
+    "l4": 121e12,
+    "t4": 65e12,
+    "v100": 125e12,
+    "tpu v3": 61.5e12,
+    "tpu v2": 22.5e12,
+}
+
+_BOUND: Final[dict[Phase, str]] = {
+    "data": "input-bound",
+    "device": "device-bound",
+    "callbacks": "callback-bound",
+    "checkpoints": "checkpoint-bound",
+    "validation": "validating",
+    "loop": "host-bound",
+}
+
+
+class ThroughputMonitor(Callback):
+    """Measures a fit's speed, and what share of its time goes where.
+
+    Every `trainer.log_every_n_steps` steps these are added to the step's metrics, and
+    so to all loggers; they are of the steps since the last time:
+
+    - `throughput/examples_per_s` and `throughput/steps_per_s`, validation and
+      checkpoints left out;
+    - `throughput/flops_per_s`, of the model: the matrix products and convolutions of
+      its forward and backward pass, counted in the traced step, without what `remat`
+      computes again; and `throughput/mfu`, its share of what the hardware can do;
+    - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
+      `.../validation` and `.../loop`: shares of the time, which add up to 1. The loop
+      waits for the next batch, waits for the device, or is in a callback, a checkpoint
+      or a validation; the rest is packing batches and handing them over.
+
+    The progress bar shows the largest share: "input-bound 43%" says that the device
+    would have been done sooner if the batches had come faster, "device-bound" that
+    nothing is to be gained in the loader. Nothing here waits for the device.
+
+    Args:
+        flops_per_example: operations of the training step per row, where you know
+            better; found by tracing the step once more otherwise. 0 leaves them out.
+        peak_flops_per_device: what one device can do per second, for `mfu`. Known for
+            common GPUs and TPUs, as the dense bfloat16 peak that MFU is commonly
+            measured against; on others, CPUs included, there is no `mfu` without it.
+
+    Attributes:
+        summary: the same values for all of the fit so far, without the prefix, with
+            `seconds`, `steps` and `examples`.
+    """
+
+    looks_inside_blocks = False
+
+    def __init__(
+        self,
+        flops_per_example: float | None = None,
+        peak_flops_per_device: float | None = None,
+    ):
+        for name, value, least in (
+            ("flops_per_example", flops_per_example, "0 or more"),
+            ("peak_flops_per_device", peak_flops_per_device, "positive"),
+        ):
+            if value is not None and not (value > 0 or value == 0 and "0" in least):
+                raise ValueError(
+                    f"`ThroughputMonitor({name}={value!r})` must be {least}"
+                )
+        self.flops_per_example = flops_per_example
+        self.peak_flops_per_device = peak_flops_per_device
+        self.summary: dict[str, float] = {}
+        self._flops: float | None = None
+        self._peak: float | None = None
+        self._stopwatch = Stopwatch()
+        self._steps = self._examples = self._seen = 0
+        self._start = self._last = self._mark()
+
+    def setup(self, trainer: Any) -> None:
+        self._stopwatch = trainer.stopwatch = Stopwatch()
+        trainer.bar_notes["throughput"] = self._note
+        self._flops = None
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._begin()
+
+    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        if self._flops is None:
+            self._flops = self._find_flops(trainer, batch)
+            self._peak = self._find_peak(trainer)
+            self._begin()  # what was traced just now is no part of the run
+        self._seen = trainer.examples_seen
+
+    def on_train_batch_end(
+        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+    ) -> None:
+        self._steps += 1
+        self._examples += trainer.examples_seen - self._seen
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            now = self._mark()
+            values = self._between(self._last, now)
+            add: Any = getattr(metrics, "add")  # noqa: B009
+            add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
+            self._last = now
+
+    def on_fit_end(self, trainer: Any) -> None:
+        trainer.bar_notes.pop("throughput", None)
+        now = self._mark()
+        if not now.steps:
+            return
+        values = self._between(self._start, now)
+        seconds = sum(now.seconds.values()) - sum(self._start.seconds.values())
+        self.summary = {
+            "seconds": seconds,
+            "steps": now.steps,
+            "examples": now.examples,
+            **values,
+        }
+        text = [f"{_si(values['examples_per_s'])}examples/s"]
+        if "flops_per_s" in values:
+            text.append(f"{_si(values['flops_per_s'])}FLOP/s of the model")
+        if "mfu" in values:
+            text.append(f"MFU {values['mfu']:.1%}")
+        shares = sorted(_BOUND, key=lambda phase: -values[phase])
+        text += [f"{name} {values[name]:.0%}" for name in shares if values[name] > 5e-3]
+        announce(trainer, "ThroughputMonitor", ", ".join(text))
+
+    def _begin(self) -> None:
+        self._steps = self._examples = 0
+        self._start = self._last = self._mark()
+
+    def _mark(self) -> "_Mark":
+        return _Mark(self._steps, self._examples, self._stopwatch.read())
+
+    def _between(self, start: "_Mark", end: "_Mark") -> dict[str, float]:
+        seconds = {k: end.seconds[k] - start.seconds[k] for k in end.seconds}
+        total = max(sum(seconds.values()), 1e-9)
+        training = total - seconds["validation"] - seconds["checkpoints"]
+        training = max(training, 1e-9)
+        values = {
+            "examples_per_s": (end.examples - start.examples) / training,
+            "steps_per_s": (end.steps - start.steps) / training,
+        }
+        if self._flops:
+            values["flops_per_s"] = values["examples_per_s"] * self._flops
+            if self._peak:
+                values["mfu"] = values["flops_per_s"] / self._peak
+        return values | {name: share / total for name, share in seconds.items()}
+
+    def _note(self) -> str:
+        """What the progress bar shows: of the steps since the last logged one."""
+        now = self._mark()
+        start = self._last if now.steps > self._last.steps else self._start
+        if now.steps == start.steps:
+            return ""
+        values = self._between(start, now)
+        name = max(_BOUND, key=lambda phase: values[phase])
+        text = f"{_BOUND[name]} {values[name]:.0%}"
+        return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
+
+    def _find_flops(self, trainer: Any, batch: Any) -> float:
+        if self.flops_per_example is not None:
+            return self.flops_per_example
+        return trainer.flops_per_example(batch)
+
+    def _find_peak(self, trainer: Any) -> float | None:
+        devices = trainer.state.step.sharding.device_set
+        peak = self.peak_flops_per_device
+        if peak is None:
+            peak = peak_flops(next(iter(devices)))
+        return None if peak is None else peak * len(devices)
+
+
+class _Mark(NamedTuple):
+    """Steps and rows done, and seconds by phase, at a moment."""
+
+    steps: int
+    examples: int
+    seconds: dict[Phase, float]
+
+
+def peak_flops(device: Any) -> float | None:
+    """Dense bfloat16 operations per second of a `jax.Device`, if known."""
+    kind = device.device_kind.lower()
+    for name, peak in _MORE_PEAKS.items():
+        if name in kind:
+            return peak
+    known = hardware_of(device)
+    return None if known is None else known.flops
+
+
+def _si(value: float) -> str:
+    """Three digits and a prefix: 1.23 k, 45.6 T."""
+    for factor, prefix in (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "

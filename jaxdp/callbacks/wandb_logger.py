@@ -1,0 +1,118 @@
+"""Logging to Weights & Biases."""
+
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..history import to_png
+from .loggers import Logger, Number
+from .run_facts import Facts, flat
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases (wandb.ai), or to files that `wandb sync` sends later.
+
+    Names are those that `CSVLogger` has as columns; the horizontal axis is `step`, the
+    number of optimizer steps. Hyperparameters, versions and hardware are the run's
+    config. A trainer that is loaded from a checkpoint goes on in the same W&B run.
+    Needs the extra `wandb`.
+
+    Args:
+        project: of W&B.
+        name: of the run; W&B invents one otherwise.
+        dirpath: where the files go, in a folder `wandb`; None means
+            `trainer.default_root_dir`.
+        offline: whether to write files only, and talk to no server.
+        id: of a run to go on with.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
+        options: for `wandb.init`, such as `entity`, `group` and `tags`.
+
+    Attributes:
+        run: the `wandb.Run`, during a fit.
+        id: of the latest run.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        offline: bool = False,
+        id: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        super().__init__(dirpath, hyperparameters)
+        self.project = project
+        self.name = name
+        self.offline = offline
+        self.id = id
+        self.options = options
+        self.run: Any = None
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _wandb()
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        options: dict[str, Any] = {"resume": "allow", **self.options}
+        if self.offline:
+            options["mode"] = "offline"
+        self.run = _wandb().init(
+            project=self.project,
+            name=self.name,
+            dir=str(folder),
+            id=self.id,
+            **options,
+        )
+        self.id = self.run.id
+        # W&B's own step only grows, and drops what is read late.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        self.run.log({"epoch": epoch, "step": step, **values})
+
+    def log_run(self, facts: Facts) -> None:
+        self.run.config.update(flat(facts), allow_val_change=True)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Shows a text under `name`; during a fit."""
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+        self.run.log({name: _wandb().Html(f"<pre>{escaped}</pre>")})
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        from PIL import Image  # which matplotlib needs too
+
+        image = Image.open(io.BytesIO(to_png(figure)))
+        self.run.log({name: _wandb().Image(image)})
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=0 if self._error is None else 1)
+        self.run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"id": self.id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.id = state["id"]
+
+
+def _wandb() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import wandb
+    except ImportError as error:
+        raise ImportError(
+            "`WandbLogger` needs wandb, which is not installed; run"
+            ' `pip install "jaxdp[wandb]"`.'
+        ) from error
+    return wandb

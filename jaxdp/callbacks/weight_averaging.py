@@ -1,0 +1,145 @@
+"""Averages of the weights over the steps of a run, to evaluate and to keep."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from .base import Callback
+
+
+class WeightAveraging(Callback):
+    """Keeps a moving average of the trained weights, and evaluates that.
+
+    Training goes on with its own weights, which `trainer.state.params` has;
+    validation, `test`, `predict` and `trainer.model` take the average. The average is
+    part of the optimizer's state: it is laid out, donated, saved and loaded with it, so
+    that a run that is resumed goes on with the same average, and a checkpoint has both.
+    It costs one copy of the weights (in float32 at least) and one pass over them per
+    step.
+
+    Running statistics of BatchNorm are not averaged; the average is evaluated with
+    those of the training model, as `torch.optim.swa_utils` does by default.
+
+    Args:
+        decay: share of the average that each step keeps; 0.999 looks back over about a
+            thousand steps. None takes the plain mean over all steps since `start_step`
+            (stochastic weight averaging).
+        every_n_steps: take in only the weights of every so many optimizer steps.
+        start_step: how many steps to leave out; until then the average is the weights.
+        evaluate: whether validation, `test`, `predict` and `trainer.model` take the
+            average. If not, only `averaged_model` gives it.
+    """
+
+    def __init__(
+        self,
+        decay: float | None = 0.999,
+        *,
+        every_n_steps: int = 1,
+        start_step: int = 0,
+        evaluate: bool = True,
+    ):
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(
+                f"`WeightAveraging(decay={decay!r})` must be from 0 up to, but not"
+                " including, 1; or None for the plain mean."
+            )
+        for name, value, least in (
+            ("every_n_steps", every_n_steps, 1),
+            ("start_step", start_step, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"`WeightAveraging({name}={value!r})` must be a whole number of"
+                    f" steps, {least} or more."
+                )
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
+        self.evaluate = evaluate
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """`optimizer`, with the average of the weights in its state."""
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: PyTree) -> Averaging:
+            average = jax.tree.map(lambda leaf: jnp.array(leaf, _wide(leaf)), params)
+            zero = jnp.zeros((), jnp.int32)
+            return Averaging(inner.init(params), average, zero, zero)
+
+        def update(
+            updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+        ) -> tuple[PyTree, Averaging]:
+            updates, inner_state = inner.update(updates, state.inner, params, **extra)
+            new = eqx.apply_updates(params, updates)
+            return updates, self._take_in(new, state)._replace(inner=inner_state)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def evaluated_state(self, state: Any) -> Any:
+        """`state` with the weights that are to be evaluated as its `params`."""
+        return _with_average(state) if self.evaluate else state
+
+    def averaged_model(self, trainer: Any) -> PyTree:
+        """The model with the average as its weights, live, on the default device."""
+        return trainer.model_of(_with_average(trainer.state))
+
+    def _take_in(self, params: PyTree, state: "Averaging") -> "Averaging":
+        steps = state.steps + 1
+        if self.decay is None:
+            share = 1 / (state.taken + 1).astype(jnp.float32)
+        else:
+            share = jnp.float32(1 - self.decay)
+        follows = (steps <= self.start_step) | (state.taken == 0)
+        due = (steps > self.start_step) & (steps % self.every_n_steps == 0)
+
+        def mix(average: Array, leaf: Array) -> Array:
+            leaf = _rounded(leaf).astype(average.dtype)
+            mixed = average + share.astype(average.dtype) * (leaf - average)
+            return jnp.where(follows, leaf, jnp.where(due, mixed, average))
+
+        average = jax.tree.map(mix, state.average, params)
+        return Averaging(state.inner, average, steps, state.taken + due)
+
+
+class Averaging(NamedTuple):
+    """The state of an optimizer that `WeightAveraging` has wrapped."""
+
+    inner: Any
+    average: PyTree
+    """Shaped like the trained leaves, in float32 at least."""
+    steps: Array
+    """int32 `()`. Optimizer steps done."""
+    taken: Array
+    """int32 `()`. How many of them the average is made of."""
+
+
+def _with_average(state: Any) -> Any:
+    def is_average(node: Any) -> bool:
+        return isinstance(node, Averaging)
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_average)
+    average = next(node for node in nodes if is_average(node)).average
+
+    def like(own: Array, mean: Array) -> Array:
+        return mean if mean.dtype == own.dtype else mean.astype(own.dtype)
+
+    return state._replace(params=jax.tree.map(like, state.params, average))
+
+
+def _rounded(leaf: Array) -> Array:
+    """As the step stores it; XLA would skip the rounding inside of a fusion."""
+    facts = jnp.finfo(leaf.dtype)
+    if facts.bits >= 32:
+        return leaf
+    return jax.lax.reduce_precision(leaf, facts.nexp, facts.nmant)
+
+
+def _wide(leaf: Array) -> Any:
+    """A dtype in which a thousandth of a step is not lost."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)

@@ -1,0 +1,43 @@
+"""Versions and hardware of this process: what a run's record should say."""
+
+import importlib.metadata
+import os
+import platform
+from typing import Any, Final
+
+import jax
+
+PACKAGES: Final = (
+    "jaxdp",
+    "jax",
+    "jaxlib",
+    "equinox",
+    "optax",
+    "numpy",
+    "torch",
+    "orbax-checkpoint",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers of a run."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """The devices that JAX sees, and the machine that they are in."""
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "num_processes": jax.process_count(),
+        "cpus": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }

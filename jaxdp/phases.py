@@ -1,0 +1,98 @@
+"""Where the time of a loop goes: seconds by phase, each counted once."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal
+
+Phase = Literal["data", "device", "callbacks", "checkpoints", "validation", "loop"]
+"""`"data"`: waiting for the next batch. `"device"`: waiting for steps in flight.
+`"loop"`: all the rest, most of it packing batches and handing them over."""
+
+PHASES: Final[tuple[Phase, ...]] = (
+    "data",
+    "device",
+    "callbacks",
+    "checkpoints",
+    "validation",
+    "loop",
+)
+_WHOLE: Final = ("validation", "checkpoints")
+"""What happens inside of these counts as theirs."""
+
+
+class Stopwatch:
+    """Accounts for the time of the main thread, phase by phase.
+
+    A phase inside another one takes the time from it, so that the seconds add up to
+    the time that has passed. A callback that sets `trainer.stopwatch` in its `setup`
+    has the fit measured; without one nothing is wrapped, and nothing is paid.
+
+    Attributes:
+        seconds: so far, by phase; `read` brings them up to date.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._stack: list[Phase] = ["loop"]
+        self._last = time.perf_counter()
+
+    def read(self) -> dict[Phase, float]:
+        """Seconds by phase until now, as a copy."""
+        self._charge()
+        return dict(self.seconds)
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What happens inside is of that phase."""
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
+        """`items`, where waiting for the next one is of that phase."""
+        return _Timed(self, phase, items)
+
+    def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
+        """`function`, whose calls are of that phase."""
+
+        def timed(*arguments: Any) -> Any:
+            self._enter(phase)
+            try:
+                return function(*arguments)
+            finally:
+                self._leave()
+
+        return timed
+
+    def methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
+        """A copy of `owner` whose named methods are of that phase."""
+        timed = copy.copy(owner)
+        for name in names:
+            setattr(timed, name, self.function(phase, getattr(owner, name)))
+        return timed
+
+    def _enter(self, phase: Phase) -> None:
+        self._charge()
+        current = self._stack[-1]
+        self._stack.append(current if current in _WHOLE else phase)
+
+    def _leave(self) -> None:
+        self._charge()
+        self._stack.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stack[-1]] += now - self._last
+        self._last = now
+
+
+class _Timed(Iterator[Any]):
+    def __init__(self, stopwatch: Stopwatch, phase: Phase, items: Iterator[Any]):
+        self._next = stopwatch.function(phase, items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next()

@@ -1,0 +1,172 @@
+"""The commands, as a shell runs them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from test_report import make_trainer
+from toys import batches
+
+from jaxdp import cli, doctor
+from jaxdp.callbacks import CSVLogger
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
+        trainer = make_trainer(logger, seed=seed)
+        trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_help_names_every_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for command in ("doctor", "plan", "report", "compare", "export"):
+        assert f"\n    {command} " in done.stdout
+    assert done.stderr == ""
+
+
+def test_no_command_shows_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2 and "usage: python -m jaxdp" in out
+
+
+def test_report_writes_a_page_into_the_run(capsys, runs):
+    code, out, _ = run(capsys, "report", runs[0])
+    assert code == 0 and out.strip() == str(runs[0] / "report.html")
+    assert "<svg" in (runs[0] / "report.html").read_text()
+    code, out, _ = run(capsys, "report", runs[1] / "metrics.csv", "-o", runs[0] / "x")
+    assert (runs[0] / "x").exists()
+
+
+def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
+    code, out, _ = run(capsys, "compare", *runs, "-o", runs[0] / "c.html")
+    assert code == 0
+    lines = {line.split("  ")[0]: line for line in out.splitlines() if line}
+    assert lines["val_loss, best"].count("*") == 1
+    assert lines["mine"].split() == ["mine", "a", "b"]
+    assert lines["seed"].split() == ["seed", "0", "1"]
+    assert (runs[0] / "c.html").exists()
+
+
+def test_errors_are_one_line(capsys, tmp_path):
+    code, out, err = run(capsys, "report", tmp_path)
+    assert code == 1 and out == ""
+    assert err.startswith("jaxdp: `") and "no metrics.csv there" in err
+    assert err.count("\n") == 1
+
+
+SCRIPT = """
+import sys
+import equinox as eqx, jax, numpy as np
+from jaxdp import Sharded, Trainer
+from neighbour import WIDTH
+
+assert sys.argv[1:] == ["--fast", "1"], sys.argv
+assert __name__ == "__main__"
+model = eqx.nn.MLP(4, 3, WIDTH, 1, key=jax.random.key(0))
+trainer = Trainer(model, loss="cross_entropy", strategy=Sharded(2))
+x, y = np.zeros((16, 4), np.float32), np.zeros(16, np.int32)
+try:
+    trainer.{call}([(x, y)])
+except ValueError:
+    pass
+raise AssertionError("it trained")
+"""
+
+
+@pytest.mark.parametrize("call", ["fit", "steps"])
+def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
+    (tmp_path / "neighbour.py").write_text("WIDTH = 16\n")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{call}", call))
+    before = list(sys.argv), list(sys.path)
+    sys.modules.pop("neighbour", None)
+    options = ["plan", "--devices", 4, "--json", tmp_path / "p.json"]
+    code, out, _ = run(
+        capsys, *options, "--html", tmp_path / "p.html", script, "--fast", "1"
+    )
+    assert code == 0 and "4" in out
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan
+    assert "<html" in (tmp_path / "p.html").read_text()
+    assert (list(sys.argv), list(sys.path)) == before
+    make_trainer().fit(batches(8))  # `fit` is itself again
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("print(1)", "without a call of `Trainer.fit`"), ("exit(3)", "exit code 3")],
+)
+def test_a_script_that_does_not_train_is_told(capsys, tmp_path, text, message):
+    (tmp_path / "a.py").write_text(text)
+    code, _, err = run(capsys, "plan", tmp_path / "a.py")
+    assert code == 1 and message in err
+    code, _, err = run(capsys, "plan", tmp_path / "missing.py")
+    assert code == 1 and "there is no such file" in err
+
+
+def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path):
+    trainer = make_trainer()
+    trainer.fit(batches(8, 8))
+    trainer.save(str(tmp_path / "saved"))
+    code, out, _ = run(capsys, "export", tmp_path / "saved", tmp_path / "w.npz")
+    assert code == 0 and "6 arrays" in out
+    with np.load(tmp_path / "w.npz") as file:
+        model = trainer.model
+        np.testing.assert_array_equal(file["layers[1].weight"], model.layers[1].weight)
+        assert len(file.files) == 6
+    code, _, err = run(capsys, "export", tmp_path / "saved", tmp_path / "w.pt")
+    assert code == 1 and "must end with .safetensors or .npz" in err
+    code, _, err = run(capsys, "export", tmp_path / "nothing", tmp_path / "w.npz")
+    assert code == 1
+    pytest.importorskip("safetensors")
+    from jaxdp import load_model
+
+    run(capsys, "export", tmp_path / "saved", tmp_path / "w.safetensors")
+    loaded = load_model(tmp_path / "w.safetensors", model)
+    np.testing.assert_array_equal(loaded.layers[0].bias, model.layers[0].bias)
+
+
+def test_the_doctor_finds_this_machine_able(capsys):
+    code, out, _ = run(capsys, "doctor", "--quick")
+    assert code == 0 and "PROBLEM" not in out
+    assert "JAX computes on" in out
+
+
+def test_the_doctor_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_accelerators", lambda: "NVIDIA GPU")
+    monkeypatch.setattr(doctor, "_try", lambda code: ("1|cpu|cpu", ""))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    (works, unused) = doctor._devices()
+    assert works.state == "ok" and unused.state == "problem"
+    assert unused.remedy == 'pip install -U "jax[cuda12]"'
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "unset JAX_PLATFORMS" in list(doctor._devices())[1].remedy
+    monkeypatch.setattr(doctor, "_LEAST", {"jax": (99,), "nothing": (1,)})
+    found = [str(finding) for finding in doctor._packages()]
+    assert any(
+        "is too old" in text and "pip install -U 'jax>=99'" in text for text in found
+    )
+    assert any("nothing is not installed" in text for text in found)
+
+
+def test_what_fails_or_hangs_in_a_trial_is_a_finding(monkeypatch):
+    assert doctor._try("print('a'); print('b')") == ("b", "")
+    assert doctor._try("raise ValueError('no')") == ("", "ValueError: no")
+    assert doctor._try("import os; os._exit(7)") == ("", "it ended with exit code 7")
+    monkeypatch.setattr(doctor, "_LIMIT", 1)
+    assert doctor._try("import time; time.sleep(60)")[1] == "no answer within 1 seconds"

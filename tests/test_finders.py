@@ -1,0 +1,132 @@
+"""The learning-rate range test: its numbers, and what it leaves alone."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches, cross_entropy
+
+from jaxdp import Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, WeightAveraging
+from jaxdp.finders import LRFinder, lr_find
+
+
+def make_trainer(optimizer=None, *callbacks, model=None, strategy=None):
+    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)) if model is None else model
+    return Trainer(
+        model,
+        optimizer,
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+def by_hand(make_optimizer, rates, data):
+    """The losses of steps with those rates in plain JAX."""
+    model = eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state, losses = make_optimizer(rates[0]).init(params), []
+    for step, rate in enumerate(rates):
+        x, y = data[step % len(data)]
+        loss, grads = eqx.filter_value_and_grad(cross_entropy)(model, x, y)
+        updates, state = make_optimizer(rate).update(grads, state, model)
+        model = eqx.apply_updates(model, updates)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(4)], ids=repr)
+def test_losses_are_those_of_steps_with_those_rates(strategy):
+    data = batches(*[8] * 6)
+    trainer = make_trainer(optax.adam(3e-4), strategy=strategy)
+    found = lr_find(trainer, data, min_lr=1e-4, max_lr=0.5, num_training=15)
+    rates = np.geomspace(1e-4, 0.5, 15)
+    assert found.results["lr"] == pytest.approx(list(rates))
+    expected = by_hand(optax.adam, rates, data)
+    assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_optimizers_own_rate_plays_no_part():
+    data = batches(*[8] * 6)
+    options = {"min_lr": 1e-3, "max_lr": 0.5, "num_training": 12, "mode": "linear"}
+    schedule = optax.linear_schedule(0.3, 0.1, 50)
+    losses = [
+        lr_find(make_trainer(optimizer), data, **options).results["loss"]
+        for optimizer in (optax.sgd(1.0), optax.sgd(schedule), optax.sgd(1e-5))
+    ]
+    given = lr_find(make_trainer(), data, **options, optimizer=optax.sgd)
+    expected = by_hand(optax.sgd, np.linspace(1e-3, 0.5, 12), data)
+    for found in (*losses, given.results["loss"]):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_trainer_and_the_loader_stay_as_they_are(tmp_path):
+    torch = pytest.importorskip("torch")
+    x, y = (np.concatenate(parts) for parts in zip(*batches(*[8] * 6), strict=True))
+    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+
+    def run(find):
+        trainer = make_trainer(
+            optax.adam(0.01),
+            CSVLogger(tmp_path / str(find)),
+            WeightAveraging(0.9),
+            model=Mlp(jax.random.key(0)),
+        )
+        loader = torch.utils.data.DataLoader(
+            data, 8, shuffle=True, generator=torch.Generator().manual_seed(1)
+        )
+        trainer.fit(loader)
+        if find:
+            before = torch.get_rng_state()
+            lr_find(trainer, loader, num_training=10)
+            assert torch.equal(before, torch.get_rng_state())
+            assert trainer.global_step == 6 and len(trainer.history.epochs) == 1
+        trainer.fit(loader, max_epochs=2)
+        return jax.tree.leaves(trainer.state)
+
+    for a, b in zip(run(True), run(False), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_it_stops_when_the_loss_explodes(tmp_path):
+    trainer = make_trainer(optax.sgd(0.1))
+    found = lr_find(trainer, batches(*[8] * 6), min_lr=1e-3, max_lr=1e6)
+    losses = found.results["loss"]
+    assert 10 < len(losses) < 100 and len(found.results["lr"]) == len(losses)
+    assert losses[-1] > 4 * min(losses) or not np.isfinite(losses[-1])
+    best = found.suggestion()
+    assert 1e-3 < best < 100
+    figure = found.plot(tmp_path / "lr.png")
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["loss", "smoothed", f"suggestion {best:.2g}"]
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest():
+    rates = np.geomspace(1e-6, 1.0, 200)
+    losses = 1 / (1 + np.exp(6 * (np.log10(rates) + 3)))  # falls fastest at 1e-3
+    finder = LRFinder(list(rates), list(losses))
+    assert 1e-3 < finder.suggestion() < 3e-3  # smoothing looks back
+    assert LRFinder(list(rates), [1.0] * 200).suggestion() is None
+    assert LRFinder([0.1], [1.0]).suggestion() is None
+    rising = LRFinder(list(rates), list(1 - losses))
+    assert rising.suggestion() is None
+    spoilt = LRFinder([*rates, 2.0], [*losses, float("nan")])
+    assert spoilt.suggestion() == pytest.approx(finder.suggestion(), rel=0.1)
+
+
+def test_nonsense_is_refused():
+    trainer, data = make_trainer(optax.adam(0.1)), batches(8)
+    for options, text in [
+        ({"min_lr": 1.0, "max_lr": 0.1}, "the first less than the second"),
+        ({"num_training": 1}, "must be 2 steps or more"),
+        ({"mode": "cosine"}, "must be 'exponential' or 'linear'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            lr_find(trainer, data, **options)
+    hidden = optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, s))
+    with pytest.raises(ValueError, match="found no learning rate"):
+        lr_find(make_trainer(hidden), data)

@@ -1,0 +1,196 @@
+"""Norms by layer, update ratios, and leaves that do not learn."""
+
+import csv
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import batches, cross_entropy
+
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, GradientMonitor
+from jaxdp.callbacks.gradient_monitor import layers
+
+
+def make_trainer(*callbacks, model=None, optimizer=None, strategy=None, **options):
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)) if model is None else model
+    return Trainer(
+        model,
+        optax.sgd(0.5) if optimizer is None else optimizer,
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **{"loss": "cross_entropy", "log_every_n_steps": 1, **options},
+    )
+
+
+def read(folder):
+    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+
+
+def norm(tree):
+    return np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(8), Pmap(4)], ids=repr)
+def test_norms_are_those_of_plain_jax(tmp_path, strategy):
+    data = batches(*[8] * 3)
+    trainer = make_trainer(GradientMonitor(), CSVLogger(tmp_path), strategy=strategy)
+    model = trainer.model
+    trainer.fit(data)
+    for row, (x, y) in zip(read(tmp_path), data, strict=False):
+        grads = eqx.filter_grad(cross_entropy)(model, x, y)
+        updates = jax.tree.map(lambda g: -0.5 * g, grads)
+        model = eqx.apply_updates(model, updates)
+        weights = eqx.filter(model, eqx.is_inexact_array)
+        assert float(row["grad_norm"]) == pytest.approx(norm(grads), rel=1e-4)
+        ratio = norm(updates) / norm(weights)
+        assert float(row["update_ratio"]) == pytest.approx(ratio, rel=1e-4)
+        for i in range(3):
+            layer, weight = grads.layers[i], weights.layers[i]
+            found = float(row[f"grad_norm/layers[{i}]"])
+            assert found == pytest.approx(norm(layer), rel=1e-4)
+            found = float(row[f"update_ratio/layers[{i}]"])
+            assert found == pytest.approx(0.5 * norm(layer) / norm(weight), rel=1e-4)
+
+
+def test_values_are_logged_when_others_are(tmp_path):
+    trainer = make_trainer(
+        CSVLogger(tmp_path), GradientMonitor(max_layers=0), log_every_n_steps=3
+    )
+    trainer.fit(batches(*[8] * 7))
+    logged = [row for row in read(tmp_path) if row["loss"]]
+    assert [row["step"] for row in logged] == ["3", "6"]
+    names = [name for name in logged[0] if "/" in name or "_" in name]
+    assert names == ["grad_norm", "update_ratio", "epoch_loss"]
+    assert all(float(row["grad_norm"]) > 0 for row in logged)
+
+
+def test_layers_are_as_deep_as_their_number_allows():
+    class Block(eqx.Module):
+        attention: eqx.nn.Linear
+        mlp: list
+
+        def __init__(self, key):
+            self.attention = eqx.nn.Linear(2, 2, key=key)
+            self.mlp = [eqx.nn.Linear(2, 2, key=key) for _ in range(2)]
+
+    class Model(eqx.Module):
+        blocks: list
+        scale: jax.Array
+
+    model = Model([Block(jax.random.key(i)) for i in range(3)], jnp.ones(()))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    finest = layers(paths, 100)
+    assert list(finest)[:3] == [
+        "blocks[0].attention",
+        "blocks[0].mlp[0]",
+        "blocks[0].mlp[1]",
+    ]
+    assert len(finest) == 10 and finest["scale"] == [18]
+    assert list(layers(paths, 7))[:2] == ["blocks[0].attention", "blocks[0].mlp"]
+    blocks = layers(paths, 6)
+    assert list(blocks) == ["blocks[0]", "blocks[1]", "blocks[2]", "scale"]
+    assert sorted(sum(blocks.values(), [])) == list(range(19))
+    assert list(layers(paths, 2)) == ["blocks", "scale"]
+    assert layers(paths, 1) == {} and layers([], 5) == {}
+
+
+class Partly(eqx.Module):
+    used: eqx.nn.Linear
+    unused: eqx.nn.Linear
+    fixed: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.used = eqx.nn.Linear(4, 8, key=keys[0])
+        self.unused = eqx.nn.Linear(8, 8, key=keys[1])
+        self.fixed = eqx.nn.Linear(8, 3, key=keys[2])
+
+    def __call__(self, x):
+        x = jax.nn.relu(self.used(x))
+        return self.fixed(x + 0 * jax.lax.stop_gradient(self.unused(x)))
+
+
+def optimizer_without_fixed():
+    def label(path, _):
+        return "no" if path[0].name == "fixed" else "yes"
+
+    return optax.partition(
+        {"yes": optax.adam(0.1), "no": optax.set_to_zero()},
+        lambda params: jax.tree_util.tree_map_with_path(label, params),
+    )
+
+
+def test_leaves_that_do_not_learn_are_named_once():
+    monitor = GradientMonitor(check_steps=5)
+    trainer = make_trainer(
+        monitor,
+        model=Partly(jax.random.key(0)),
+        optimizer=optimizer_without_fixed(),
+    )
+    with pytest.warns(UserWarning) as caught:
+        trainer.fit(batches(*[8] * 4), max_epochs=3)
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 2
+    assert "the gradient of unused.weight, unused.bias was exactly zero" in texts[0]
+    assert "in the first 5 steps" in texts[0]
+    assert "fixed.weight, fixed.bias had a gradient and no update" in texts[1]
+    assert monitor.dead == ["unused.weight", "unused.bias"]
+    assert monitor.never_updated == ["fixed.weight", "fixed.bias"]
+
+
+def test_a_leaf_that_learns_late_is_no_dead_one(tmp_path):
+    schedule = optax.piecewise_constant_schedule(0.0, {})
+
+    def late(step):
+        return jnp.where(step < 3, schedule(step), 0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = make_trainer(
+            GradientMonitor(check_steps=6), optimizer=optax.sgd(late)
+        )
+        trainer.fit(batches(*[8] * 20))
+
+
+def test_the_search_goes_on_after_a_checkpoint(tmp_path):
+    def trainer():
+        return make_trainer(
+            GradientMonitor(check_steps=4),
+            model=Partly(jax.random.key(0)),
+            optimizer=optax.adam(0.1),
+        )
+
+    first = trainer()
+    first.fit(batches(8, 8, 8))
+    first.save(str(tmp_path / "saved"))
+    second = trainer()
+    second.load(str(tmp_path / "saved"))
+    with pytest.warns(UserWarning, match=r"unused.weight, .* in the first 4 steps"):
+        second.fit(batches(8, 8, 8), max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.fit(batches(8, 8, 8), max_epochs=3)
+
+
+def test_a_failing_fit_keeps_its_own_error():
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("the cable was pulled")
+
+    with pytest.raises(RuntimeError, match="the cable"):
+        make_trainer(GradientMonitor(), Fails()).fit(batches(*[8] * 5))
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match=r"max_layers=-1\)` must be a whole number"):
+        GradientMonitor(max_layers=-1)
+    with pytest.raises(ValueError, match=r"check_steps=1.5\)` must be a whole number"):
+        GradientMonitor(check_steps=1.5)

@@ -1,0 +1,90 @@
+"""A window of steps, traced into files that other tools read."""
+
+import gzip
+import json
+
+import equinox as eqx
+import jax
+import optax
+import pytest
+from toys import batches
+
+from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import Profiler
+
+
+def make_trainer(*callbacks, strategy=None):
+    return Trainer(
+        eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0)),
+        optax.sgd(0.1),
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+def step_numbers(folder):
+    """The steps in the trace that Perfetto opens."""
+    (path,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    steps = [e for e in events if e.get("name") == "train" and e.get("ph") == "X"]
+    return sorted({int(e["args"]["step_num"]) for e in steps})
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(2)], ids=repr)
+def test_a_window_of_steps_is_traced_and_summed_up(tmp_path, caplog, strategy):
+    profiler = Profiler(tmp_path, start_step=3, num_steps=2, top=4)
+    make_trainer(profiler, strategy=strategy).fit(batches(*[8] * 8))
+    assert step_numbers(tmp_path) == [4, 5]
+    assert profiler.operations
+    seconds = [operation.seconds for operation in profiler.operations]
+    assert seconds == sorted(seconds, reverse=True)
+    # Every operation that runs once a step ran twice on each device.
+    devices = 2 if isinstance(strategy, Sharded) else 1
+    assert {o.calls % (2 * devices) for o in profiler.operations} == {0}
+    products = [o for o in profiler.operations if "dot_general" in o.source]
+    assert products
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert lines[0].startswith("steps 4 to 5, traced in")
+    assert profiler.operations[0].source[:60] in lines[3]
+    assert lines[7].endswith("others")
+    assert "Profiler: steps 4 to 5" in caplog.text
+
+
+def test_the_window_ends_with_the_fit(tmp_path):
+    make_trainer(Profiler(tmp_path, start_step=2, num_steps=50)).fit(batches(*[8] * 5))
+    assert step_numbers(tmp_path) == [3, 4, 5]
+
+
+def test_a_failing_fit_ends_the_window_too(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("the cable was pulled")
+
+    profiler = Profiler(tmp_path, start_step=1)
+    with pytest.raises(RuntimeError, match="the cable"):
+        make_trainer(profiler, Fails()).fit(batches(*[8] * 5))
+    assert (tmp_path / "summary.txt").exists()
+    make_trainer(Profiler(tmp_path / "b", 1)).fit(batches(*[8] * 5))
+    assert step_numbers(tmp_path / "b") == [2, 3, 4, 5]
+
+
+def test_a_fit_that_is_too_short_says_so(tmp_path, caplog):
+    make_trainer(Profiler(tmp_path)).fit(batches(8, 8))
+    assert "nothing was traced: the fit had 2 steps, and `start_step` is 10" in (
+        caplog.text
+    )
+
+
+def test_a_trace_that_runs_already_is_named(tmp_path):
+    with jax.profiler.trace(str(tmp_path / "own")):
+        with pytest.raises(RuntimeError) as caught:
+            make_trainer(Profiler(tmp_path, 0)).fit(batches(8, 8))
+    assert any("only one trace" in note for note in caught.value.__notes__)
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match=r"num_steps=0\)` must be a whole number, 1"):
+        Profiler(num_steps=0)

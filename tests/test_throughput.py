@@ -1,0 +1,247 @@
+"""Where the time goes, and how many operations a step takes."""
+
+import csv
+import time
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import batches
+
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
+from jaxdp.callbacks.throughput import peak_flops
+from jaxdp.flops import matmul_flops
+from jaxdp.phases import Stopwatch
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only tests turn."""
+
+    class Clock:
+        now = 0.0
+
+        def turn(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+class Slow:
+    """A loader whose every batch takes its time."""
+
+    def __init__(self, data, clock, seconds):
+        self.data, self.clock, self.seconds = data, clock, seconds
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        for batch in self.data:
+            self.clock.turn(self.seconds)
+            yield batch
+
+
+class Turns(Callback):
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.clock.turn(self.seconds)
+
+    def on_validation_batch_end(self, trainer, batch_idx):
+        self.clock.turn(10.0)
+
+    def on_save_checkpoint(self, trainer, path):
+        self.clock.turn(0.5)
+
+
+def make_trainer(*callbacks, strategy=None, model=None, **options):
+    model = eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0)) if model is None else model
+    return Trainer(
+        model,
+        optax.sgd(0.1),
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **{"log_every_n_steps": 2, **options},
+    )
+
+
+def read(folder):
+    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+
+
+def test_phases_inside_each_other_add_up(clock):
+    stopwatch = Stopwatch()
+    clock.turn(1)
+    with stopwatch.phase("callbacks"):
+        clock.turn(2)
+        with stopwatch.phase("checkpoints"):
+            clock.turn(4)
+            with stopwatch.phase("device"):
+                clock.turn(8)
+        clock.turn(16)
+    items = stopwatch.iterator("data", iter([1]))
+    assert list(items) == [1]
+    seconds = stopwatch.read()
+    assert seconds["loop"] == 1
+    assert seconds["callbacks"] == 18
+    assert seconds["checkpoints"] == 12  # its waits for the device included
+    assert sum(seconds.values()) == clock.now
+
+
+def test_shares_of_the_time_are_of_what_took_it(tmp_path, clock):
+    monitor = ThroughputMonitor(peak_flops_per_device=1e4)
+    trainer = make_trainer(CSVLogger(tmp_path), monitor, Turns(clock, 1.0))
+    trainer.fit(Slow(batches(*[8] * 6), clock, 3.0), batches(8), max_epochs=2)
+    first, second, *_ = [row for row in read(tmp_path) if row["loss"]]
+    # The first batch is read before the clock starts; the callback comes last.
+    assert float(first["throughput/data"]) == pytest.approx(3 / 4)
+    assert float(first["throughput/callbacks"]) == pytest.approx(1 / 4)
+    assert float(second["throughput/data"]) == pytest.approx(6 / 8)
+    assert float(second["throughput/steps_per_s"]) == pytest.approx(2 / 8)
+    assert float(second["throughput/examples_per_s"]) == pytest.approx(16 / 8)
+    flops = trainer.flops_per_example(batches(8)[0])
+    assert float(second["throughput/flops_per_s"]) == pytest.approx(2 * flops)
+    assert float(second["throughput/mfu"]) == pytest.approx(2 * flops / 1e4)
+    assert monitor.summary["validation"] * monitor.summary["seconds"] == 20
+    assert monitor.summary["steps"] == 12 and monitor.summary["examples"] == 96
+    assert sum(monitor.summary[p] for p in Stopwatch().seconds) == pytest.approx(1)
+    # 11 batches of 3 s and 12 callbacks of 1 s, of which validation is no part.
+    assert monitor.summary["examples_per_s"] == pytest.approx(96 / 45)
+
+
+def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
+    monitor = ThroughputMonitor()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    trainer = make_trainer(saver, Turns(clock, 0.0), monitor)
+    from jaxdp import checkpoint
+
+    real = checkpoint.start_saving
+
+    def slow(*arguments):
+        clock.turn(7.0)
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "start_saving", slow)
+    trainer.fit(batches(*[8] * 4))
+    seconds = monitor.summary["seconds"]
+    assert monitor.summary["checkpoints"] * seconds == pytest.approx(14)
+    # Of the last one callbacks hear when the fit ends, outside of the loop.
+    assert monitor.summary["callbacks"] * seconds == pytest.approx(0.5)
+
+
+def test_the_bar_says_what_the_fit_waits_for(clock, capsys):
+    trainer = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=[ThroughputMonitor()],
+    )
+    trainer.fit(Slow(batches(*[8] * 6), clock, 3.0))
+    assert "input-bound 100%" in capsys.readouterr().err
+    assert trainer.bar_notes == {}
+
+
+def test_nothing_is_measured_without_a_monitor():
+    trainer = make_trainer()
+    trainer.fit(batches(8, 8))
+    assert trainer.stopwatch is None
+    assert trainer._timed(trainer._hooks) is trainer._hooks
+
+
+def test_a_short_run_and_generators_are_measured_too():
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(monitor)
+    trainer.fit(batches(8))
+    assert monitor.summary["examples"] == 8
+    for _ in make_trainer(ThroughputMonitor()).steps(batches(8, 8)):
+        pass
+
+
+def mlp_flops():
+    forward = 2 * (4 * 16 + 16 * 16 + 16 * 3)
+    # Backward twice that, less the gradient of the input, which nobody needs.
+    return 3 * forward - 2 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Sharded(8), Pmap(4)], ids=["one", "sharded", "pmap"]
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("remat", [False, True])
+def test_flops_of_a_perceptron_are_those_counted_by_hand(strategy, accumulate, remat):
+    trainer = make_trainer(
+        strategy=strategy, accumulate_grad_batches=accumulate, remat=remat
+    )
+    data = batches(8, 8, 8)
+    window = data if accumulate > 1 else data[0]
+    assert trainer.flops_per_example(window) == mlp_flops()
+
+
+def test_flops_of_convolutions_scans_and_branches():
+    def flops(function, *shapes):
+        arguments = [jnp.zeros(shape) for shape in shapes]
+        return matmul_flops(jax.make_jaxpr(function)(*arguments))
+
+    conv = eqx.nn.Conv2d(3, 8, 5, stride=2, groups=1, key=jax.random.key(0))
+    assert flops(jax.vmap(conv), (2, 3, 15, 15)) == 2 * 2 * 8 * 6 * 6 * (3 * 5 * 5)
+    grouped = eqx.nn.Conv2d(4, 8, 3, groups=2, key=jax.random.key(0))
+    assert flops(grouped, (4, 5, 5)) == 2 * 8 * 3 * 3 * (2 * 3 * 3)
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]
+
+    assert flops(scanned, (2, 4), (4, 4)) == 7 * 2 * 2 * 4 * 4
+
+    def branched(x):
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, x)
+
+    assert flops(branched, (4, 4)) == 2 * 4**3
+    batched = jax.vmap(lambda a, b: a @ b)
+    assert flops(batched, (3, 2, 4), (3, 4, 5)) == 3 * 2 * 2 * 4 * 5
+
+
+def test_peaks_are_found_by_the_name_of_the_device():
+    def peak(kind):
+        return peak_flops(types.SimpleNamespace(device_kind=kind))
+
+    assert peak("NVIDIA H200") == 989e12
+    assert peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak("NVIDIA H100 PCIe") == 756e12
+    assert peak("TPU v5 lite") == 197e12
+    assert peak("TPU v5") == 459e12
+    assert peak("NVIDIA L40S") == 362e12
+    assert peak_flops(jax.devices()[0]) is None
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match=r"flops_per_example=-1\)` must be 0 or more"):
+        ThroughputMonitor(flops_per_example=-1)
+    with pytest.raises(
+        ValueError, match=r"peak_flops_per_device=0\)` must be positive"
+    ):
+        ThroughputMonitor(peak_flops_per_device=0)
+
+
+def test_measuring_changes_no_number():
+    def losses(*callbacks):
+        seen = []
+
+        class Keep(Callback):
+            def on_train_batch_end(self, trainer, metrics, batch_idx):
+                seen.append(float(metrics["loss"]))
+
+        make_trainer(*callbacks, Keep()).fit(batches(*[8] * 6))
+        return np.array(seen)
+
+    assert np.array_equal(losses(), losses(ThroughputMonitor()))

@@ -1,0 +1,210 @@
+"""The average of the weights: its numbers, who sees it, and that it survives."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches, cross_entropy, rows
+
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import (
+    LearningRateMonitor,
+    NanGuard,
+    WeightAveraging,
+)
+
+STRATEGIES = [SingleDevice(), Sharded(8), Pmap(2)]
+
+
+class Weights(Callback):
+    """The trained weights after every step, as one NumPy vector each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.seen.append(vector(trainer.state.params))
+
+
+def vector(tree):
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves])
+
+
+def make_trainer(*callbacks, strategy=None, model=None, **options):
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)) if model is None else model
+    return Trainer(
+        model,
+        optax.adam(0.05),
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("decay", [0.9, 0.0, None])
+def test_the_average_is_that_of_torch(strategy, decay):
+    torch = pytest.importorskip("torch")
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    weights = Weights()
+    trainer = make_trainer(weights, WeightAveraging(decay), strategy=strategy)
+    trainer.fit(batches(*[8] * 12))
+    live = torch.nn.Linear(1, 1, bias=False)
+    average_of = None if decay is None else get_ema_multi_avg_fn(decay)
+    expected = AveragedModel(live, multi_avg_fn=average_of)
+    expected.module.weight = torch.nn.Parameter(torch.zeros(len(weights.seen[0])))
+    for seen in weights.seen:
+        live.weight = torch.nn.Parameter(torch.tensor(seen))
+        expected.update_parameters(live)
+    found = vector(trainer.model)
+    np.testing.assert_allclose(found, expected.module.weight.detach(), atol=1e-6)
+    np.testing.assert_array_equal(vector(trainer.state.params), weights.seen[-1])
+
+
+def test_some_steps_are_left_out():
+    weights = Weights()
+    averaging = WeightAveraging(None, every_n_steps=3, start_step=4)
+    trainer = make_trainer(weights, averaging)
+    data = batches(*[8] * 12)
+    trainer.fit(data, max_steps=4)
+    np.testing.assert_array_equal(vector(trainer.model), weights.seen[3])
+    trainer.fit(data, max_steps=12)
+    taken = [weights.seen[step - 1] for step in (6, 9, 12)]
+    np.testing.assert_allclose(vector(trainer.model), np.mean(taken, 0), atol=1e-6)
+
+
+def test_training_is_as_without_it():
+    plain, averaged = Weights(), Weights()
+    data = batches(*[8] * 10)
+    first = make_trainer(plain, model=Mlp(jax.random.key(0)))
+    first.fit(data, batches(8), max_epochs=2)
+    second = make_trainer(averaged, WeightAveraging(), model=Mlp(jax.random.key(0)))
+    second.fit(data, batches(8), max_epochs=2)
+    np.testing.assert_array_equal(plain.seen, averaged.seen)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_validation_and_prediction_take_the_average(strategy):
+    x, y = rows(16)
+    trainer = make_trainer(WeightAveraging(0.9), strategy=strategy)
+    history = trainer.fit(batches(*[8] * 12), [(x, y)])
+    model = trainer.model
+    loss = float(cross_entropy(model, jnp.asarray(x), jnp.asarray(y)))
+    live = trainer.model_of(trainer.state)
+    assert abs(loss - float(cross_entropy(live, x, y))) > 1e-3
+    assert history["val_loss"] == [pytest.approx(loss, abs=1e-5)]
+    assert trainer.test([(x, y)])["test_loss"] == pytest.approx(loss, abs=1e-5)
+    predicted = trainer.predict([(x, y)])
+    np.testing.assert_allclose(predicted, jax.vmap(model)(x), atol=1e-5)
+
+
+def test_on_request_only_the_callback_has_it():
+    x, y = rows(16)
+    averaging = WeightAveraging(0.9, evaluate=False)
+    trainer = make_trainer(averaging)
+    history = trainer.fit(batches(*[8] * 12), [(x, y)])
+    loss = float(cross_entropy(trainer.model, x, y))
+    assert history["val_loss"] == [pytest.approx(loss, abs=1e-5)]
+    np.testing.assert_array_equal(vector(trainer.model), vector(trainer.state.params))
+    other = make_trainer(WeightAveraging(0.9))
+    other.fit(batches(*[8] * 12))
+    averaged = averaging.averaged_model(trainer)
+    np.testing.assert_array_equal(vector(averaged), vector(other.model))
+
+
+def test_a_resumed_run_has_the_same_average(tmp_path):
+    data = batches(*[8] * 10)
+    whole = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
+    whole.fit(data, max_epochs=2)
+
+    stopped = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
+    stopped.fit(data, max_steps=7)
+    path = stopped.save(str(tmp_path / "saved"))
+    resumed = make_trainer(WeightAveraging(0.9), strategy=Sharded(4))
+    resumed.load(path)
+    np.testing.assert_array_equal(vector(resumed.model), vector(stopped.model))
+    resumed.fit(data, max_epochs=2)
+    np.testing.assert_array_equal(vector(resumed.model), vector(whole.model))
+
+    other = make_trainer(WeightAveraging(0.9))
+    other.load(path)
+    other.fit(data, max_epochs=2)
+    np.testing.assert_allclose(vector(other.model), vector(whole.model), atol=1e-5)
+    with pytest.raises(ValueError, match="average"):
+        make_trainer().load(path)
+
+
+def test_low_precision_weights_are_averaged_in_float32():
+    model = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf,
+        eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)),
+    )
+    weights = Weights()
+    trainer = make_trainer(weights, WeightAveraging(0.999), model=model)
+    trainer.fit(batches(*[8] * 30))
+    expected = weights.seen[0].astype(np.float32)
+    for seen in weights.seen[1:]:
+        expected += np.float32(1e-3) * (seen.astype(np.float32) - expected)
+    average = trainer.state.opt_state.average
+    np.testing.assert_allclose(vector(average), expected, atol=1e-6)
+    assert trainer.model.layers[0].weight.dtype == jnp.bfloat16
+    assert trainer.predict([rows(4)[0]]).shape == (4, 3)
+
+
+def test_frozen_leaves_and_running_statistics_are_left_alone():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    trainer = make_trainer(
+        WeightAveraging(0.5),
+        model=model,
+        state=state,
+        filter_spec=jax.tree_util.tree_map_with_path(
+            lambda path, leaf: eqx.is_inexact_array(leaf) and path[0].name != "last",
+            model,
+        ),
+    )
+    trainer.fit(batches(8, 8, 8), batches(8))
+    np.testing.assert_array_equal(trainer.model.last.weight, model.last.weight)
+    paths = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state.average)
+    assert not any("last" in jax.tree_util.keystr(path) for path, _ in paths)
+    assert jax.tree.leaves(trainer.model_state)
+
+
+def test_a_dropped_update_is_not_averaged():
+    data = batches(*[8] * 6)
+    data[2][0][:] = np.nan
+    trainer = make_trainer(NanGuard("skip"), WeightAveraging(0.5))
+    with pytest.warns(UserWarning, match="skipped this update"):
+        trainer.fit(data)
+    assert np.isfinite(vector(trainer.model)).all()
+    assert int(trainer.state.opt_state.taken) == 5
+
+
+def test_the_learning_rate_is_still_found_and_the_loss_handed_on():
+    trainer = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau()),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=[WeightAveraging(0.5), LearningRateMonitor(schedule=0.25)],
+        gradient_clip_val=1.0,
+        enable_progress_bar=False,
+    )
+    trainer.fit(batches(8, 8))
+    rates = make_trainer(WeightAveraging(0.5), LearningRateMonitor())
+    seen = [float(m["lr"]) for m in rates.steps(batches(8, 8))]
+    assert seen == [pytest.approx(0.05)] * 2
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match=r"decay=1.0\)` must be from 0 up to"):
+        WeightAveraging(1.0)
+    with pytest.raises(ValueError, match=r"every_n_steps=0\)` must be a whole number"):
+        WeightAveraging(every_n_steps=0)
+    with pytest.raises(ValueError, match="each say which weights are evaluated"):
+        make_trainer(WeightAveraging(), WeightAveraging()).fit(batches(8))
