@@ -160,7 +160,8 @@ class Engine:
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
         if self._whole is None or self._whole[0] is not self._arrays:
-            leaves = self._flat.leaves(self._arrays)
+            with no_ambient_mesh():
+                leaves = self._flat.leaves(self._arrays)
             whole = jax.tree.unflatten(self._flat.treedef, leaves)
             self._whole = self._arrays, whole
         return self._whole[1]
@@ -170,7 +171,8 @@ class Engine:
         self._flat = Flat(state, join=self._joins)
         leaves = jax.tree.leaves(state)
         self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
-        self._arrays = self._flat.placed(leaves)
+        with no_ambient_mesh():
+            self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
     def join_small_leaves(self) -> None:
@@ -322,7 +324,8 @@ class Engine:
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
         self._arrays = list(self._arrays)
-        self._flat.overwrite(self._arrays, self._totals, new_totals())
+        with no_ambient_mesh():
+            self._flat.overwrite(self._arrays, self._totals, new_totals())
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""

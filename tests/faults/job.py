@@ -197,6 +197,7 @@ def events(folder):
         for path in sorted(folder.glob("events.*"))
         for event in event_file_loader.EventFileLoader(str(path)).Load()
         for value in event.summary.value
+        if value.tensor.float_val  # not the texts
     ]
 
 

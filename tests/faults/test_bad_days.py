@@ -73,6 +73,13 @@ def empty(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
+ORBAX_IS_LOUD = pytest.mark.filterwarnings(
+    # Its writing threads end by exceptions that nobody waits for.
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
 class At(Callback):
     """Does something when a step is done."""
 
@@ -83,6 +90,7 @@ class At(Callback):
         self.what.get(trainer.global_step, lambda: None)()
 
 
+@ORBAX_IS_LOUD
 def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
     folder = small_disk / "run"
     saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1)
@@ -104,6 +112,7 @@ def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
     )
 
 
+@ORBAX_IS_LOUD
 def test_a_full_disk_may_be_survived(small_disk, table):
     folder = small_disk / "run"
     saver = ModelCheckpoint(folder, every_n_train_steps=2, on_save_error="warn")
