@@ -1,5 +1,6 @@
 # make demo   train on real images over eight devices, and draw what happened
 # make test   format, lint, types and the test suite
+# make test-all   with the slowest tests, too
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; an hour
@@ -24,12 +25,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test faults lint docs format bench bench-quick clean
+.PHONY: demo test test-all faults lint docs format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: lint
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-all: lint
 	$(BIN)/python -m pytest -n $(JOBS)
 
 faults: $(READY)

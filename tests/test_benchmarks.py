@@ -105,6 +105,7 @@ def test_a_peer_that_trains_less_is_found_out():
     assert found["jaxdp"].startswith("its final loss is")
 
 
+@pytest.mark.slow
 def test_all_in_one_command_writes_json_a_table_and_a_chart(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["--toy", "--only", "W1", "--peers", "torch", "--output", str(tmp_path)]
@@ -171,6 +172,7 @@ def test_the_time_that_others_take_is_seen():
     assert mine > 0.05
 
 
+@pytest.mark.slow
 def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
     recorded = tmp_path / "recorded.json"
     arguments = ["--toy", "--only", "W1", "--repeats", "1", "--recorded", str(recorded)]
@@ -188,6 +190,7 @@ def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_time_to_the_first_loss_is_measured(capsys):
     found = start.main(["--only", "W1", "--repeats", "1"])
     assert all(0 < first and 0 < second for first, second in found.values())

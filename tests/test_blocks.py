@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("steps", [4, 16, "auto"])
+@pytest.mark.parametrize("steps", [4, pytest.param(16, marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
     fit = {"max_epochs": 3}

@@ -273,6 +273,7 @@ def test_the_code_in_the_readme_runs(tmp_path, monkeypatch):
     assert namespace["history"]["accuracy"][-1] > 0.9
 
 
+@pytest.mark.slow
 def test_gpt_learns_the_same_whatever_the_layout():
     import gpt
 

@@ -369,6 +369,7 @@ def test_frozen_leaves_and_odd_ones_are_shown():
     assert str(plan)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     planned = trainer(Sharded(4))
     plan = planned.plan([batch(8)])

@@ -136,7 +136,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = "bf16", "transformer", "adafactor"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
 def test_every_device_count_gives_the_same_bits(case):
     make_model, data, options = CASES[case]
     expected = train(make_model(), EVERYWHERE[0](), data, **options)

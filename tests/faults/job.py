@@ -201,6 +201,13 @@ def events(folder):
     ]
 
 
+def remove(folder, step):
+    """Removes a checkpoint."""
+    from jaxdp.checkpoint_dir import CheckpointDir
+
+    CheckpointDir(folder).remove(step)
+
+
 def turn_back_the_clock():
     """From now on every look at the clock shows a minute less."""
     start, looks = time.time(), iter(range(10**9))

@@ -68,6 +68,8 @@ def test_kills_while_a_checkpoint_is_written(jobs, table):
 
 
 def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
+    import job
+
     from jaxdp.checkpoint_dir import CheckpointDir
 
     survived, tries = 0, 20 if LONG else 5
@@ -78,15 +80,13 @@ def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
             inside.mkdir(parents=True)
             for number in range(400):
                 (inside / str(number)).touch()
-        pid = os.fork()
-        if pid == 0:
-            CheckpointDir(folder).remove(1)
-            os._exit(0)
+        process = jobs.context.Process(target=job.remove, args=(str(folder), 1))
+        process.start()
         while os.path.exists(folder / "1"):
-            pass
+            assert process.is_alive() or not os.path.exists(folder / "1")
         time.sleep(0.0005 * attempt)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process.kill()
+        process.join()
         there = CheckpointDir(folder)
         assert there.steps() == [0, 2]
         there.open()
