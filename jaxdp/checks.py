@@ -141,15 +141,6 @@ def check_norm(name: str, value: Any) -> None:
         )
 
 
-def check_unavailable(name: str, value: Any, allowed: Any) -> None:
-    """Raises for settings that this version does not have yet."""
-    if value != allowed:
-        raise NotImplementedError(
-            f"`{name}`={value!r} is not available in this version of jaxdp; leave it at"
-            f" {allowed!r}."
-        )
-
-
 def check_one_process() -> None:
     if jax.process_count() > 1:
         raise NotImplementedError(
