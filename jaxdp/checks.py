@@ -141,14 +141,6 @@ def check_norm(name: str, value: Any) -> None:
         )
 
 
-def check_one_process() -> None:
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"this is one of {jax.process_count()} processes (jax.distributed), and"
-            " this version of jaxdp trains in one process, on all of its devices."
-        )
-
-
 def split_model(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
 ) -> tuple[PyTree, PyTree, PyTree]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
 from .console import say
-from .data import Packed, Packer, check_labels, rows_of
+from .data import Packed, Packer, check_labels
 from .flat import Flat
 from .flops import matmul_flops
 from .metrics import (
@@ -30,13 +30,21 @@ from .metrics import (
     means_of,
     new_totals,
 )
+from .portions import PortionPacker, real_rows
 from .precision import as_own, as_stored
+from .processes import RowBlocks
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import no_ambient_mesh, with_auto_axes
+from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
 from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
+
+_WHAT: Final[dict[Kind, str]] = {
+    "train": "training",
+    "evaluate": "validation",
+    "predict": "prediction",
+}
 
 _MOST_STEPS: Final = 64
 _ENOUGH_SECONDS: Final = 0.01
@@ -117,7 +125,7 @@ class Engine:
                 "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
                 " compiles its steps; call the model by hand to debug it."
             )
-        self._joins = not abstract
+        self._joins, num_shards = not abstract, strategy.num_shards
         self.steps = steps
         self.strategy = strategy
         self.donate = "state"
@@ -133,10 +141,11 @@ class Engine:
         self.steps_per_execution = int(steps_per_execution)
         self._sizes: collections.Counter[int] = collections.Counter()
         self._start: tuple[list[Array], Block] | None = None
-        self._packers: dict[Kind, Packer] = {
-            "train": Packer(strategy.num_shards, "training"),
-            "evaluate": Packer(strategy.num_shards, "validation"),
-            "predict": Packer(strategy.num_shards, "prediction"),
+        several = not abstract and jax.process_count() > 1
+        self._blocks = strategy.row_blocks() if several else RowBlocks()
+        self.packers: dict[Kind, Packer] = {
+            kind: self._new_packer(what) if several else Packer(num_shards, what)
+            for kind, what in _WHAT.items()
         }
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
@@ -174,6 +183,22 @@ class Engine:
         with no_ambient_mesh():
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
+
+    def _new_packer(self, what: str) -> Packer:
+        """What packs the portions of several processes."""
+        num_shards, place = self.strategy.num_shards, self.strategy.place_batch
+
+        def collect(leaves: list[np.ndarray]) -> list[np.ndarray]:
+            (group,) = place([Group(leaves, None)], split=True)
+            return self.strategy.fetch(group.batch)
+
+        return PortionPacker(num_shards, what, self._blocks, collect)
+
+    def _shapes(self, packed: Packed) -> list[Group]:
+        """What a step is compiled for: the batches of all processes."""
+        if not packed.split or self._blocks.count == 1:
+            return packed.groups
+        return [self._blocks.whole(group) for group in packed.groups]
 
     def join_small_leaves(self) -> None:
         """From now on they cross as where steps run, for an `abstract` engine."""
@@ -231,14 +256,14 @@ class Engine:
     @property
     def sizes(self) -> dict[str, int]:
         """How many rows batches of each kind are padded to."""
-        return {kind: packer.size for kind, packer in self._packers.items()}
+        return {kind: packer.size for kind, packer in self.packers.items()}
 
     def pad_to(self, sizes: Mapping[str, int]) -> None:
         """Takes up the `sizes` of another engine.
 
         Another size would be another program, whose sums may round differently.
         """
-        for kind, packer in self._packers.items():
+        for kind, packer in self.packers.items():
             packer.pad_to(sizes.get(kind, 0))
 
     def blocks(self, windows: list[list[Batch]]) -> list[Block]:
@@ -247,7 +272,7 @@ class Engine:
         All in one, if they fit together and a program for so many steps is there or
         worth its compilation; otherwise a block for each.
         """
-        packer, steps = self._packers["train"], len(windows)
+        packer, steps = self.packers["train"], len(windows)
         if steps > 1 and self._is_worth_compiling(steps):
             micros = [batch for window in windows for batch in window]
             slots = steps * self.micro_batches
@@ -261,7 +286,7 @@ class Engine:
     def prepare_training(self, block: Block) -> list[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
         self.compiled_for("train", block.packed)
-        packer = self._packers["train"]
+        packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
@@ -344,18 +369,20 @@ class Engine:
 
     def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
         """Predictions of each of `inputs` as NumPy arrays, without padding."""
-        waiting: collections.deque[tuple[PyTree, int]] = collections.deque()
+        waiting: collections.deque[tuple[PyTree, Packed]] = collections.deque()
 
         def fetch() -> PyTree:
-            prediction, rows = waiting.popleft()
+            prediction, packed = waiting.popleft()
             # Waits for the device, `IN_FLIGHT` batches late.
-            return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], prediction)
+            return jax.tree.map(
+                lambda leaf: real_rows(np.asarray(leaf), packed), prediction
+            )
 
         weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
-            waiting.append((compiled(weights, groups), rows_of(x)))
+            waiting.append((replicated(compiled(weights, groups)), packed))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
         while waiting:
@@ -364,7 +391,7 @@ class Engine:
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
         slots = self.micro_batches
-        packed = self._packers["train"].pack(window, slots)
+        packed = self.packers["train"].pack(window, slots)
         steps = self.steps._replace(inside=(), remat=False)
         with no_ambient_mesh():
             train = functools.partial(steps.train, Collectives())
@@ -382,7 +409,7 @@ class Engine:
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, jax.stages.Compiled]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
-        packer = self._packers[kind]
+        packer = self.packers[kind]
         packed = packer.pack([batch])
         compiled = self.compiled_for(kind, packed)
         if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
@@ -493,7 +520,7 @@ class Engine:
                 )
             return self.strategy.compile(
                 train_all,
-                (self._arrays, packed.groups),
+                (self._arrays, self._shapes(packed)),
                 ("state", "groups"),
                 ("state", "whole"),
                 donate=places,
@@ -520,7 +547,7 @@ class Engine:
 
         return self.strategy.compile(
             evaluate,
-            (weights, new_totals(), np.int32(0), packed.groups),
+            (weights, new_totals(), np.int32(0), self._shapes(packed)),
             ("state", "whole", "whole", "groups"),
             ("whole", "whole"),
             split=packed.split,
@@ -538,7 +565,7 @@ class Engine:
 
         return self.strategy.compile(
             predict,
-            (weights, packed.groups),
+            (weights, self._shapes(packed)),
             ("state", "groups"),
             "rows",
             split=packed.split,

@@ -29,7 +29,7 @@ from .callbacks.run_facts import run_facts
 from .comparison import Comparison
 from .console import say
 from .data import windows
-from .engine import Block, Engine, wait
+from .engine import Block, Engine, Kind, wait
 from .hardware import Hardware
 from .history import History
 from .interrupts import Interrupts, Preempted
@@ -40,10 +40,12 @@ from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
 from .plan import Plan, Planner
+from .portions import GlobalShare, inputs_of, shown
 from .precision import find_precision
+from .processes import find_processes
 from .remat import Remat
 from .report import read_run, run_of_history, write_report
-from .source import Source
+from .source import ALL, Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
@@ -133,7 +135,6 @@ class Trainer:
         checks.check_strategy_argument(strategy)
         checks.check_choice("reproducible", reproducible, (None, "bitwise"))
         checks.check_choice("data", data, ("global", "local"))
-        checks.check_one_process()
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
         if steps_per_execution != "auto":
             checks.check_count("steps_per_execution", steps_per_execution)
@@ -170,7 +171,8 @@ class Trainer:
         self.examples_seen = 0
         self.should_stop = False
         self.history = History()
-        self.is_global_zero = jax.process_index() == 0
+        self.processes = find_processes()
+        self.is_global_zero = self.processes.index == 0
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.num_training_batches: int | None = None
@@ -178,7 +180,7 @@ class Trainer:
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
 
-        self.run_id = uuid.uuid4().hex
+        self.run_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
         """Tells the checkpoints of this run, resumed or not, from those of others."""
 
         # What `Callback.setup` may set:
@@ -274,10 +276,10 @@ class Trainer:
         if self._roll_back is not None:
             self._left_out |= self._roll_back.left_out
             self._roll_back = None
-        train = open_loader(train_loader, "train_loader", self.seed)
+        train = self._open(train_loader, "train_loader", "train")
         val = None
         if val_loader is not None:
-            val = open_loader(val_loader, "val_loader", self.seed)
+            val = self._open(val_loader, "val_loader", "evaluate")
         checks.check_count("fast_dev_run", int(fast_dev_run), least=0)
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
@@ -387,7 +389,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
-        source = open_loader(train_loader, "train_loader", self.seed)
+        source = self._open(train_loader, "train_loader", "train")
         self._batches_done, self.num_training_batches = 0, None
         self.stopwatch = None
         self._hooks.setup(self)
@@ -407,12 +409,12 @@ class Trainer:
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         """
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "evaluate")
         return self._evaluate(source, "val", source.num_batches, self._hooks)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """Like `validate`, with keys `test_loss` and so on, and without hooks."""
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "evaluate")
         return self._evaluate(source, "test", None, Hooks(()))
 
     def plan(
@@ -474,10 +476,8 @@ class Trainer:
             NumPy arrays shaped `(rows, ...)`, in the structure of what the model
             returns: exactly the rows that came, in their order.
         """
-        source = open_loader(loader, "loader", self.seed)
-        inputs = (
-            batch[0] if isinstance(batch, tuple) else batch for batch in source.epoch(0)
-        )
+        source = self._open(loader, "loader", "predict")
+        inputs = (inputs_of(batch) for batch in source.epoch(0))
         done: list[PyTree] = []
         with self._interrupts:
             for prediction in self._ready().predict(inputs):
@@ -507,7 +507,7 @@ class Trainer:
         checks.check_count("steps", steps)
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "train")
         taken = list(
             itertools.islice(
                 windows(source.epoch(0), self.accumulate_grad_batches), steps
@@ -861,8 +861,7 @@ class Trainer:
             try:
                 ahead: Iterator[Metrics] = iter(())
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
-                    batch = window[0] if self.accumulate_grad_batches == 1 else window
-                    hooks.on_train_batch_start(self, batch, batch_idx)
+                    hooks.on_train_batch_start(self, self._shown(window), batch_idx)
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)
@@ -876,6 +875,12 @@ class Trainer:
             finally:
                 self._settle(block)
         self._epoch_is_over = True
+
+    def _shown(self, window: list[Batch]) -> Any:
+        """What batch hooks are given: the rows that are here."""
+        if self.accumulate_grad_batches == 1:
+            return shown(window[0])
+        return [shown(batch) for batch in window]
 
     def _count(self, window: list[Batch], rows: int) -> None:
         self._ready().ahead -= 1
@@ -992,6 +997,13 @@ class Trainer:
             objective = self._infer_objective(batch)
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
+
+    def _open(self, loader: Any, argument: str, kind: Kind) -> Source:
+        """What a user passed as `argument`, shared out to the processes."""
+        share = ALL
+        if self.processes.count > 1:
+            share = GlobalShare(self.processes, lambda: self._ready().packers[kind])
+        return open_loader(loader, argument, self.seed, share)
 
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """A new engine, with the state of a trainer that has not been trained."""

@@ -26,6 +26,7 @@ ORDER = [
         "metrics",
         "phases",
         "plan_page",
+        "processes",
         "tree",
     ],
     [
@@ -43,7 +44,8 @@ ORDER = [
     ["step"],
     ["checkpoint", "checkpoint_dir"],
     ["strategies", "data", "callbacks", "weights"],
-    ["source", "engine", "checks"],
+    ["portions", "checks"],
+    ["source", "engine"],
     ["torch_loader", "limits", "resume", "plan", "comparison"],
     ["loaders"],
     ["trainer"],
