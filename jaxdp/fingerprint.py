@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 
@@ -21,11 +22,20 @@ def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     Args:
         arrays: by name, on the same devices; no PRNG keys.
     """
-    sums = np.asarray(_sums(list(arrays.values()))) if arrays else ()
+    sums = np.asarray(_summed(list(arrays.values()))) if arrays else ()
     return {
         name: f"{first:08x}{second:08x}"
         for name, (first, second) in zip(arrays, sums, strict=True)
     }
+
+
+def _summed(leaves: list[Array]) -> Array:
+    sharding = leaves[0].sharding
+    if sharding.is_fully_addressable:
+        return _sums(leaves)
+    # Of several processes, each of which is to know the sums.
+    whole = NamedSharding(sharding.mesh, PartitionSpec())  # pyright: ignore
+    return jax.jit(_sums, out_shardings=whole)(leaves)
 
 
 @jax.jit

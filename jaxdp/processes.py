@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _LIMIT_MS: Final = 3_600_000
@@ -29,7 +30,7 @@ many seconds allow."""
 
 
 class Processes:
-    """The processes that train together. Here: this one alone, which agrees with itself.
+    """The processes that train together. Here: this one, which agrees with itself.
 
     Attributes:
         index: which of them this is.
@@ -120,9 +121,9 @@ class _Several(Processes):
             other = next((i for i, x in enumerate(found) if x != found[0]), None)
             if other is not None:
                 raise ValueError(
-                    f"the processes do not have the same {what}: {name} is {found[0]} in"
-                    f" process 0, and {found[other]} in process {other}. Every process"
-                    " must run the same program with the same settings."
+                    f"the processes do not have the same {what}: {name} is {found[0]}"
+                    f" in process 0, and {found[other]} in process {other}. Every"
+                    " process must run the same program with the same settings."
                 )
 
     def any(self, what: str, error: Exception | None) -> str | None:
@@ -137,11 +138,10 @@ class _Several(Processes):
 
     def _check_together(self, places: Sequence[str]) -> None:
         if len(set(places)) > 1:
-            by_place = [
-                f"process {', '.join(str(i) for i, p in enumerate(places) if p == place)}"
-                f" at {place!r}"
-                for place in dict.fromkeys(places)
-            ]
+            by_place = []
+            for place in dict.fromkeys(places):
+                who = [str(i) for i, other in enumerate(places) if other == place]
+                by_place.append(f"process {', '.join(who)} at {place!r}")
             raise RuntimeError(
                 "the processes are in different places of the program:"
                 f" {'; '.join(by_place)}. All must call the same methods of the trainer"
@@ -264,8 +264,27 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
     return RowBlocks(num_shards // each, tuple(own))
 
 
+def put(leaf: Any, sharding: Any) -> Any:
+    """`leaf` with a sharding, of which each process provides its own devices' parts.
+
+    Every process must have the same `leaf`, whole; or the array is one of all
+    processes already.
+    """
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
 def digest_of(array: Any) -> str:
-    """A digest of a host array's bits."""
+    """A digest of an array's bits."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
     array = np.ascontiguousarray(array)
     return hashlib.sha256(array.view(np.uint8).data).hexdigest()[:16]
 

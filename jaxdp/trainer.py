@@ -40,9 +40,9 @@ from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
 from .plan import Plan, Planner
-from .portions import GlobalShare, inputs_of, shown
+from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
-from .processes import find_processes
+from .processes import Pulse, find_processes
 from .remat import Remat
 from .report import read_run, run_of_history, write_report
 from .source import ALL, Source
@@ -151,6 +151,7 @@ class Trainer:
         self.reproducible = reproducible
         self._reproducibly(strategy)  # refuses now what it can't keep
         self.seed = seed
+        self.data = data
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -197,7 +198,8 @@ class Trainer:
         self.optimizer = optax.with_extra_args_support(
             self._hooks.wrap_optimizer(optimizer)
         )
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self.processes)
+        self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
         self._batches_done = 0
         self._batches_seen = 0
@@ -333,7 +335,7 @@ class Trainer:
             hooks.on_fit_start(self)
             limits.start_clock()
             limits.was_validated(self._validated_at)
-            while not self._is_done(limits):
+            while not self._is_done(limits, between_epochs=True):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
@@ -359,6 +361,8 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 blocks = None
+            if self.processes.count > 1:
+                self._ready().fetch()
         if self._roll_back is not None:
             if hasattr(train_loader, "__next__"):
                 raise RuntimeError(
@@ -561,6 +565,9 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
+        With several processes all must call it, with the same path in a file system
+        that they share; each writes what its devices hold.
+
         Returns:
             The absolute path, once all is on disk. Raises `FileExistsError` if
             something is there already.
@@ -584,7 +591,7 @@ class Trainer:
             "left_out": sorted(self._left_out),
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
-            "source": self._state_of_source(),
+            "source": self._share("train").states(self._state_of_source()),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -622,7 +629,8 @@ class Trainer:
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
-        self._source, self._source_state = None, meta["source"]
+        self._source = None
+        self._source_state = self._share("train").state(meta["source"])
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -649,14 +657,22 @@ class Trainer:
 
         Its path, or None if there is none.
         """
-        found = [
-            (step, callback.folder(self).path_of(step))
+        folders = [
+            callback.folder(self)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint)
-            for step in callback.folder(self).steps()
-            if step < before
         ]
-        return max(found)[1] if found else None
+
+        def newest() -> str | None:
+            found = [
+                (step, folder.path_of(step))
+                for folder in folders
+                for step in folder.steps()
+                if step < before
+            ]
+            return max(found)[1] if found else None
+
+        return self.processes.first("the last checkpoint", newest)
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -734,6 +750,7 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+                self._interrupts.check(now=True)
         except RollBack as request:
             # The fit ends here, and is resumed like any other.
             hooks.on_fit_end(self)
@@ -949,11 +966,17 @@ class Trainer:
         between = self._is_whole or self._batches_done == 0
         return self._source.present_state() if between else self._source.state
 
-    def _is_done(self, limits: Limits) -> bool:
+    def _is_done(self, limits: Limits, between_epochs: bool = False) -> bool:
         engine = self._ready()
         if engine.ahead and not engine.can_rewind:
             return False  # not before the end of the block
-        return self.should_stop or limits.done(self.global_step, self.current_epoch)
+        stops = self.should_stop or limits.time_is_up()
+        if self.processes.count > 1:
+            # What one process wants, all do: at once between epochs, within them a
+            # fraction of a second later.
+            stops = bool(self._wishes.beat(stops or None, now=between_epochs))
+            self.should_stop = stops or self.should_stop
+        return stops or limits.done(self.global_step, self.current_epoch)
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""
@@ -980,10 +1003,13 @@ class Trainer:
 
     def _open(self, loader: Any, argument: str, kind: Kind) -> Source:
         """What a user passed as `argument`, shared out to the processes."""
-        share = ALL
-        if self.processes.count > 1:
-            share = GlobalShare(self.processes, lambda: self._ready().packers[kind])
-        return open_loader(loader, argument, self.seed, share)
+        return open_loader(loader, argument, self.seed, self._share(kind))
+
+    def _share(self, kind: Kind) -> Share:
+        if self.processes.count == 1:
+            return ALL
+        share = GlobalShare if self.data == "global" else LocalShare
+        return share(self.processes, lambda: self._ready().packers[kind])
 
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """A new engine, with the state of a trainer that has not been trained."""
@@ -1003,6 +1029,7 @@ class Trainer:
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
             view=self._hooks.evaluated_state(),
+            in_order=self.data == "global",
             abstract=abstract,
         )
 
