@@ -6,7 +6,7 @@ trainer = Trainer(model, optax.adam(1e-3), strategy=Sharded())
 trainer.fit(train_loader, val_loader, max_epochs=10)
 """
 
-from . import callbacks, finders, losses, strategies, testing
+from . import callbacks, distributed, finders, losses, strategies, testing
 from .callbacks import Callback
 from .history import History
 from .plan import Plan
@@ -39,6 +39,7 @@ __all__ = [
     "Trainer",
     "ZeRO",
     "callbacks",
+    "distributed",
     "finders",
     "load_model",
     "losses",

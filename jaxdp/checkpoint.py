@@ -397,6 +397,11 @@ def _named(state: TrainState) -> Named:
     return {field: leaves for field, leaves in named.items() if leaves}
 
 
+def arrays_of(state: TrainState) -> dict[str, Any]:
+    """The arrays that a checkpoint of `state` would have, by name."""
+    return _flat(_with_elements(_named(state)))
+
+
 def _unnamed(named: Named, like: TrainState) -> TrainState:
     """The inverse of `_named`, in the structure of `like`."""
 

@@ -33,7 +33,7 @@ from .metrics import (
 )
 from .portions import PortionPacker, real_rows
 from .precision import as_own, as_stored
-from .processes import RowBlocks, digest_of, find_processes
+from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
@@ -168,10 +168,6 @@ class Engine:
             state = first_state(
                 params, buffers, model_state, steps.optimizer, seed, steps.precision
             )
-            if several:
-                leaves = jax.tree_util.tree_leaves_with_path(state)
-                digests = {leaf_path(path): digest_of(leaf) for path, leaf in leaves}
-                find_processes().same("first state", digests)
             self.state = strategy.place(state)
 
     @property

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_LIMIT_MS: Final = 3_600_000
-"""How long to wait for the others, who may be reading a large checkpoint or compiling.
+from . import coordination
+
+_LIMIT: Final = 3600.0
+"""Seconds to wait for the others, who may be reading a large checkpoint or compiling.
 One that has died ends the others by its missing heartbeat long before that."""
 
 _SHARE_OF_TIME: Final = 200
@@ -68,12 +70,11 @@ class Processes:
 
 
 class _Several(Processes):
-    """Several processes, by the client of their coordination service."""
+    """The processes that `jax.distributed.initialize` has brought together."""
 
-    def __init__(self, client: Any):
-        self.index = jax.process_index()
-        self.count = jax.process_count()
-        self._client = client
+    def __init__(self) -> None:
+        self.index = coordination.index()
+        self.count = coordination.count()
         self._calls = itertools.count()
         self._keys: list[str] = []
 
@@ -81,13 +82,12 @@ class _Several(Processes):
         number, old = next(self._calls), self._keys
         self._keys = []
         self._set(f"{number}/{self.index}", [what, value])
-        self._client.wait_at_barrier(f"jaxdp/{number}", _LIMIT_MS)
-        found: dict[int, Any] = {}
-        for key, text in self._client.key_value_dir_get(f"jaxdp/{number}/"):
-            found[int(key.rpartition("/")[2])] = json.loads(text)
+        if not coordination.barrier(f"jaxdp/{number}", _LIMIT):
+            raise TimeoutError(f"not all processes have come to {what!r} in an hour.")
+        texts = coordination.read_all(f"jaxdp/{number}")
         for key in old:  # whoever has come here has read them
-            self._client.key_value_delete(key)
-        answers = [found[index] for index in range(self.count)]
+            coordination.remove(key)
+        answers = [json.loads(texts[str(index)]) for index in range(self.count)]
         self._check_together([name for name, _ in answers])
         return [answer for _, answer in answers]
 
@@ -103,7 +103,7 @@ class _Several(Processes):
                 raise
             self._set(f"{number}/0", [what, "", value])
             return value
-        text = self._client.blocking_key_value_get(f"jaxdp/{number}/0", _LIMIT_MS)
+        text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
         where, kind, value = json.loads(text)
         self._check_together([where, *[what] * self.index])
         if not kind:
@@ -133,7 +133,7 @@ class _Several(Processes):
         return "; ".join(wrong) or None
 
     def _set(self, key: str, value: Any) -> None:
-        self._client.key_value_set(f"jaxdp/{key}", json.dumps(value))
+        coordination.put(f"jaxdp/{key}", json.dumps(value))
         self._keys.append(f"jaxdp/{key}")
 
     def _check_together(self, places: Sequence[str]) -> None:
@@ -150,18 +150,17 @@ class _Several(Processes):
 
 
 def find_processes() -> Processes:
-    """The processes that `jax.distributed.initialize` has brought together."""
-    if jax.process_count() == 1:
-        return Processes()
-    from jax._src import distributed
+    """All that train together: those of the job, or this one alone."""
+    return _several() if coordination.is_there() else _ALONE
 
-    return _several(distributed.global_state.client)
+
+_ALONE: Final = Processes()
 
 
 @functools.lru_cache(maxsize=1)
-def _several(client: Any) -> Processes:
+def _several() -> Processes:
     """One for all trainers, since the calls of all are counted together."""
-    return _Several(client)
+    return _Several()
 
 
 class Pulse:
@@ -279,14 +278,6 @@ def put(leaf: Any, sharding: Any) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-
-
-def digest_of(array: Any) -> str:
-    """A digest of an array's bits."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    array = np.ascontiguousarray(array)
-    return hashlib.sha256(array.view(np.uint8).data).hexdigest()[:16]
 
 
 def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:

@@ -22,8 +22,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, comparison, losses, resume
-from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
+from . import checkpoint, checks, comparison, distributed, losses, resume
+from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
 from .comparison import Comparison
@@ -162,6 +162,10 @@ class Trainer:
         ):
             # First, so that it has cleared its line before the others print.
             self.callbacks.insert(0, ProgressBar())
+        if jax.process_count() > 1:
+            self._guard()
+        elif warning := distributed.forgotten():
+            warnings.warn(warning, stacklevel=2)
 
         self.global_step = 0
         self.current_epoch = 0
@@ -736,7 +740,23 @@ class Trainer:
         """
         return self._ready().arrays()
 
+    @property
+    def is_fitting(self) -> bool:
+        """Whether `fit` is running."""
+        return self._is_fitting
+
+    @property
+    def program_digests(self) -> tuple[str, ...]:
+        """Of the programs compiled so far, in a job of several processes."""
+        return () if self._engine is None else self._engine.strategy.program_digests
+
     # What the public methods are made of, in the order that `fit` uses it.
+
+    def _guard(self) -> None:
+        """Lets processes meet before anything else happens at a hook."""
+        guards = [c for c in self.callbacks if isinstance(c, Lockstep)] or [Lockstep()]
+        others = [c for c in self.callbacks if not isinstance(c, Lockstep)]
+        self.callbacks = guards + others
 
     @contextlib.contextmanager
     def _ending_well(self, hooks: Hooks) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -40,6 +41,9 @@ class DataParallel(abc.ABC):
     num_shards: int = 1
     """A batch is split into this many equal parts. The trainer pads batches to a
     multiple of it, or asks `compile` for a step with whole batches everywhere."""
+
+    program_digests: tuple[str, ...] = ()
+    """Of the programs built so far, in a job of several processes."""
 
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
@@ -85,7 +89,17 @@ class DataParallel(abc.ABC):
 
         `Trainer.plan` looks at programs here before they are compiled.
         """
-        return program.trace(*arguments).lower().compile()
+        return self.lower(program, arguments).compile()
+
+    def lower(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """A program before it is compiled. Of several processes, each notes its text:
+        `Lockstep` compares them."""
+        lowered = program.trace(*arguments).lower()
+        if jax.process_count() > 1:
+            text = lowered.as_text().encode()
+            digest = hashlib.blake2b(text, digest_size=6).hexdigest()
+            self.program_digests = (*self.program_digests, digest)
+        return lowered
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding that `place` gives each leaf of `state`, from shapes alone.

@@ -147,7 +147,7 @@ class Bitwise(DataParallel):
             out_shardings=NamedSharding(self.mesh, whole),
             donate_argnums=donate,
         )
-        return jitted.trace(*arguments).lower().compile(_OPTIONS)
+        return self.lower(jitted, arguments).compile(_OPTIONS)
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
