@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
 from .console import say
-from .data import Packed, Packer, check_labels
+from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
 from .flops import matmul_flops
 from .metrics import (
@@ -31,7 +31,7 @@ from .metrics import (
     means_of,
     new_totals,
 )
-from .portions import PortionPacker, real_rows
+from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
@@ -389,22 +389,33 @@ class Engine:
         self.in_flight.add(means)
         return totals
 
-    def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Predictions of each of `inputs` as NumPy arrays, without padding."""
-        waiting: collections.deque[tuple[PyTree, Packed]] = collections.deque()
+    def predict(
+        self, inputs: Iterable[PyTree], *, gather: bool = True
+    ) -> Iterator[PyTree]:
+        """Predictions of each of `inputs` as NumPy arrays, without padding.
+
+        With several processes those of all their rows, or without `gather` of this
+        one's.
+        """
+        waiting: collections.deque[tuple[PyTree, PyTree]] = collections.deque()
+        packer = self.packers["predict"]
+
+        def rows(leaf: Array, x: Any) -> np.ndarray:
+            if isinstance(packer, PortionPacker):
+                return packer.real_rows(leaf, x, own=not gather)
+            return np.asarray(leaf)[: rows_of(x)]
 
         def fetch() -> PyTree:
-            prediction, packed = waiting.popleft()
+            prediction, x = waiting.popleft()
             # Waits for the device, `IN_FLIGHT` batches late.
-            return jax.tree.map(
-                lambda leaf: real_rows(np.asarray(leaf), packed), prediction
-            )
+            return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
 
         weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
-            waiting.append((replicated(compiled(weights, groups)), packed))
+            prediction = compiled(weights, groups)
+            waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
         while waiting:

@@ -50,18 +50,6 @@ def inputs_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple) else batch
 
 
-def real_rows(leaf: np.ndarray, packed: Packed) -> np.ndarray:
-    """What is no padding, of values for all rows of a batch."""
-    counts = packed.groups[0].counts[0]
-    if len(counts) == 1:
-        return leaf[: counts[0]]
-    each = len(leaf) // len(counts)
-    starts = range(0, len(leaf), each)
-    return np.concatenate(
-        [leaf[start : start + n] for start, n in zip(starts, counts, strict=True)]
-    )
-
-
 class PortionPacker(Packer):
     """Packs portions: every block is padded to one size, on the process that has it.
 
@@ -120,6 +108,29 @@ class PortionPacker(Packer):
             )
             shapes.append((len(places), size))
         return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+
+    def real_rows(self, leaf: Any, portion: Portion, *, own: bool) -> np.ndarray:
+        """Values of the rows that are no padding, on the host.
+
+        Args:
+            leaf: values for all rows of the packed `portion`, on the devices.
+            portion: what was packed.
+            own: whether those of this process's blocks are enough.
+        """
+        each = len(leaf) // self.blocks.count
+        blocks = self.blocks.own if own else range(self.blocks.count)
+        if own and not leaf.is_fully_replicated:
+            shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
+            found = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
+            starts = range(0, len(found), each)
+        else:
+            found, starts = np.asarray(leaf), [block * each for block in blocks]
+        return np.concatenate(
+            [
+                found[start : start + portion.counts[block]]
+                for start, block in zip(starts, blocks, strict=True)
+            ]
+        )
 
     def can_stack(self, micro_batches: Sequence[Any], slots: int) -> bool:
         if not self.rows_interact:
@@ -217,10 +228,10 @@ class GlobalShare(Share):
 
     Args:
         processes: all of them.
-        packer: what packs the batches; asked for when an epoch begins.
+        packer: gives the `PortionPacker` of the batches, when an epoch begins.
     """
 
-    def __init__(self, processes: Processes, packer: Callable[[], PortionPacker]):
+    def __init__(self, processes: Processes, packer: Callable[[], Any]):
         self._processes = processes
         self._packer = packer
 
@@ -263,27 +274,17 @@ class LocalShare(Share):
     out goes on with no rows until the last one has.
 
     Args:
-        processes: all of them.
-        packer: as for `GlobalShare`.
+        processes: all of them; each has one block of the rows, in their order.
     """
 
-    def __init__(self, processes: Processes, packer: Callable[[], PortionPacker]):
+    def __init__(self, processes: Processes):
         self._processes = processes
-        self._packer = packer
         index = processes.index
         self.sampling = self.drawing = (index,) if index else ()
 
     def of(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
     ) -> Iterator[Portion]:
-        blocks = self._packer().blocks
-        if blocks.count != self._processes.count or len(blocks.own) != 1:
-            raise ValueError(
-                "`data`='local' needs a strategy under which the devices of each"
-                " process work on rows of their own, one block after the other; this"
-                f" one cuts a batch into {blocks.count} blocks, of which process"
-                f" {self._processes.index} has {len(blocks.own)}. Use data='global'."
-            )
         at_once, filler = 1, None
         while True:
             taken = list(itertools.islice(batches, at_once))

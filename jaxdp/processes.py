@@ -64,7 +64,7 @@ class Processes:
     def same(self, what: str, values: Mapping[str, Any]) -> None:
         """Raises a ValueError on all unless all have the same `values`, by name."""
 
-    def any(self, what: str, error: Exception | None) -> str | None:
+    def any(self, what: str, error: BaseException | None) -> str | None:
         """What is wrong in any process, by its number; None if all is well."""
         return None if error is None else str(error)
 
@@ -126,7 +126,7 @@ class _Several(Processes):
                     " process must run the same program with the same settings."
                 )
 
-    def any(self, what: str, error: Exception | None) -> str | None:
+    def any(self, what: str, error: BaseException | None) -> str | None:
         text = None if error is None else f"{type(error).__name__}: {error}"
         found = enumerate(self.all(what, text))
         wrong = [f"process {i}: {text}" for i, text in found if text is not None]
@@ -283,5 +283,6 @@ def put(leaf: Any, sharding: Any) -> Any:
 def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:
     known = {error.__name__: error for error in errors}
     found = known.get(kind) or getattr(builtins, kind, None)
-    is_error = isinstance(found, type) and issubclass(found, Exception)
-    return found if is_error and found is not UnicodeDecodeError else RuntimeError
+    if isinstance(found, type) and issubclass(found, Exception):
+        return found if found is not UnicodeDecodeError else RuntimeError
+    return RuntimeError

@@ -149,7 +149,8 @@ class Trainer:
         """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.reproducible = reproducible
-        self._reproducibly(strategy)  # refuses now what it can't keep
+        with_bits = self._reproducibly(strategy)  # refuses now what it can't keep
+        checks.check_processes(with_bits, data, reproducible)
         self.seed = seed
         self.data = data
         self.log_every_n_steps = log_every_n_steps
@@ -470,11 +471,13 @@ class Trainer:
         planner = Planner(engine_on, self.strategy, window, topology, hardware)
         return planner.plan(devices)
 
-    def predict(self, loader: Iterable[Any]) -> Any:
+    def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.
 
         Args:
             loader: as for `fit`; of a tuple batch, `(x, y)` say, `x` is predicted from.
+            gather: whether, of several processes, each gets the predictions for all
+                rows; if not, for those that it has loaded itself, and none is sent.
 
         Returns:
             NumPy arrays shaped `(rows, ...)`, in the structure of what the model
@@ -484,7 +487,7 @@ class Trainer:
         inputs = (inputs_of(batch) for batch in source.epoch(0))
         done: list[PyTree] = []
         with self._interrupts:
-            for prediction in self._ready().predict(inputs):
+            for prediction in self._ready().predict(inputs, gather=gather):
                 done.append(prediction)
                 self._interrupts.check()
         if not done:
@@ -509,6 +512,12 @@ class Trainer:
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
         checks.check_count("steps", steps)
+        if self.processes.count > 1:
+            raise RuntimeError(
+                f"`compare` was called in a job of {self.processes.count} processes; it"
+                " compares strategies on the devices of one. Call it in a program that"
+                " runs alone, with as many faked devices if need be."
+            )
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
         source = self._open(loader, "loader", "train")
@@ -1028,8 +1037,9 @@ class Trainer:
     def _share(self, kind: Kind) -> Share:
         if self.processes.count == 1:
             return ALL
-        share = GlobalShare if self.data == "global" else LocalShare
-        return share(self.processes, lambda: self._ready().packers[kind])
+        if self.data == "local":
+            return LocalShare(self.processes)
+        return GlobalShare(self.processes, lambda: self._ready().packers[kind])
 
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """A new engine, with the state of a trainer that has not been trained."""

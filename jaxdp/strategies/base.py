@@ -278,7 +278,7 @@ def _put_rows(
 ) -> Any:
     size = shape.shape[axis] // blocks.count
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         start, stop, _ = index[axis].indices(shape.shape[axis])
         if blocks.count > 1:
             here = blocks.own.index(start // size) * size
