@@ -13,7 +13,9 @@ from jaxtyping import PyTree
 from . import losses
 from .callbacks import DonateBuffers, NanGuard
 from .callbacks.base import Callback
+from .console import listed
 from .objective import CriterionObjective, LossFnObjective, Objective
+from .processes import find_processes
 from .strategies import DataParallel
 from .tree import leaf_path
 
@@ -138,6 +140,30 @@ def check_norm(name: str, value: Any) -> None:
         raise ValueError(
             f"`{name}` must be a norm greater than 0, or None for no clipping; got"
             f" {value!r}."
+        )
+
+
+def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> None:
+    """Raises if several processes can't train together like this."""
+    processes = find_processes()
+    if processes.count == 1:
+        return
+    blocks = strategy.row_blocks()
+    if data == "global":
+        return
+    if reproducible:
+        raise ValueError(
+            "`data`='local' with `reproducible`='bitwise': the order of the rows would"
+            " depend on the number of processes, and the bits on the order. Use"
+            " data='global', where every process is given the same loader."
+        )
+    if blocks.count != processes.count or blocks.own != (processes.index,):
+        raise ValueError(
+            "`data`='local' needs a strategy under which the devices of each process"
+            " work on rows of their own, in the order of the processes. Under"
+            f" {strategy!r} there are {blocks.count} blocks of rows, and process"
+            f" {processes.index} works on {listed('block', blocks.own)}. Use"
+            " data='global'."
         )
 
 

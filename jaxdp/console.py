@@ -4,6 +4,8 @@ import logging
 import sys
 from collections.abc import Iterable
 
+from . import coordination
+
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
 
@@ -27,9 +29,15 @@ if not logging.getLogger().handlers:
     _logger.propagate = False
 
 
-def say(message: str) -> None:
-    """Tells the user something that needs no action."""
-    _logger.info(message)
+def say(message: str, *, everywhere: bool = False) -> None:
+    """Tells the user something that needs no action.
+
+    Args:
+        message: a sentence or two.
+        everywhere: whether all processes say it, if there are several, not only one.
+    """
+    if everywhere or coordination.index() == 0:
+        _logger.info(message)
 
 
 def listed(noun: str, numbers: Iterable[int]) -> str:

@@ -14,12 +14,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
 from .console import say
-from .data import Packed, Packer, check_labels
+from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
 from .flops import matmul_flops
 from .metrics import (
@@ -30,9 +31,9 @@ from .metrics import (
     means_of,
     new_totals,
 )
-from .portions import PortionPacker, real_rows
+from .portions import PortionPacker
 from .precision import as_own, as_stored
-from .processes import RowBlocks
+from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
@@ -95,6 +96,8 @@ class Engine:
         micro_batches: how many batches a train step takes.
         view: from the state to the one whose weights are evaluated and handed out.
         steps_per_execution: train steps per dispatch, or "auto".
+        in_order: whether the real rows of several processes' batches come first, and
+            all padding last.
         abstract: whether there are only shapes: nothing is placed, no step can run, and
             every leaf crosses for itself, so that a program's inputs tell them apart;
             see `join_small_leaves`.
@@ -118,6 +121,7 @@ class Engine:
         micro_batches: int,
         steps_per_execution: int | str = 1,
         view: Callable[[TrainState], TrainState] | None = None,
+        in_order: bool = True,
         abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
@@ -144,11 +148,12 @@ class Engine:
         several = not abstract and jax.process_count() > 1
         self._blocks = strategy.row_blocks() if several else RowBlocks()
         self.packers: dict[Kind, Packer] = {
-            kind: self._new_packer(what) if several else Packer(num_shards, what)
+            kind: self._packer(what, in_order) if several else Packer(num_shards, what)
             for kind, what in _WHAT.items()
         }
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
+        self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._view = view
@@ -184,7 +189,7 @@ class Engine:
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
-    def _new_packer(self, what: str) -> Packer:
+    def _packer(self, what: str, in_order: bool) -> Packer:
         """What packs the portions of several processes."""
         num_shards, place = self.strategy.num_shards, self.strategy.place_batch
 
@@ -192,7 +197,7 @@ class Engine:
             (group,) = place([Group(leaves, None)], split=True)
             return self.strategy.fetch(group.batch)
 
-        return PortionPacker(num_shards, what, self._blocks, collect)
+        return PortionPacker(num_shards, what, self._blocks, in_order, collect)
 
     def _shapes(self, packed: Packed) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
@@ -226,14 +231,31 @@ class Engine:
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
         if self._gathered is None or self._gathered[0] is not self._arrays:
-            self._gathered = self._arrays, self.model_of(self.evaluated)
+            fetched, self._fetched = self._fetched, None
+            if fetched is not None and fetched[0] is self._arrays:
+                found = self._as_model(jax.tree.map(jnp.asarray, fetched[1]))
+            else:
+                found = self.model_of(self.evaluated)
+            self._gathered = self._arrays, found
         return self._gathered[1]
+
+    def fetch(self) -> None:
+        """Brings the model to this host, if it is split between processes.
+
+        All processes must call it; `gather` is then a matter of each.
+        """
+        state = self.evaluated
+        parts = state.params, state.buffers, state.model_state
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
+            self._fetched = self._arrays, self.strategy.fetch(parts)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model and its state as `state` has them, whole and live."""
-        params, buffers, model_state = self.strategy.gather(
-            (state.params, state.buffers, state.model_state)
-        )
+        parts = state.params, state.buffers, state.model_state
+        return self._as_model(self.strategy.gather(parts))
+
+    def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        params, buffers, model_state = parts
         params, buffers = as_own((params, buffers), self._own)
         return eqx.combine(params, buffers, self.steps.static), model_state
 
@@ -367,22 +389,33 @@ class Engine:
         self.in_flight.add(means)
         return totals
 
-    def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Predictions of each of `inputs` as NumPy arrays, without padding."""
-        waiting: collections.deque[tuple[PyTree, Packed]] = collections.deque()
+    def predict(
+        self, inputs: Iterable[PyTree], *, gather: bool = True
+    ) -> Iterator[PyTree]:
+        """Predictions of each of `inputs` as NumPy arrays, without padding.
+
+        With several processes those of all their rows, or without `gather` of this
+        one's.
+        """
+        waiting: collections.deque[tuple[PyTree, PyTree]] = collections.deque()
+        packer = self.packers["predict"]
+
+        def rows(leaf: Array, x: Any) -> np.ndarray:
+            if isinstance(packer, PortionPacker):
+                return packer.real_rows(leaf, x, own=not gather)
+            return np.asarray(leaf)[: rows_of(x)]
 
         def fetch() -> PyTree:
-            prediction, packed = waiting.popleft()
+            prediction, x = waiting.popleft()
             # Waits for the device, `IN_FLIGHT` batches late.
-            return jax.tree.map(
-                lambda leaf: real_rows(np.asarray(leaf), packed), prediction
-            )
+            return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
 
         weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
-            waiting.append((replicated(compiled(weights, groups)), packed))
+            prediction = compiled(weights, groups)
+            waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
         while waiting:
@@ -391,7 +424,10 @@ class Engine:
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
         slots = self.micro_batches
-        packed = self.packers["train"].pack(window, slots)
+        packer = self.packers["train"]
+        if isinstance(packer, PortionPacker):  # of the rows that are here
+            packer = Packer(1, packer.what)
+        packed = packer.pack(window, slots)
         steps = self.steps._replace(inside=(), remat=False)
         with no_ambient_mesh():
             train = functools.partial(steps.train, Collectives())
@@ -465,6 +501,8 @@ class Engine:
         if len(self._trial) < 8:
             return
         seconds, self._trial = min(self._trial[2:]), None
+        # One process's clock decides for all.
+        seconds = find_processes().first("steps_per_execution", lambda: seconds)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.groups))
         most = min(
             _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 
@@ -22,7 +23,7 @@ def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     Args:
         arrays: by name, on the same devices; no PRNG keys.
     """
-    sums = np.asarray(_sums(list(arrays.values()))) if arrays else ()
+    sums = np.asarray(_summed(list(arrays.values()))) if arrays else ()
     return _named(arrays, sums)
 
 
@@ -54,6 +55,15 @@ def _named(names: Iterable[str], sums: Iterable[Any]) -> dict[str, str]:
         name: f"{first:08x}{second:08x}"
         for name, (first, second) in zip(names, sums, strict=True)
     }
+
+
+def _summed(leaves: list[Array]) -> Array:
+    sharding = leaves[0].sharding
+    if sharding.is_fully_addressable:
+        return _sums(leaves)
+    # Of several processes, each of which is to know the sums.
+    whole = NamedSharding(sharding.mesh, PartitionSpec())  # pyright: ignore
+    return jax.jit(_sums, out_shardings=whole)(leaves)
 
 
 @jax.jit

@@ -117,7 +117,7 @@ class Meetings:
                     raise RuntimeError(
                         f"{text}. `Lockstep(timeout=...)` is how long to wait."
                     )
-                say(text)
+                say(text, everywhere=True)
                 warned = True
             time.sleep(pause)
             pause = min(2 * pause, 0.5)

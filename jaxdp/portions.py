@@ -5,10 +5,12 @@ devices decide (`processes.RowBlocks`). A block has real rows first, then its pa
 """
 
 import collections
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -16,6 +18,9 @@ import numpy as np
 from .data import Packed, Packer, pad, rows_of
 from .processes import Processes, RowBlocks
 from .step import Batch, Group
+
+_AT_ONCE: Final = 8
+"""Batches that processes with loaders of their own read before they tell each other."""
 
 
 class Portion:
@@ -45,18 +50,6 @@ def inputs_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple) else batch
 
 
-def real_rows(leaf: np.ndarray, packed: Packed) -> np.ndarray:
-    """What is no padding, of values for all rows of a batch."""
-    counts = packed.groups[0].counts[0]
-    if len(counts) == 1:
-        return leaf[: counts[0]]
-    each = len(leaf) // len(counts)
-    starts = range(0, len(leaf), each)
-    return np.concatenate(
-        [leaf[start : start + n] for start, n in zip(starts, counts, strict=True)]
-    )
-
-
 class PortionPacker(Packer):
     """Packs portions: every block is padded to one size, on the process that has it.
 
@@ -64,6 +57,8 @@ class PortionPacker(Packer):
         num_shards: as for `Packer`, of all processes together.
         what: which batches, for messages: "training".
         blocks: the blocks that this process loads.
+        in_order: whether portions fill the blocks in turn, so that all padding is at
+            the end. The compiled step is then that of one process.
         collect: from leaves `(micro_batches, rows of own blocks, ...)` to the same on
             the host with the rows of all blocks; all processes call it.
     """
@@ -73,10 +68,12 @@ class PortionPacker(Packer):
         num_shards: int,
         what: str,
         blocks: RowBlocks,
+        in_order: bool,
         collect: Callable[[list[np.ndarray]], list[np.ndarray]],
     ):
         super().__init__(num_shards, what)
         self.blocks = blocks
+        self._in_order = in_order
         self._collect = collect
 
     def pack(
@@ -111,6 +108,29 @@ class PortionPacker(Packer):
             )
             shapes.append((len(places), size))
         return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+
+    def real_rows(self, leaf: Any, portion: Portion, *, own: bool) -> np.ndarray:
+        """Values of the rows that are no padding, on the host.
+
+        Args:
+            leaf: values for all rows of the packed `portion`, on the devices.
+            portion: what was packed.
+            own: whether those of this process's blocks are enough.
+        """
+        each = len(leaf) // self.blocks.count
+        blocks = self.blocks.own if own else range(self.blocks.count)
+        if own and not leaf.is_fully_replicated:
+            shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
+            found = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
+            starts = range(0, len(found), each)
+        else:
+            found, starts = np.asarray(leaf), [block * each for block in blocks]
+        return np.concatenate(
+            [
+                found[start : start + portion.counts[block]]
+                for start, block in zip(starts, blocks, strict=True)
+            ]
+        )
 
     def can_stack(self, micro_batches: Sequence[Any], slots: int) -> bool:
         if not self.rows_interact:
@@ -156,7 +176,10 @@ class PortionPacker(Packer):
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
         batch = jax.tree.unflatten(self._expected[0], stacked)
-        return Group(batch, np.asarray(counts, np.int32))
+        real = np.asarray(counts, np.int32)
+        if self._in_order:
+            real = real.sum(axis=1, keepdims=True, dtype=np.int32)
+        return Group(batch, real)
 
 
 class Share:
@@ -170,13 +193,20 @@ class Share:
     sampling: tuple[int, ...] = ()
     drawing: tuple[int, ...] = ()
 
-    def of(self, batches: Iterator[Batch]) -> Iterator[Any]:
-        """Batches as this process gets them, of those that its loader gives."""
+    def of(
+        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
+    ) -> Iterator[Any]:
+        """Batches as this process gets them, of those that its loader gives.
+
+        Args:
+            batches: on the host.
+            peek: gives some batch of the loader; None if they come but once.
+        """
         return batches
 
     def of_lists(
         self, lists: Iterator[Any]
-    ) -> tuple[Iterator[Any], Callable[[Iterator[Batch]], Iterator[Any]]]:
+    ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
         """The indices that this process is to fetch, and `of` for what it fetched."""
         return lists, self.of
 
@@ -189,8 +219,8 @@ class Share:
         return own
 
     def state(self, states: Any) -> Any:
-        """The inverse of `states`."""
-        return states
+        """The inverse of `states`; None if these are those of other processes."""
+        return None if isinstance(states, dict) else states
 
 
 class GlobalShare(Share):
@@ -198,22 +228,23 @@ class GlobalShare(Share):
 
     Args:
         processes: all of them.
-        packer: what packs the batches; asked for when an epoch begins.
+        packer: gives the `PortionPacker` of the batches, when an epoch begins.
     """
 
-    def __init__(self, processes: Processes, packer: Callable[[], PortionPacker]):
+    def __init__(self, processes: Processes, packer: Callable[[], Any]):
         self._processes = processes
         self._packer = packer
 
-    def of(self, batches: Iterator[Batch]) -> Iterator[Portion]:
+    def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
         cut = _Cut(self._packer())
         for batch in batches:
             counts, places = cut(rows_of(batch))
-            yield Portion(jax.tree.map(lambda x: _taken(x, places), batch), counts)  # noqa: B023
+            own = functools.partial(_taken, places=places)
+            yield Portion(jax.tree.map(own, batch), counts)
 
     def of_lists(
         self, lists: Iterator[Any]
-    ) -> tuple[Iterator[Any], Callable[[Iterator[Batch]], Iterator[Any]]]:
+    ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
         cut = _Cut(self._packer())
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
@@ -225,7 +256,7 @@ class GlobalShare(Share):
                 waiting.append(counts)
                 yield [indices[i] for place in places for i in place]
 
-        def portions(batches: Iterator[Batch]) -> Iterator[Portion]:
+        def portions(batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
             for batch in batches:
                 yield Portion(batch, waiting.popleft())
 
@@ -234,6 +265,66 @@ class GlobalShare(Share):
     def length(self, argument: str, own: int | None) -> int | None:
         self._processes.same(f"`{argument}`", {"its number of batches": own})
         return own
+
+
+class LocalShare(Share):
+    """Every process's loader has rows of its own; a batch is what all give in turn.
+
+    Before the next batch they tell each other how many rows they have. One that has run
+    out goes on with no rows until the last one has.
+
+    Args:
+        processes: all of them; each has one block of the rows, in their order.
+    """
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+        index = processes.index
+        self.sampling = self.drawing = (index,) if index else ()
+
+    def of(
+        self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
+    ) -> Iterator[Portion]:
+        at_once, filler = 1, None
+        while True:
+            taken = list(itertools.islice(batches, at_once))
+            sizes = [rows_of(batch) for batch in taken] + [0] * (at_once - len(taken))
+            if taken:
+                filler = _first_row(taken[0])
+            elif filler is None and peek is not None:
+                with contextlib.suppress(ValueError):  # it has none at all
+                    filler = _first_row(peek())
+            told = self._processes.all("the next batches", [sizes, filler is not None])
+            if not any(any(sizes) for sizes, _ in told):
+                return
+            if not all(has_rows for _, has_rows in told):
+                empty = [i for i, (_, has_rows) in enumerate(told) if not has_rows]
+                raise ValueError(
+                    "`data`='local': there are no batches in the loader of process"
+                    f" {', '.join(map(str, empty))}, while others have some. Each needs"
+                    " one at least."
+                )
+            for place, own in enumerate(taken + [filler] * (at_once - len(taken))):
+                counts = tuple([sizes[place] for sizes, _ in told])
+                if not any(counts):
+                    return
+                yield Portion(own, counts)
+            # An iterator must not be asked for more than is trained on.
+            at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
+
+    def length(self, argument: str, own: int | None) -> int | None:
+        lengths = self._processes.all(f"the length of {argument}", own)
+        return None if None in lengths else max(lengths)
+
+    def states(self, own: Any) -> Any:
+        return {"by_process": self._processes.all("the loaders' states", own)}
+
+    def state(self, states: Any) -> Any:
+        if not isinstance(states, dict):
+            return states
+        found = states["by_process"]
+        same = len(found) == self._processes.count
+        return found[self._processes.index] if same else None
 
 
 class _Cut:
@@ -255,6 +346,10 @@ class _Cut:
         if not any(places):
             places = [range(1)]
         return self.blocks.counts(rows, each), places
+
+
+def _first_row(batch: Batch) -> Batch:
+    return jax.tree.map(lambda leaf: np.array(leaf[:1]), batch)
 
 
 def _taken(leaf: np.ndarray, places: list[range]) -> np.ndarray:

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-_LIMIT_MS: Final = 3_600_000
-"""How long to wait for the others, who may be reading a large checkpoint or compiling.
+from . import coordination
+
+_LIMIT: Final = 3600.0
+"""Seconds to wait for the others, who may be reading a large checkpoint or compiling.
 One that has died ends the others by its missing heartbeat long before that."""
 
 _SHARE_OF_TIME: Final = 200
@@ -29,7 +32,7 @@ many seconds allow."""
 
 
 class Processes:
-    """The processes that train together. Here: this one alone, which agrees with itself.
+    """The processes that train together. Here: this one, which agrees with itself.
 
     Attributes:
         index: which of them this is.
@@ -61,18 +64,17 @@ class Processes:
     def same(self, what: str, values: Mapping[str, Any]) -> None:
         """Raises a ValueError on all unless all have the same `values`, by name."""
 
-    def any(self, what: str, error: Exception | None) -> str | None:
+    def any(self, what: str, error: BaseException | None) -> str | None:
         """What is wrong in any process, by its number; None if all is well."""
         return None if error is None else str(error)
 
 
 class _Several(Processes):
-    """Several processes, by the client of their coordination service."""
+    """The processes that `jax.distributed.initialize` has brought together."""
 
-    def __init__(self, client: Any):
-        self.index = jax.process_index()
-        self.count = jax.process_count()
-        self._client = client
+    def __init__(self) -> None:
+        self.index = coordination.index()
+        self.count = coordination.count()
         self._calls = itertools.count()
         self._keys: list[str] = []
 
@@ -80,13 +82,12 @@ class _Several(Processes):
         number, old = next(self._calls), self._keys
         self._keys = []
         self._set(f"{number}/{self.index}", [what, value])
-        self._client.wait_at_barrier(f"jaxdp/{number}", _LIMIT_MS)
-        found: dict[int, Any] = {}
-        for key, text in self._client.key_value_dir_get(f"jaxdp/{number}/"):
-            found[int(key.rpartition("/")[2])] = json.loads(text)
+        if not coordination.barrier(f"jaxdp/{number}", _LIMIT):
+            raise TimeoutError(f"not all processes have come to {what!r} in an hour.")
+        texts = coordination.read_all(f"jaxdp/{number}")
         for key in old:  # whoever has come here has read them
-            self._client.key_value_delete(key)
-        answers = [found[index] for index in range(self.count)]
+            coordination.remove(key)
+        answers = [json.loads(texts[str(index)]) for index in range(self.count)]
         self._check_together([name for name, _ in answers])
         return [answer for _, answer in answers]
 
@@ -102,7 +103,7 @@ class _Several(Processes):
                 raise
             self._set(f"{number}/0", [what, "", value])
             return value
-        text = self._client.blocking_key_value_get(f"jaxdp/{number}/0", _LIMIT_MS)
+        text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
         where, kind, value = json.loads(text)
         self._check_together([where, *[what] * self.index])
         if not kind:
@@ -120,28 +121,27 @@ class _Several(Processes):
             other = next((i for i, x in enumerate(found) if x != found[0]), None)
             if other is not None:
                 raise ValueError(
-                    f"the processes do not have the same {what}: {name} is {found[0]} in"
-                    f" process 0, and {found[other]} in process {other}. Every process"
-                    " must run the same program with the same settings."
+                    f"the processes do not have the same {what}: {name} is {found[0]}"
+                    f" in process 0, and {found[other]} in process {other}. Every"
+                    " process must run the same program with the same settings."
                 )
 
-    def any(self, what: str, error: Exception | None) -> str | None:
+    def any(self, what: str, error: BaseException | None) -> str | None:
         text = None if error is None else f"{type(error).__name__}: {error}"
         found = enumerate(self.all(what, text))
         wrong = [f"process {i}: {text}" for i, text in found if text is not None]
         return "; ".join(wrong) or None
 
     def _set(self, key: str, value: Any) -> None:
-        self._client.key_value_set(f"jaxdp/{key}", json.dumps(value))
+        coordination.put(f"jaxdp/{key}", json.dumps(value))
         self._keys.append(f"jaxdp/{key}")
 
     def _check_together(self, places: Sequence[str]) -> None:
         if len(set(places)) > 1:
-            by_place = [
-                f"process {', '.join(str(i) for i, p in enumerate(places) if p == place)}"
-                f" at {place!r}"
-                for place in dict.fromkeys(places)
-            ]
+            by_place = []
+            for place in dict.fromkeys(places):
+                who = [str(i) for i, other in enumerate(places) if other == place]
+                by_place.append(f"process {', '.join(who)} at {place!r}")
             raise RuntimeError(
                 "the processes are in different places of the program:"
                 f" {'; '.join(by_place)}. All must call the same methods of the trainer"
@@ -150,18 +150,17 @@ class _Several(Processes):
 
 
 def find_processes() -> Processes:
-    """The processes that `jax.distributed.initialize` has brought together."""
-    if jax.process_count() == 1:
-        return Processes()
-    from jax._src import distributed
+    """All that train together: those of the job, or this one alone."""
+    return _several() if coordination.is_there() else _ALONE
 
-    return _several(distributed.global_state.client)
+
+_ALONE: Final = Processes()
 
 
 @functools.lru_cache(maxsize=1)
-def _several(client: Any) -> Processes:
+def _several() -> Processes:
     """One for all trainers, since the calls of all are counted together."""
-    return _Several(client)
+    return _Several()
 
 
 class Pulse:
@@ -264,14 +263,26 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
     return RowBlocks(num_shards // each, tuple(own))
 
 
-def digest_of(array: Any) -> str:
-    """A digest of a host array's bits."""
-    array = np.ascontiguousarray(array)
-    return hashlib.sha256(array.view(np.uint8).data).hexdigest()[:16]
+def put(leaf: Any, sharding: Any) -> Any:
+    """`leaf` with a sharding, of which each process provides its own devices' parts.
+
+    Every process must have the same `leaf`, whole; or the array is one of all
+    processes already.
+    """
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
 def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:
     known = {error.__name__: error for error in errors}
     found = known.get(kind) or getattr(builtins, kind, None)
-    is_error = isinstance(found, type) and issubclass(found, Exception)
-    return found if is_error and found is not UnicodeDecodeError else RuntimeError
+    if isinstance(found, type) and issubclass(found, Exception):
+        return found if found is not UnicodeDecodeError else RuntimeError
+    return RuntimeError

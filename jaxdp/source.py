@@ -60,7 +60,8 @@ class Source:
         passed = self.replay if batches is self.loader else skip
         self.replay = 0
         self._pass_over(batches, passed)
-        return self.share.of(self._converted(batches, epoch, skip, copy))
+        peek = None if batches is self.loader else self._peek_here
+        return self.share.of(self._converted(batches, epoch, skip, copy), peek)
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
@@ -104,6 +105,14 @@ class Source:
         if batch is None:
             raise ValueError(self.gave_nothing())
         return batch
+
+    def _peek_here(self) -> Batch:
+        """`peek`, whatever other processes have."""
+        share, self.share = self.share, ALL
+        try:
+            return self.peek()
+        finally:
+            self.share = share
 
     def gave_nothing(self) -> str:
         """What to say when an epoch has no batches."""

@@ -78,7 +78,8 @@ class TorchSource(Source):
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or workers > 0
         ready = whole_rows is not None
-        return share(self._converted(batches, epoch, skip, copy=not fresh, ready=ready))
+        converted = self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
+        return share(converted, self._peek_here)
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):

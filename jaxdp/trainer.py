@@ -40,9 +40,9 @@ from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
 from .plan import Plan, Planner
-from .portions import GlobalShare, inputs_of, shown
+from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
-from .processes import find_processes
+from .processes import Pulse, find_processes
 from .remat import Remat
 from .report import read_run, run_of_history, write_report
 from .source import ALL, Source
@@ -149,8 +149,10 @@ class Trainer:
         """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.reproducible = reproducible
-        self._reproducibly(strategy)  # refuses now what it can't keep
+        with_bits = self._reproducibly(strategy)  # refuses now what it can't keep
+        checks.check_processes(with_bits, data, reproducible)
         self.seed = seed
+        self.data = data
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -201,7 +203,8 @@ class Trainer:
         self.optimizer = optax.with_extra_args_support(
             self._hooks.wrap_optimizer(optimizer)
         )
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self.processes)
+        self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
         self._batches_done = 0
         self._batches_seen = 0
@@ -337,7 +340,7 @@ class Trainer:
             hooks.on_fit_start(self)
             limits.start_clock()
             limits.was_validated(self._validated_at)
-            while not self._is_done(limits):
+            while not self._is_done(limits, between_epochs=True):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
@@ -363,6 +366,8 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 blocks = None
+            if self.processes.count > 1:
+                self._ready().fetch()
         if self._roll_back is not None:
             if hasattr(train_loader, "__next__"):
                 raise RuntimeError(
@@ -466,11 +471,13 @@ class Trainer:
         planner = Planner(engine_on, self.strategy, window, topology, hardware)
         return planner.plan(devices)
 
-    def predict(self, loader: Iterable[Any]) -> Any:
+    def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.
 
         Args:
             loader: as for `fit`; of a tuple batch, `(x, y)` say, `x` is predicted from.
+            gather: whether, of several processes, each gets the predictions for all
+                rows; if not, for those that it has loaded itself, and none is sent.
 
         Returns:
             NumPy arrays shaped `(rows, ...)`, in the structure of what the model
@@ -480,7 +487,7 @@ class Trainer:
         inputs = (inputs_of(batch) for batch in source.epoch(0))
         done: list[PyTree] = []
         with self._interrupts:
-            for prediction in self._ready().predict(inputs):
+            for prediction in self._ready().predict(inputs, gather=gather):
                 done.append(prediction)
                 self._interrupts.check()
         if not done:
@@ -505,6 +512,12 @@ class Trainer:
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
         checks.check_count("steps", steps)
+        if self.processes.count > 1:
+            raise RuntimeError(
+                f"`compare` was called in a job of {self.processes.count} processes; it"
+                " compares strategies on the devices of one. Call it in a program that"
+                " runs alone, with as many faked devices if need be."
+            )
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
         source = self._open(loader, "loader", "train")
@@ -565,6 +578,9 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
+        With several processes all must call it, with the same path in a file system
+        that they share; each writes what its devices hold.
+
         Returns:
             The absolute path, once all is on disk. Raises `FileExistsError` if
             something is there already.
@@ -588,7 +604,7 @@ class Trainer:
             "left_out": sorted(self._left_out),
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
-            "source": self._state_of_source(),
+            "source": self._share("train").states(self._state_of_source()),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -626,7 +642,8 @@ class Trainer:
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
-        self._source, self._source_state = None, meta["source"]
+        self._source = None
+        self._source_state = self._share("train").state(meta["source"])
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -653,14 +670,22 @@ class Trainer:
 
         Its path, or None if there is none.
         """
-        found = [
-            (step, callback.folder(self).path_of(step))
+        folders = [
+            callback.folder(self)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint)
-            for step in callback.folder(self).steps()
-            if step < before
         ]
-        return max(found)[1] if found else None
+
+        def newest() -> str | None:
+            found = [
+                (step, folder.path_of(step))
+                for folder in folders
+                for step in folder.steps()
+                if step < before
+            ]
+            return max(found)[1] if found else None
+
+        return self.processes.first("the last checkpoint", newest)
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -759,6 +784,7 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+                self._interrupts.check(now=True)
         except RollBack as request:
             # The fit ends here, and is resumed like any other.
             hooks.on_fit_end(self)
@@ -974,11 +1000,17 @@ class Trainer:
         between = self._is_whole or self._batches_done == 0
         return self._source.present_state() if between else self._source.state
 
-    def _is_done(self, limits: Limits) -> bool:
+    def _is_done(self, limits: Limits, between_epochs: bool = False) -> bool:
         engine = self._ready()
         if engine.ahead and not engine.can_rewind:
             return False  # not before the end of the block
-        return self.should_stop or limits.done(self.global_step, self.current_epoch)
+        stops = self.should_stop or limits.time_is_up()
+        if self.processes.count > 1:
+            # What one process wants, all do: at once between epochs, within them a
+            # fraction of a second later.
+            stops = bool(self._wishes.beat(stops or None, now=between_epochs))
+            self.should_stop = stops or self.should_stop
+        return stops or limits.done(self.global_step, self.current_epoch)
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""
@@ -1005,10 +1037,14 @@ class Trainer:
 
     def _open(self, loader: Any, argument: str, kind: Kind) -> Source:
         """What a user passed as `argument`, shared out to the processes."""
-        share = ALL
-        if self.processes.count > 1:
-            share = GlobalShare(self.processes, lambda: self._ready().packers[kind])
-        return open_loader(loader, argument, self.seed, share)
+        return open_loader(loader, argument, self.seed, self._share(kind))
+
+    def _share(self, kind: Kind) -> Share:
+        if self.processes.count == 1:
+            return ALL
+        if self.data == "local":
+            return LocalShare(self.processes)
+        return GlobalShare(self.processes, lambda: self._ready().packers[kind])
 
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """A new engine, with the state of a trainer that has not been trained."""
@@ -1028,6 +1064,7 @@ class Trainer:
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
             view=self._hooks.evaluated_state(),
+            in_order=self.data == "global",
             abstract=abstract,
         )
 

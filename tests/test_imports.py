@@ -9,14 +9,13 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
+    ["coordination"],
+    ["console"],
     [
         "charts",
         "collectives",
-        "console",
-        "coordination",
         "environment",
         "fingerprint",
-        "flat",
         "flops",
         "hardware",
         "history",
@@ -26,10 +25,11 @@ ORDER = [
         "metrics",
         "phases",
         "plan_page",
-        "processes",
         "tree",
     ],
+    ["processes"],
     [
+        "flat",
         "interrupts",
         "layout",
         "lifeline",

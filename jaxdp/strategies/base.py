@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..collectives import DATA
-from ..processes import RowBlocks
+from ..processes import RowBlocks, put
 from ..step import Group, TrainState
 
 Devices = int | Sequence[Any] | None
@@ -242,23 +242,6 @@ def each(results: Role | tuple[Role, ...], layout: Callable[[Role], Any]) -> Any
     return layout(results)
 
 
-def put(leaf: Any, sharding: Any) -> Any:
-    """`leaf` with a sharding, of which each process provides its own devices' parts.
-
-    Every process must have the same `leaf`, whole; or the array is one of all
-    processes already.
-    """
-    if not getattr(leaf, "is_fully_addressable", True):
-        return leaf
-    if sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-
-
 def put_rows(
     groups: Sequence[Group],
     blocks: RowBlocks,
@@ -295,7 +278,7 @@ def _put_rows(
 ) -> Any:
     size = shape.shape[axis] // blocks.count
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         start, stop, _ = index[axis].indices(shape.shape[axis])
         if blocks.count > 1:
             here = blocks.own.index(start // size) * size
