@@ -117,6 +117,7 @@ def fit(
     epochs=2,
     lockstep=None,
     at=None,
+    stall=None,
     validates=True,
     **options,
 ):
@@ -135,16 +136,14 @@ def fit(
         seed=pick(0, other_seed),
         callbacks=[
             *([callbacks.Lockstep(**lockstep)] if lockstep else []),
+            *([callbacks.StallWatch(stall)] if stall else []),
             *([At(*at)] if at else [At(-1, -1, None)]),
         ],
         enable_progress_bar=False,
         **options,
     )
     trainer.fit(loader, loader if validates else None, max_epochs=epochs)
-    leaves = jax.tree.leaves(trainer.model)
-    bits = b"".join(np.asarray(x).tobytes() for x in leaves if eqx.is_array(x))
-    say("ended", trainer.global_step, hashlib.sha256(bits).hexdigest())
-    return trainer
+    tell_end(trainer)
 
 
 # What `At` may do.
@@ -188,6 +187,27 @@ def drift(trainer):
     engine._arrays[place] = jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, copies
     )
+
+
+class Slow(jaxdp.Callback):
+    """Takes its time at every step, in one process."""
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        time.sleep(mine(0.0, 0.05))
+
+
+def measure(path):
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    monitor = callbacks.ThroughputMonitor(flops_per_example=0)
+    trainer = jaxdp.Trainer(
+        Net(),
+        loss="cross_entropy",
+        callbacks=[monitor, callbacks.CSVLogger(path), Slow()],
+        log_every_n_steps=4,
+        enable_progress_bar=False,
+    )
+    trainer.fit(loader, max_epochs=4)
+    say("waited", monitor.summary["others"])
 
 
 class Failing(torch.utils.data.Dataset):

@@ -1,5 +1,8 @@
 """Processes that are about to do different things: an error in all that says what."""
 
+import csv
+import re
+
 import pytest
 import tasks
 
@@ -52,14 +55,29 @@ def test_parameters_that_drift_apart_are_found(crew):
 
 def test_who_waits_for_whom_is_said(crew):
     codes, outputs = crew(
-        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
+        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}, stall=3.0
     ).join()
     assert codes == [0, 0]
+    late = "process 1: step 5 of epoch 0, busy with the callback At, in on_boundary"
+    assert "The fit waits for the other processes" in outputs[0]
+    assert f"StallWatch: the others wait for {late}" in outputs[0]
+    assert "The fit waits for the callback At" in outputs[1]
     assert (
         "process 0 (step 6 of epoch 0) has waited for 3 s for process 1" in outputs[0]
     )
-    assert "busy with the callback At, in on_boundary" in outputs[0]
+    assert f"({late} for " in outputs[0]
     assert "has waited" not in outputs[1]
+
+
+def test_the_slowest_process_is_in_the_log(crew, tmp_path):
+    codes, outputs = crew("measure", path=str(tmp_path)).join()
+    assert codes == [0, 0]
+    with (tmp_path / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    slowest = [row.get("throughput/slowest_process") for row in found]
+    assert set(filter(None, slowest)) == {"1.0"}
+    waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
+    assert waited[0] > waited[1]
 
 
 def test_nobody_is_waited_for_without_end(crew):
