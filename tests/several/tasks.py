@@ -118,7 +118,7 @@ def fit(
     lockstep=None,
     at=None,
     stall=None,
-    validates=True,
+    validates=False,
     **options,
 ):
     """A small training; what is called `other_...` is that of process 1."""
@@ -131,7 +131,7 @@ def fit(
     )
     trainer = jaxdp.Trainer(
         Net(pick(width, other_width), pick(key, other_key)),
-        optax.adam(1e-2),
+        optax.sgd(1e-2),
         loss=mine(cross_entropy, half) if loss_of_1 else cross_entropy,
         seed=pick(0, other_seed),
         callbacks=[

@@ -15,7 +15,7 @@ DIFFERENT = {
     "weights": ({"other_key": 1}, "the bits of the model's first.weight: "),
     "loss": ({"loss_of_1": True}, "the compiled programs: "),
     "rows": (
-        {"other_batch": 16, "other_rows": 128, "validates": False},
+        {"other_batch": 16, "other_rows": 128},
         "rows of a train batch: 8 (process 0), 16 (process 1)",
     ),
     "length": ({"other_rows": 48}, "its number of batches is 8 in process 0, and 6"),
@@ -44,7 +44,6 @@ def test_parameters_that_drift_apart_are_found(crew):
         batch=4,
         at=(1, 5, tasks.drift),
         lockstep={"fingerprint_every_n_steps": 6},
-        validates=False,
     ).join()
     assert codes == [1, 1]
     for output in outputs:
@@ -85,7 +84,6 @@ def test_nobody_is_waited_for_without_end(crew):
         "fit",
         at=(1, 5, tasks.linger),
         lockstep={"warn_after": 1.0, "timeout": 3.0},
-        validates=False,
     ).join()
     assert codes[0] == 1 and codes[1] != 0
     assert "has waited for 3 s for process 1" in outputs[0]
@@ -93,7 +91,7 @@ def test_nobody_is_waited_for_without_end(crew):
 
 def test_meeting_rarely_is_enough_to_find_it(crew):
     codes, outputs = crew(
-        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}, validates=False
+        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}
     ).join()
     assert codes == [1, 1]
     for output in outputs:
