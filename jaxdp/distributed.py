@@ -237,6 +237,6 @@ def _abandon(text: str) -> None:
     assert _lifeline is not None
     me = _lifeline.place.process_id
     # Not through sys.stderr: the stuck thread may hold its lock.
-    line = f"jaxdp: {text}. Process {me} ({_lifeline.where}) can't go on without it.\n"
-    os.write(2, line.encode())
+    end = f"Process {me}, {_lifeline.where}, can't go on without it."
+    os.write(2, f"jaxdp: {text}. {end}\n".encode())
     os._exit(ABANDONED)

@@ -228,7 +228,7 @@ class Lifeline:
         if process in self._done or process in self.lost:
             return
         where = self._heard_at.get(process, "before the first fit")
-        text = f"{self.names[process]} died ({how}); it was last heard of {where}"
+        text = f"{self.names[process]} died ({how}), last heard of {where}"
         if self.place.process_id == 0:
             self._tell({"dead": process, "text": text})
         self._end(process, text)

@@ -104,7 +104,7 @@ class Meetings:
             missing = {
                 p for p in everyone if cards.get(p, mine)["number"] < self._number
             } | (everyone - set(cards))
-            if not missing:
+            if not missing and not differing:
                 return
             waited = time.monotonic() - started
             if waited > min(timeout, warn_after) and not warned or waited > timeout:
@@ -178,9 +178,9 @@ def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
             more = len(told) - _MOST_DIFFERENCES
             rest = f"; and {more} more" if more > 0 else ""
             return (
-                "the processes of this job do not agree, and their numbers would be"
-                f" wrong. {next(iter(wheres))}: "
-                f"{'; '.join(told[:_MOST_DIFFERENCES])}{rest}."
+                f"the processes of this job do not agree, at {next(iter(wheres))}:"
+                f" {'; '.join(told[:_MOST_DIFFERENCES])}{rest}. Their numbers would be"
+                " wrong. All must run the same program with the same settings."
             )
     raise AssertionError("digests differ, and nothing that was noted does")
 

@@ -755,6 +755,11 @@ class Trainer:
         return self._is_fitting
 
     @property
+    def batch_sizes(self) -> dict[str, int]:
+        """How many rows batches are padded to: of training, validation, prediction."""
+        return self._ready().sizes
+
+    @property
     def program_digests(self) -> tuple[str, ...]:
         """Of the programs compiled so far, in a job of several processes."""
         return () if self._engine is None else self._engine.strategy.program_digests

@@ -97,11 +97,15 @@ class Lockstep(Callback):
         self._meet(trainer, "the start of a fit", facts)
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._meet(trainer, "the first step")
+        rows = {f"rows of a {k} batch": str(n) for k, n in trainer.batch_sizes.items()}
+        self._meet(trainer, "the first step", rows)
 
     def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-        where = f"step {trainer.global_step + 1}, epoch {trainer.current_epoch}"
-        self._note(trainer, where, {"the batch": _shapes(batch, rows=False)})
+        where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
+        # Its rows are this process's own, and need not be as many as those of others.
+        rows = {"a row of the batch": _shapes(batch, 1)}
+        rows["rows before it"] = str(trainer.examples_seen)
+        self._note(trainer, where, rows)
 
     def on_boundary(self, trainer: Any) -> None:
         if not coordination.is_there():
@@ -169,7 +173,7 @@ class Lockstep(Callback):
             self._programs = programs
             facts = {**(facts or {}), "the compiled programs": ", ".join(programs)}
         if (line := distributed.lifeline()) is not None:
-            line.where = where
+            line.where = f"at {where}"
         here = meetings.here()
         here.note(where, facts)
         here.meet(self.timeout, self.warn_after)
@@ -227,14 +231,11 @@ def _facts_of_model(model: Any) -> dict[str, str]:
     }
     facts = {f"the model's {name}": _shapes(leaf) for name, leaf in arrays.items()}
     local = {n: a for n, a in arrays.items() if a.size and a.is_fully_addressable}
-    for name, digits in start_fingerprints(local)().items():
-        facts[f"the model's {name}"] += f" with bits {digits}"
-    return facts
+    bits = start_fingerprints(local)()
+    return facts | {f"the bits of the model's {name}": bits[name] for name in bits}
 
 
-def _shapes(tree: Any, *, rows: bool = True) -> str:
-    """Of all leaves; of a batch without the rows, which each process has its own of."""
+def _shapes(tree: Any, axis: int = 0) -> str:
     return ", ".join(
-        f"{leaf.dtype}{list(leaf.shape[0 if rows else 1 :])}"
-        for leaf in jax.tree.leaves(tree)
+        f"{leaf.dtype}{list(leaf.shape[axis:])}" for leaf in jax.tree.leaves(tree)
     )

@@ -21,17 +21,20 @@ class Crew:
 
     context = multiprocessing.get_context("forkserver")
 
-    def __init__(self, folder, task, *, processes=2, only=None, start=None, **options):
+    def __init__(
+        self, folder, compiled, task, *, processes=2, only=None, start=None, **options
+    ):
         import tasks
 
         self.context.set_forkserver_preload(["tasks"])
         self.folder = pathlib.Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port() if start is None else start.pop("port", free_port())
+        start = {"compiled": compiled, **(start or {})}
+        self.port = start.pop("port", None) or free_port()
         self.processes = [
             self.context.Process(
                 target=tasks.run,
-                args=(task, index, processes, self.port, str(self.folder), start or {}),
+                args=(task, index, processes, self.port, str(self.folder), start),
                 kwargs=options,
                 daemon=True,
             )
@@ -40,10 +43,7 @@ class Crew:
         for process in self.processes:
             process.start()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
