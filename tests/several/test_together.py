@@ -1,11 +1,12 @@
 """Real processes that train as one: the numbers, the rows, the files, the ends."""
 
 import json
+import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
-
 import together
 
 
@@ -72,7 +73,7 @@ def test_bitwise_holds_across_processes(crew):
 def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
     together.loaders()
     (expected,) = told([capsys.readouterr().out])[0]
-    job = crew("together.loaders", start={"devices": 2})
+    job = crew("together.loaders")
     codes, outputs = job.join()
     assert codes == [0, 0], job.all_outputs()
     found = [each[0] for each in told(outputs)]
@@ -119,3 +120,114 @@ def test_loaders_of_their_own_may_end_at_different_times(crew):
     assert first[0]["steps"] == 12
     assert first[0]["losses"] == second[0]["losses"]
     assert first[1:] == second[1:] == [{"good": True}]
+
+
+def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    two = {"devices": 2}
+    straight = crew("together.straight", start=two, strategy="FSDP", folder=whole)
+    stopped = crew("together.stopped", start=two, strategy="FSDP", folder=cut)
+    codes, outputs = stopped.join()
+    assert codes == [143, 143], stopped.all_outputs()
+    ends = [each[0] for each in told(outputs)]
+    assert ends[0] == ends[1] and ends[0]["end"] == "Preempted"
+    step = ends[0]["step"]
+    assert step < 12 and step in steps_in(cut)
+    codes, outputs = straight.join()
+    assert codes == [0, 0], straight.all_outputs()
+    expected = told(outputs)[0][0]
+    assert told(outputs)[1][0] == expected
+    copies = []
+    for _ in range(2):
+        copies.append(shutil.copytree(cut, tmp_path / f"copy{len(copies)}"))
+    same = crew("together.resumed", start=two, strategy="FSDP", folder=cut)
+    four = crew(
+        "together.resumed", processes=4, strategy="Sharded", folder=str(copies[0])
+    )
+    for job, count in ((same, 2), (four, 4)):
+        codes, outputs = job.join()
+        assert codes == [0] * count, job.all_outputs()
+        for (found,) in told(outputs):
+            if job is same:  # to the bit
+                assert found == {**expected, "losses": expected["losses"][step:]}
+            else:
+                assert_resumed(found, expected, step)
+    together.resumed("SingleDevice", str(copies[1]))
+
+
+def assert_resumed(found, expected, step):
+    np.testing.assert_allclose(found["losses"], expected["losses"][step:], rtol=1e-5)
+    np.testing.assert_allclose(found["weights"], expected["weights"], atol=1e-4)
+
+
+def steps_in(folder):
+    return [int(path.name) for path in pathlib.Path(folder).iterdir() if
+            path.name.isdecimal()]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("by", "index", "hook", "code"),
+    [
+        ("SIGTERM", 0, "on_validation_start", 143),
+        ("SIGINT", 1, "on_train_batch_end", 1),
+    ],
+)
+def test_a_signal_to_one_stops_all(crew, tmp_path, by, index, hook, code):
+    folder = str(tmp_path / "saved")
+    job = crew(
+        "together.stopped",
+        strategy="Sharded",
+        folder=folder,
+        by=by,
+        index=index,
+        hook=hook,
+    )
+    codes, outputs = job.join()
+    assert codes == [code, code], job.all_outputs()
+    ends = [each[0] for each in told(outputs)]
+    assert ends[0] == ends[1]
+    assert ends[0]["end"] == {143: "Preempted", 1: "Interrupted"}[code]
+    assert ends[0]["step"] in steps_in(folder)
+
+
+def test_what_one_decides_all_do(crew, tmp_path):
+    job = crew("together.decisions", folder=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    (first,), (second,) = told(outputs)
+    assert first == second
+    found = first["found"]
+    assert 3 <= found["one wants to stop"] < 2000
+    assert 0 < found["max_time"] < 2000 and 0 < found["timer of one"] < 2000
+    assert found["early stopping"] == 8
+    assert found["skipped"] == [6]
+    assert found["rolled back"] == 15
+    assert "guarded" not in found
+    assert found["timed"]
+
+
+def test_files_are_saved_and_refused_together(crew, tmp_path):
+    job = crew("together.files", start={"devices": 2}, folder=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (found,) in told(outputs):
+        assert found["same"]
+        assert "FileExistsError" in found["there already"]
+        assert "FileNotFoundError" in found["nothing there"]
+        assert "CheckpointCorrupt" in found["damaged"]
+        assert "row_blocks" in found["SingleDevice"]
+        assert "Leave `devices` out" in found["one process's devices"]
+        assert "data='global'" in found["local, bitwise"]
+        assert "data='global'" in found["local, across"]
+        assert "2 processes" in found["compare"]
+
+
+def test_one_process_speaks_for_all(crew, tmp_path):
+    job = crew("together.quiet", folder=str(tmp_path / "run"))
+    codes, (first, second) = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    assert "`loss` is not given" in first and "batches" in first
+    rest = [line for line in second.splitlines() if not line.startswith("[Gloo]")]
+    assert rest == []
+    assert (tmp_path / "run" / "metrics.csv").exists()
+    assert (tmp_path / "run" / "report.html").exists()
