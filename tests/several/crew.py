@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 
-LIMIT = 120
+LIMIT = 300
 
 
 class Crew:

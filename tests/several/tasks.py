@@ -2,6 +2,7 @@
 
 import atexit
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -41,7 +42,7 @@ def run(task, index, count, port, folder, start, **options):
     code = 0
     try:
         jaxdp.distributed.initialize(**{"shutdown_timeout": 20.0, **start})
-        globals()[task](**options)
+        find(task)(**options)
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -50,6 +51,12 @@ def run(task, index, count, port, folder, start, **options):
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def find(task):
+    """`name` here, or `module.name`."""
+    module, _, name = task.rpartition(".")
+    return getattr(importlib.import_module(module or __name__), name)
 
 
 def say(*text):
