@@ -319,7 +319,7 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
                     continue
                 selector.unregister(key.fileobj)
                 card = messages[0] if messages else {}
-                if card.get("jaxdp") != 1 or card.get("job") != place.job:
+                if not _is_card(card) or card["job"] != place.job:
                     connection.send({"other": place.job})
                     connection.close()
                     continue
@@ -393,6 +393,14 @@ def _call(
     if messages and "other" in messages[0]:
         return None, None, f"process 0 of another job listens at port {port}"
     return None, None, f"another program listens at port {port}"
+
+
+def _is_card(card: Message) -> bool:
+    """Whether it is a process like this one that has called."""
+    kinds = {"job": str, "process": int, "of": int, "name": str, "facts": dict}
+    return card.get("jaxdp") == 1 and all(
+        isinstance(card.get(name), kind) for name, kind in kinds.items()
+    )
 
 
 def _what_is_wrong(cards: Mapping[int, Message], card: Message) -> str:
