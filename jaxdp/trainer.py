@@ -1069,7 +1069,7 @@ class Trainer:
         )
 
     def _infer_objective(self, batch: Batch) -> Objective:
-        name, reason = losses.infer_loss(split_pair(batch)[1])
+        name, reason = losses.infer_loss(split_pair(shown(batch))[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
         return CriterionObjective(losses.LOSSES[name], self._metrics)
 
