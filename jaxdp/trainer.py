@@ -14,7 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -22,15 +22,14 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, comparison, distributed, losses, resume
+from . import checkpoint, checks, distributed, losses, resume
+from .allocator import keep_freed_memory
 from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
-from .comparison import Comparison
 from .console import say
 from .data import windows
 from .engine import Block, Engine, Kind, wait
-from .hardware import Hardware
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .layout import layout
@@ -39,16 +38,20 @@ from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
-from .plan import Plan, Planner
 from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
 from .processes import Pulse, find_processes
 from .remat import Remat
-from .report import read_run, run_of_history, write_report
 from .source import ALL, Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
+
+if TYPE_CHECKING:
+    # Imported where they are used: not every fit is planned, compared or reported on.
+    from .comparison import Comparison
+    from .hardware import Hardware
+    from .plan import Plan
 
 
 class Trainer:
@@ -335,6 +338,7 @@ class Trainer:
             hooks.setup(self)
             hooks = self._timed(hooks)
             blocks = self._begin(train, limits, hooks)
+            self._prepare_validation(val)
             self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
@@ -428,8 +432,8 @@ class Trainer:
         devices: int | None = None,
         *,
         topology: str | None = None,
-        hardware: str | Hardware | None = None,
-    ) -> Plan:
+        hardware: "str | Hardware | None" = None,
+    ) -> "Plan":
         """What a train step will take: memory, communication, operations, time.
 
             print(trainer.plan(loader))                      # here
@@ -449,6 +453,8 @@ class Trainer:
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.hardware.Hardware`. That of the devices, if known, by default.
         """
+        from .plan import Planner
+
         if devices is not None:
             checks.check_count("devices", devices)
             if topology is not None:
@@ -496,7 +502,7 @@ class Trainer:
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
-    ) -> Comparison:
+    ) -> "Comparison":
         """Runs the same steps under each strategy, and tells what differs.
 
             print(trainer.compare(loader, SingleDevice(), FSDP()))
@@ -511,6 +517,8 @@ class Trainer:
             strategies: instances; `SingleDevice()` if there are none.
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
+        from . import comparison
+
         checks.check_count("steps", steps)
         if self.processes.count > 1:
             raise RuntimeError(
@@ -711,6 +719,8 @@ class Trainer:
         Returns:
             The path of the file.
         """
+        from .report import read_run, run_of_history, write_report
+
         record: dict[str, Any] = dict(run_facts(self, None))
         tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]
         tables = [table for table in tables if table is not None and table.exists()]
@@ -843,6 +853,12 @@ class Trainer:
         if self.stopwatch is not None:
             engine.in_flight.wait = self.stopwatch.function("device", wait)
         return blocks
+
+    def _prepare_validation(self, val: Source | None) -> None:
+        """Compiles it now, so that what is wrong with it shows before an epoch."""
+        sample = None if val is None else val.sample()
+        if sample is not None:
+            self._ready().prepare("evaluate", sample)
 
     def _blocks(
         self, source: Source, limits: Limits | None, hooks: Hooks
@@ -1029,6 +1045,8 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
+            if jax.default_backend() == "cpu":
+                keep_freed_memory()
             self._engine = self._new_engine(self._reproducibly(self.strategy))
         if batch is not None and self._engine.steps.objective is None:
             objective = self._infer_objective(batch)
@@ -1069,7 +1087,7 @@ class Trainer:
         )
 
     def _infer_objective(self, batch: Batch) -> Objective:
-        name, reason = losses.infer_loss(split_pair(batch)[1])
+        name, reason = losses.infer_loss(split_pair(shown(batch))[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
         return CriterionObjective(losses.LOSSES[name], self._metrics)
 

@@ -14,6 +14,7 @@ ORDER = [
     [
         "charts",
         "collectives",
+        "compilation_cache",
         "environment",
         "fingerprint",
         "flops",
@@ -29,6 +30,7 @@ ORDER = [
     ],
     ["processes"],
     [
+        "allocator",
         "flat",
         "interrupts",
         "layout",
@@ -44,7 +46,7 @@ ORDER = [
     ["step"],
     ["checkpoint", "checkpoint_dir"],
     ["strategies", "data", "callbacks", "weights"],
-    ["portions", "checks"],
+    ["compilations", "portions", "checks"],
     ["source", "engine"],
     ["torch_loader", "limits", "resume", "plan", "comparison"],
     ["loaders"],

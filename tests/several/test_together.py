@@ -125,8 +125,8 @@ def test_loaders_of_their_own_may_end_at_different_times(crew):
 def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     two = {"devices": 2}
-    straight = crew("together.straight", start=two, strategy="FSDP", folder=whole)
-    stopped = crew("together.stopped", start=two, strategy="FSDP", folder=cut)
+    straight = crew("together.straight", start=two, strategy="FSDP", into=whole)
+    stopped = crew("together.stopped", start=two, strategy="FSDP", into=cut)
     codes, outputs = stopped.join()
     assert codes == [143, 143], stopped.all_outputs()
     ends = [each[0] for each in told(outputs)]
@@ -140,9 +140,9 @@ def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
     copies = []
     for _ in range(2):
         copies.append(shutil.copytree(cut, tmp_path / f"copy{len(copies)}"))
-    same = crew("together.resumed", start=two, strategy="FSDP", folder=cut)
+    same = crew("together.resumed", start=two, strategy="FSDP", into=cut)
     four = crew(
-        "together.resumed", processes=4, strategy="Sharded", folder=str(copies[0])
+        "together.resumed", processes=4, strategy="Sharded", into=str(copies[0])
     )
     for job, count in ((same, 2), (four, 4)):
         codes, outputs = job.join()
@@ -166,48 +166,56 @@ def steps_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("by", "index", "hook", "code"),
+    ("by", "who", "hook", "code"),
     [
         ("SIGTERM", 0, "on_validation_start", 143),
-        ("SIGINT", 1, "on_train_batch_end", 1),
+        ("SIGINT", 1, "on_train_batch_end", 130),
     ],
 )
-def test_a_signal_to_one_stops_all(crew, tmp_path, by, index, hook, code):
+def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     folder = str(tmp_path / "saved")
     job = crew(
         "together.stopped",
         strategy="Sharded",
-        folder=folder,
+        into=folder,
         by=by,
-        index=index,
+        who=who,
         hook=hook,
     )
     codes, outputs = job.join()
     assert codes == [code, code], job.all_outputs()
     ends = [each[0] for each in told(outputs)]
     assert ends[0] == ends[1]
-    assert ends[0]["end"] == {143: "Preempted", 1: "Interrupted"}[code]
+    assert ends[0]["end"] == {143: "Preempted", 130: "Interrupted"}[code]
     assert ends[0]["step"] in steps_in(folder)
 
 
 def test_what_one_decides_all_do(crew, tmp_path):
-    job = crew("together.decisions", folder=str(tmp_path))
+    job = crew("together.decisions", into=str(tmp_path))
     codes, outputs = job.join()
     assert codes == [0, 0], job.all_outputs()
-    (first,), (second,) = told(outputs)
+    first, second = told(outputs)
     assert first == second
-    found = first["found"]
-    assert 3 <= found["one wants to stop"] < 2000
-    assert 0 < found["max_time"] < 2000 and 0 < found["timer of one"] < 2000
-    assert found["early stopping"] == 8
+    found = {name: value for each in first for name, value in each.items()}
+    assert 3 <= found["one_wants_to_stop"] < 2000
+    assert 0 < found["max_time"] < 2000 and 0 < found["timer_of_one"] < 2000
+    assert found["early_stopping"] == 8
+
+
+def test_all_see_a_bad_batch(crew, tmp_path):
+    job = crew("together.bad_batches", into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, second = told(outputs)
+    assert first == second
+    found = {name: value for each in first for name, value in each.items()}
     assert found["skipped"] == [6]
-    assert found["rolled back"] == 15
-    assert "guarded" not in found
-    assert found["timed"]
+    assert found["rolled_back"] == 15 and found["timed"]
+    assert "FloatingPointError" in found["stopped"] and "step 6" in found["stopped"]
 
 
 def test_files_are_saved_and_refused_together(crew, tmp_path):
-    job = crew("together.files", start={"devices": 2}, folder=str(tmp_path))
+    job = crew("together.files", start={"devices": 2}, into=str(tmp_path))
     codes, outputs = job.join()
     assert codes == [0, 0], job.all_outputs()
     for (found,) in told(outputs):
@@ -223,7 +231,7 @@ def test_files_are_saved_and_refused_together(crew, tmp_path):
 
 
 def test_one_process_speaks_for_all(crew, tmp_path):
-    job = crew("together.quiet", folder=str(tmp_path / "run"))
+    job = crew("together.quiet", into=str(tmp_path / "run"))
     codes, (first, second) = job.join()
     assert codes == [0, 0], job.all_outputs()
     assert "`loss` is not given" in first and "batches" in first

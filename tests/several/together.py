@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ from jaxdp.callbacks import (
     ProgressBar,
     Timer,
 )
+
+faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 ROWS = 53
 """In batches of 16: the last one has five, and leaves some processes without any."""
@@ -225,8 +228,8 @@ def interrupt(name):
     return lambda trainer: os.kill(os.getpid(), getattr(signal, name))
 
 
-def saver(folder, **options):
-    return ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=2, **options)
+def saver(into, **options):
+    return ModelCheckpoint(into, every_n_train_steps=3, save_top_k=2, **options)
 
 
 def fit(run, max_epochs=3, **options):
@@ -235,18 +238,18 @@ def fit(run, max_epochs=3, **options):
     return run.fit(loader, DataLoader(data(), 16), max_epochs=max_epochs, **options)
 
 
-def straight(strategy, folder):
+def straight(strategy, into):
     """A run without a break; what another one does that was interrupted."""
     recorder = Recorder()
-    run = trainer(strategy, [recorder, saver(folder), CSVLogger(folder)])
+    run = trainer(strategy, [recorder, saver(into), CSVLogger(into)])
     fit(run)
     tell(losses=recorder.losses, weights=weights_of(run))
 
 
-def stopped(strategy, folder, by="SIGTERM", index=1, hook="on_train_batch_end"):
+def stopped(strategy, into, by="SIGTERM", who=1, hook="on_train_batch_end"):
     """A signal to one process: all save the same step and exit."""
-    here = At(5, index, interrupt(by), hook)
-    run = trainer(strategy, [here, saver(folder)])
+    here = At(5, who, interrupt(by), hook)
+    run = trainer(strategy, [here, saver(into)])
     try:
         fit(run, max_epochs=1000)
     except BaseException as end:
@@ -254,9 +257,9 @@ def stopped(strategy, folder, by="SIGTERM", index=1, hook="on_train_batch_end"):
         raise
 
 
-def resumed(strategy, folder):
+def resumed(strategy, into):
     recorder = Recorder()
-    run = trainer(strategy, [recorder, saver(folder)])
+    run = trainer(strategy, [recorder, saver(into)])
     fit(run, ckpt_path="auto")
     tell(losses=recorder.losses, weights=weights_of(run))
 
@@ -276,45 +279,44 @@ def spoilt(step):
     return batches
 
 
-def decisions(folder):
+def decisions(into):
     """What one process decides, or all by what they see: all do it together."""
-    found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stop = At(3, 1, lambda run: setattr(run, "should_stop", True))
         run = trainer(callbacks=[Slow(), stop])
         fit(run, max_epochs=10_000)
-        found["one wants to stop"] = run.global_step
+        tell(one_wants_to_stop=run.global_step)
         run = trainer(callbacks=[Slow()])
         fit(run, max_epochs=10_000, max_time=0.3)
-        found["max_time"] = run.global_step
+        tell(max_time=run.global_step)
         timer = [Timer(0.3)] if jax.process_index() else []
         run = trainer(callbacks=[Slow(), *timer])
         fit(run, max_epochs=10_000)
-        found["timer of one"] = run.global_step
+        tell(timer_of_one=run.global_step)
         run = trainer(callbacks=[EarlyStopping("val_loss", patience=0, min_delta=9.0)])
         fit(run, max_epochs=100)
-        found["early stopping"] = run.global_step
-        run = trainer(callbacks=[NanGuard("skip")])
-        run.fit(spoilt(5), max_epochs=1)
-        found["skipped"] = run.callbacks[-1].skipped_steps
-        path = f"{folder}/back"
-        run = trainer(callbacks=[NanGuard("rollback"), saver(path)])
-        run.fit(spoilt(5), max_epochs=1)
-        found["rolled back"] = run.global_step
-        with contextlib.suppress(FloatingPointError):
-            trainer(callbacks=[NanGuard()]).fit(spoilt(5), max_epochs=1)
-            found["guarded"] = False
+        tell(early_stopping=run.global_step)
         run = trainer(callbacks=[Slow()], steps_per_execution="auto")
-        run.fit(arrays()[:3] * 20, max_epochs=1)
-        found["auto"] = run._ready().steps_per_execution
+        run.fit(arrays()[:3] * 4, max_epochs=1)
+        tell(auto=run._ready().steps_per_execution, run_id=run.run_id)
+
+
+def bad_batches(into):
+    """NaN in a batch is seen by all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guard = NanGuard("skip")
+        trainer(callbacks=[guard]).fit(spoilt(5), max_epochs=1)
+        tell(skipped=guard.skipped_steps)
         timed = ModelCheckpoint(
-            f"{folder}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
+            f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
         )
-        run = trainer(callbacks=[Slow(), timed])
-        fit(run, max_epochs=5)
-        found["timed"] = timed.last_model_path
-    tell(found=found, run_id=run.run_id)
+        run = trainer(callbacks=[NanGuard("rollback"), saver(f"{into}/back"), timed])
+        run.fit(spoilt(5), max_epochs=1)
+        tell(rolled_back=run.global_step, timed=timed.last_model_path)
+        error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
+        tell(stopped=error)
 
 
 def refusal(function, *arguments, **options):
@@ -325,16 +327,16 @@ def refusal(function, *arguments, **options):
     return "none"
 
 
-def files(folder):
+def files(into):
     """Saving and loading by hand, and what goes wrong with it, in all alike."""
     run = trainer("FSDP")
     fit(run, max_epochs=1)
-    path = run.save(f"{folder}/one")
+    path = run.save(f"{into}/one")
     found = {"there already": refusal(run.save, path)}
     other = trainer("Sharded")
     other.load(path)
     found["same"] = weights_of(other) == weights_of(run)
-    found["nothing there"] = refusal(other.load, f"{folder}/none")
+    found["nothing there"] = refusal(other.load, f"{into}/none")
     if jax.process_index() == 0:
         victim = max(
             (file for file in pathlib.Path(path, "state").rglob("*") if file.is_file()),
@@ -352,9 +354,9 @@ def files(folder):
     tell(**found)
 
 
-def quiet(folder):
+def quiet(into):
     """One process writes and says things."""
     bar = [ProgressBar(file=sys.stdout)]
-    run = trainer(loss=None, callbacks=[CSVLogger(folder), *bar])
+    run = trainer(loss=None, callbacks=[CSVLogger(into), *bar])
     fit(run, max_epochs=1)
-    run.report(folder)
+    run.report(into)
