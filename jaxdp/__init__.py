@@ -9,7 +9,7 @@ trainer.fit(train_loader, val_loader, max_epochs=10)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import callbacks, compilation_cache, losses, strategies
+from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .history import History
 from .step import TrainState
@@ -47,6 +47,7 @@ __all__ = [
     "Trainer",
     "ZeRO",
     "callbacks",
+    "distributed",
     "finders",
     "load_model",
     "losses",

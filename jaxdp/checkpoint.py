@@ -35,6 +35,7 @@ from jaxtyping import PyTree
 
 from .console import say
 from .fingerprint import fingerprints
+from .processes import Processes, find_processes
 from .step import TrainState
 from .tree import leaf_path
 
@@ -60,8 +61,15 @@ class Saving:
         path: the folder that appears once it is whole.
     """
 
-    def __init__(self, path: str, checkpointer: Any, then: Callable[[str], None]):
+    def __init__(
+        self,
+        path: str,
+        checkpointer: Any,
+        then: Callable[[str], None],
+        processes: Processes,
+    ):
         self.path = path
+        self._processes = processes
         self._checkpointer = checkpointer
         self._then: Callable[[str], None] | None = then
         self._error: BaseException | None = None
@@ -75,15 +83,23 @@ class Saving:
         """Whether `finish` will not wait."""
         return not self._thread.is_alive()
 
-    def finish(self) -> str:
+    def finish(self, *, alone: bool = False) -> str:
         """Waits until the checkpoint is durable, and returns its path.
+
+        Args:
+            alone: whether the other processes may be elsewhere. If not, all of them
+                call this, and what fails in one of them fails in all.
 
         Raises:
             SaveFailed: if it could not be written; nothing is left of it then.
         """
         self._thread.join()
-        if self._error is not None:
+        if self._error is not None and (alone or self._processes.count == 1):
             raise _save_failed(self.path, self._error) from self._error
+        if not alone:
+            wrong = self._processes.any(f"saved {self.path}", self._error)
+            if wrong is not None:
+                raise _save_failed(self.path, OSError(wrong)) from self._error
         then, self._then = self._then, None
         if then is not None:
             then(self.path)
@@ -122,9 +138,8 @@ def start_saving(
     """
     import orbax.checkpoint as ocp
 
-    path = os.path.abspath(path)
-    if os.path.lexists(path):
-        raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")
+    path, processes = os.path.abspath(path), find_processes()
+    processes.first(f"saving {path}", lambda: _check_is_new(path))
     named = _named(state)
     described = _described(named, meta)
     arguments = ocp.args.Composite(
@@ -144,7 +159,7 @@ def start_saving(
         checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
-    return Saving(path, checkpointer, then)
+    return Saving(path, checkpointer, then, processes)
 
 
 def restore(
@@ -163,9 +178,18 @@ def restore(
             is missing, left over, or of another shape or dtype. Or if it is of a
             format that this version does not read.
     """
+    processes, path = find_processes(), os.path.abspath(path)
+    digest = processes.first(
+        f"restoring {path}", lambda: _digest(_checked(path)), CheckpointCorrupt
+    )
     meta = read_meta(path)
+    if _digest(meta) != digest:
+        raise FileNotFoundError(
+            f"`path`: process {processes.index} finds another checkpoint at {path} than"
+            " process 0; it must be in a file system that all processes share."
+        )
     wanted = _named(like)
-    _check_same(str(path), _shapes(wanted), meta["leaves"])
+    _check_same(path, _shapes(wanted), meta["leaves"])
     stored = _read_arrays(path, _with_elements(wanted), meta)
     return _unnamed(stored, like), meta
 
@@ -181,6 +205,8 @@ def restore_leaves(
         leaves: for each the shape, dtype and sharding that it has or is to get; they
             must be those of `meta["leaves"]`.
     """
+    if meta["format"] > 1 and leaves:
+        _check_seal(os.path.abspath(path))
     read = _read_arrays(path, _with_elements(leaves), meta)
     return {
         field: {name: read.get(field, {}).get(name, leaf) for name, leaf in of.items()}
@@ -286,6 +312,19 @@ def _check_is_checkpoint(path: str) -> None:
                 )
 
 
+def _check_is_new(path: str) -> None:
+    if os.path.lexists(path):
+        raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")
+
+
+def _checked(path: str) -> dict[str, Any]:
+    """`read_meta`, the files being those that were saved."""
+    meta = read_meta(path)
+    if meta["format"] > 1:
+        _check_seal(path)
+    return meta
+
+
 def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     """`meta` with all that is needed to judge the checkpoint later."""
     described = {
@@ -307,14 +346,15 @@ def _digest(meta: Mapping[str, Any]) -> str:
 def _read_arrays(
     path: str | os.PathLike[str], wanted: Named, meta: Mapping[str, Any]
 ) -> Named:
-    """The arrays of `wanted`, laid out like it, their fingerprints checked."""
+    """The arrays of `wanted`, laid out like it, their fingerprints checked.
+
+    Their files have been looked at before.
+    """
     import orbax.checkpoint as ocp
 
     if not wanted:
         return {}
     path = os.path.abspath(path)
-    if meta["format"] > 1:
-        _check_seal(path)
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
@@ -355,6 +395,11 @@ def _named(state: TrainState) -> Named:
         for field, tree in state._asdict().items()
     }
     return {field: leaves for field, leaves in named.items() if leaves}
+
+
+def arrays_of(state: TrainState) -> dict[str, Any]:
+    """The arrays that a checkpoint of `state` would have, by name."""
+    return _flat(_with_elements(_named(state)))
 
 
 def _unnamed(named: Named, like: TrainState) -> TrainState:

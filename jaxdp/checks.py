@@ -13,7 +13,9 @@ from jaxtyping import PyTree
 from . import losses
 from .callbacks import DonateBuffers, NanGuard
 from .callbacks.base import Callback
+from .console import listed
 from .objective import CriterionObjective, LossFnObjective, Objective
+from .processes import find_processes
 from .strategies import DataParallel
 from .tree import leaf_path
 
@@ -141,11 +143,27 @@ def check_norm(name: str, value: Any) -> None:
         )
 
 
-def check_one_process() -> None:
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"this is one of {jax.process_count()} processes (jax.distributed), and"
-            " this version of jaxdp trains in one process, on all of its devices."
+def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> None:
+    """Raises if several processes can't train together like this."""
+    processes = find_processes()
+    if processes.count == 1:
+        return
+    blocks = strategy.row_blocks()
+    if data == "global":
+        return
+    if reproducible:
+        raise ValueError(
+            "`data`='local' with `reproducible`='bitwise': the order of the rows would"
+            " depend on the number of processes, and the bits on the order. Use"
+            " data='global', where every process is given the same loader."
+        )
+    if blocks.count != processes.count or blocks.own != (processes.index,):
+        raise ValueError(
+            "`data`='local' needs a strategy under which the devices of each process"
+            " work on rows of their own, in the order of the processes. Under"
+            f" {strategy!r} there are {blocks.count} blocks of rows, and process"
+            f" {processes.index} works on {listed('block', blocks.own)}. Use"
+            " data='global'."
         )
 
 

@@ -2,6 +2,9 @@
 
 import logging
 import sys
+from collections.abc import Iterable
+
+from . import coordination
 
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
@@ -26,6 +29,23 @@ if not logging.getLogger().handlers:
     _logger.propagate = False
 
 
-def say(message: str) -> None:
-    """Tells the user something that needs no action."""
-    _logger.info(message)
+def say(message: str, *, everywhere: bool = False) -> None:
+    """Tells the user something that needs no action.
+
+    Args:
+        message: a sentence or two.
+        everywhere: whether all processes say it, if there are several, not only one.
+    """
+    if everywhere or coordination.index() == 0:
+        _logger.info(message)
+
+
+def listed(noun: str, numbers: Iterable[int]) -> str:
+    """process 1; processes 1, 2 and 5; ports 61000 to 61007."""
+    *first, last = sorted(numbers)
+    if not first:
+        return f"{noun} {last}"
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    if len(first) > 2 and last - first[0] == len(first):
+        return f"{plural} {first[0]} to {last}"
+    return f"{plural} {', '.join(map(str, first))} and {last}"

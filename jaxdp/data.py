@@ -185,7 +185,7 @@ class Packer:
         largest = max(sizes)
         self.pad_to(largest)
         missing = slots - len(micros)
-        padded = [_pad(leaves, self.size) for leaves in micros]
+        padded = [pad(leaves, self.size) for leaves in micros]
         return padded + padded[:1] * missing, sizes + (0,) * missing
 
     def _stacked(
@@ -292,13 +292,17 @@ def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     )
 
 
-def _pad(leaves: list[np.ndarray], size: int) -> list[np.ndarray]:
+def pad(
+    leaves: list[np.ndarray], size: int, rows: list[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """`leaves` with `size` rows: copies of their first, or of the one of `rows`."""
     missing = size - len(leaves[0])
     if missing == 0:
         return leaves
+    firsts = rows or [leaf[:1] for leaf in leaves]
     return [
-        np.concatenate([leaf, np.broadcast_to(leaf[:1], (missing, *leaf.shape[1:]))])
-        for leaf in leaves
+        np.concatenate([leaf, np.broadcast_to(row, (missing, *leaf.shape[1:]))])
+        for leaf, row in zip(leaves, firsts, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -31,15 +32,21 @@ from .metrics import (
     means_of,
     new_totals,
 )
+from .portions import PortionPacker
 from .precision import as_own, as_stored
+from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import no_ambient_mesh, with_auto_axes
+from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
 from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
 
-_NAMES: Final = {"train": "train", "evaluate": "validation", "predict": "prediction"}
+_WHAT: Final[dict[Kind, str]] = {
+    "train": "training",
+    "evaluate": "validation",
+    "predict": "prediction",
+}
 
 _MOST_STEPS: Final = 64
 _ENOUGH_SECONDS: Final = 0.01
@@ -90,6 +97,8 @@ class Engine:
         micro_batches: how many batches a train step takes.
         view: from the state to the one whose weights are evaluated and handed out.
         steps_per_execution: train steps per dispatch, or "auto".
+        in_order: whether the real rows of several processes' batches come first, and
+            all padding last.
         abstract: whether there are only shapes: nothing is placed, no step can run, and
             every leaf crosses for itself, so that a program's inputs tell them apart;
             see `join_small_leaves`.
@@ -113,6 +122,7 @@ class Engine:
         micro_batches: int,
         steps_per_execution: int | str = 1,
         view: Callable[[TrainState], TrainState] | None = None,
+        in_order: bool = True,
         abstract: bool = False,
     ):
         if jax.config.jax_disable_jit:  # pyright: ignore
@@ -120,7 +130,7 @@ class Engine:
                 "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
                 " compiles its steps; call the model by hand to debug it."
             )
-        self._joins = not abstract
+        self._joins, num_shards = not abstract, strategy.num_shards
         self.steps = steps
         self.strategy = strategy
         self.donate = "state"
@@ -136,14 +146,16 @@ class Engine:
         self.steps_per_execution = int(steps_per_execution)
         self._sizes: collections.Counter[int] = collections.Counter()
         self._start: tuple[list[Array], Block] | None = None
-        self._packers: dict[Kind, Packer] = {
-            "train": Packer(strategy.num_shards, "training"),
-            "evaluate": Packer(strategy.num_shards, "validation"),
-            "predict": Packer(strategy.num_shards, "prediction"),
+        several = not abstract and jax.process_count() > 1
+        self._blocks = strategy.row_blocks() if several else RowBlocks()
+        self.packers: dict[Kind, Packer] = {
+            kind: self._packer(what, in_order) if several else Packer(num_shards, what)
+            for kind, what in _WHAT.items()
         }
         self._compilations = Compilations(quiet=abstract)
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
+        self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
         self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
         self._view = view
@@ -190,6 +202,22 @@ class Engine:
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
+    def _packer(self, what: str, in_order: bool) -> Packer:
+        """What packs the portions of several processes."""
+        num_shards, place = self.strategy.num_shards, self.strategy.place_batch
+
+        def collect(leaves: list[np.ndarray]) -> list[np.ndarray]:
+            (group,) = place([Group(leaves, None)], split=True)
+            return self.strategy.fetch(group.batch)
+
+        return PortionPacker(num_shards, what, self._blocks, in_order, collect)
+
+    def _shapes(self, packed: Packed) -> list[Group]:
+        """What a step is compiled for: the batches of all processes."""
+        if not packed.split or self._blocks.count == 1:
+            return packed.groups
+        return [self._blocks.whole(group) for group in packed.groups]
+
     def join_small_leaves(self) -> None:
         """From now on they cross as where steps run, for an `abstract` engine."""
         self._joins = True
@@ -216,14 +244,31 @@ class Engine:
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
         if self._gathered is None or self._gathered[0] is not self._arrays:
-            self._gathered = self._arrays, self.model_of(self.evaluated)
+            fetched, self._fetched = self._fetched, None
+            if fetched is not None and fetched[0] is self._arrays:
+                found = self._as_model(jax.tree.map(jnp.asarray, fetched[1]))
+            else:
+                found = self.model_of(self.evaluated)
+            self._gathered = self._arrays, found
         return self._gathered[1]
+
+    def fetch(self) -> None:
+        """Brings the model to this host, if it is split between processes.
+
+        All processes must call it; `gather` is then a matter of each.
+        """
+        state = self.evaluated
+        parts = state.params, state.buffers, state.model_state
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
+            self._fetched = self._arrays, self.strategy.fetch(parts)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model and its state as `state` has them, whole and live."""
-        params, buffers, model_state = self.strategy.gather(
-            (state.params, state.buffers, state.model_state)
-        )
+        parts = state.params, state.buffers, state.model_state
+        return self._as_model(self.strategy.gather(parts))
+
+    def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        params, buffers, model_state = parts
         params, buffers = as_own((params, buffers), self._own)
         return eqx.combine(params, buffers, self.steps.static), model_state
 
@@ -246,14 +291,14 @@ class Engine:
     @property
     def sizes(self) -> dict[str, int]:
         """How many rows batches of each kind are padded to."""
-        return {kind: packer.size for kind, packer in self._packers.items()}
+        return {kind: packer.size for kind, packer in self.packers.items()}
 
     def pad_to(self, sizes: Mapping[str, int]) -> None:
         """Takes up the `sizes` of another engine.
 
         Another size would be another program, whose sums may round differently.
         """
-        for kind, packer in self._packers.items():
+        for kind, packer in self.packers.items():
             packer.pad_to(sizes.get(kind, 0))
 
     def blocks(self, windows: list[list[Batch]]) -> list[Block]:
@@ -262,7 +307,7 @@ class Engine:
         All in one, if they fit together and a program for so many steps is there or
         worth its compilation; otherwise a block for each.
         """
-        packer, steps = self._packers["train"], len(windows)
+        packer, steps = self.packers["train"], len(windows)
         if steps > 1 and self._is_worth_compiling(steps):
             micros = [batch for window in windows for batch in window]
             slots = steps * self.micro_batches
@@ -280,7 +325,7 @@ class Engine:
             blocks = self.blocks(block.windows)
             return self.prepare_training(blocks[0]) + blocks[1:]
         self.compiled_for("train", block.packed)
-        packer = self._packers["train"]
+        packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
@@ -361,20 +406,33 @@ class Engine:
         self.in_flight.add(means)
         return totals
 
-    def predict(self, inputs: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Predictions of each of `inputs` as NumPy arrays, without padding."""
-        waiting: collections.deque[tuple[PyTree, int]] = collections.deque()
+    def predict(
+        self, inputs: Iterable[PyTree], *, gather: bool = True
+    ) -> Iterator[PyTree]:
+        """Predictions of each of `inputs` as NumPy arrays, without padding.
+
+        With several processes those of all their rows, or without `gather` of this
+        one's.
+        """
+        waiting: collections.deque[tuple[PyTree, PyTree]] = collections.deque()
+        packer = self.packers["predict"]
+
+        def rows(leaf: Array, x: Any) -> np.ndarray:
+            if isinstance(packer, PortionPacker):
+                return packer.real_rows(leaf, x, own=not gather)
+            return np.asarray(leaf)[: rows_of(x)]
 
         def fetch() -> PyTree:
-            prediction, rows = waiting.popleft()
+            prediction, x = waiting.popleft()
             # Waits for the device, `IN_FLIGHT` batches late.
-            return jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], prediction)
+            return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
 
         weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
             groups = self.strategy.place_batch(packed.groups, split=packed.split)
-            waiting.append((compiled(weights, groups), rows_of(x)))
+            prediction = compiled(weights, groups)
+            waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
         while waiting:
@@ -383,7 +441,10 @@ class Engine:
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
         slots = self.micro_batches
-        packed = self._packers["train"].pack(window, slots)
+        packer = self.packers["train"]
+        if isinstance(packer, PortionPacker):  # of the rows that are here
+            packer = Packer(1, packer.what)
+        packed = packer.pack(window, slots)
         jaxpr = self._traced(packed, self.steps._replace(inside=(), remat=False))
         rows = sum(
             math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
@@ -398,7 +459,7 @@ class Engine:
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, jax.stages.Compiled]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
-        packer = self._packers[kind]
+        packer = self.packers[kind]
         packed = packer.pack([batch])
         compiled = self.compiled_for(kind, packed)
         if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
@@ -422,7 +483,7 @@ class Engine:
             "evaluate": self._compile_evaluate,
             "predict": self._compile_predict,
         }[kind]
-        with no_ambient_mesh(), self._compilations.timed(_NAMES[kind], packed):
+        with no_ambient_mesh(), self._compilations.timed(_WHAT[kind], packed):
             return compile_kind(packed)
 
     def _check_labels(self, facts: Facts, packed: Packed) -> None:
@@ -463,6 +524,8 @@ class Engine:
         if len(self._trial) < 8:
             return
         seconds, self._trial = min(self._trial[2:]), None
+        # One process's clock decides for all.
+        seconds = find_processes().first("steps_per_execution", lambda: seconds)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.groups))
         most = min(
             _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
@@ -520,7 +583,7 @@ class Engine:
                 )
             return self.strategy.compile(
                 train_all,
-                (self._arrays, packed.groups),
+                (self._arrays, self._shapes(packed)),
                 ("state", "groups"),
                 ("state", "whole"),
                 donate=places,
@@ -547,7 +610,7 @@ class Engine:
 
         return self.strategy.compile(
             evaluate,
-            (weights, new_totals(), np.int32(0), packed.groups),
+            (weights, new_totals(), np.int32(0), self._shapes(packed)),
             ("state", "whole", "whole", "groups"),
             ("whole", "whole"),
             split=packed.split,
@@ -565,7 +628,7 @@ class Engine:
 
         return self.strategy.compile(
             predict,
-            (weights, packed.groups),
+            (weights, self._shapes(packed)),
             ("state", "groups"),
             "rows",
             split=packed.split,

@@ -7,11 +7,13 @@ pass over the memory, no copy to the host but for eight bytes per array.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 
@@ -21,11 +23,47 @@ def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     Args:
         arrays: by name, on the same devices; no PRNG keys.
     """
-    sums = np.asarray(_sums(list(arrays.values()))) if arrays else ()
+    sums = np.asarray(_summed(list(arrays.values()))) if arrays else ()
+    return _named(arrays, sums)
+
+
+def start_fingerprints(arrays: Mapping[str, Array]) -> Callable[[], dict[str, str]]:
+    """Like `fingerprints`, of the present values; the function returned waits for them.
+
+    Where devices of this process hold copies that differ, there is one for each.
+
+    Args:
+        arrays: of this process, or global ones of all processes.
+    """
+    if not arrays:
+        return dict
+    sums = _sums(list(arrays.values()))
+
+    def read() -> dict[str, str]:
+        found = [np.asarray(shard.data) for shard in sums.addressable_shards]
+        copies = [_named(arrays, each) for each in found]
+        return {
+            name: " and ".join(dict.fromkeys(copy[name] for copy in copies))
+            for name in arrays
+        }
+
+    return read
+
+
+def _named(names: Iterable[str], sums: Iterable[Any]) -> dict[str, str]:
     return {
         name: f"{first:08x}{second:08x}"
-        for name, (first, second) in zip(arrays, sums, strict=True)
+        for name, (first, second) in zip(names, sums, strict=True)
     }
+
+
+def _summed(leaves: list[Array]) -> Array:
+    sharding = leaves[0].sharding
+    if sharding.is_fully_addressable:
+        return _sums(leaves)
+    # Of several processes, each of which is to know the sums.
+    whole = NamedSharding(sharding.mesh, PartitionSpec())  # pyright: ignore
+    return jax.jit(_sums, out_shardings=whole)(leaves)
 
 
 @jax.jit

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .processes import put
+
 _SMALL: Final = 4096
 """Bytes that a leaf has at most to travel with others. To take it out and put it back
 is a copy each; up to about this size that costs less than to cross alone."""
@@ -87,7 +89,7 @@ class Flat:
             bits = leaf.reshape(-1).view(np.uint32)
             arrays[0] = self._overwrite(arrays[0], bits, self._start(index))
         else:
-            arrays[place] = jax.device_put(leaf, arrays[place].sharding)
+            arrays[place] = put(leaf, arrays[place].sharding)
 
     def small(self, leaves: Sequence[Array]) -> list[Array]:
         """Those of the state's leaves that cross together."""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-import jax
-
 from .console import say
+from .processes import Processes, Pulse
 
 EXIT_CODE: Final = 143
 """128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to
@@ -44,19 +43,32 @@ class Interrupts:
     flag and nothing else. Active only in the main thread, and for signals that nobody
     else handles. Can be entered again inside.
 
+    With several processes `check` asks them all, several times a second: what one of
+    them holds back is raised in all, at the same step.
+
     Attributes:
         signals: names of the signals that end a fit, beside Ctrl-C.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
+        self._pulse = None if processes.count == 1 else Pulse(processes, "signals")
         self.signals: tuple[str, ...] = ("SIGTERM",)
         self._pending: int | None = None
         self._previous: dict[int, Any] = {}
         self._depth = 0
 
-    def check(self) -> None:
-        """Raises what is held back, if anything."""
-        if self._pending is not None:
+    def check(self, *, now: bool = False) -> None:
+        """Raises what is held back, if anything.
+
+        Args:
+            now: whether to ask all processes, if there are several, at this very call.
+        """
+        if self._pulse is not None:
+            heard = self._pulse.beat(self._pending, now=now)
+            if heard:
+                self._pending = None
+                raise _exception(max(heard))
+        elif self._pending is not None:
             number, self._pending = self._pending, None
             raise _exception(number)
 
@@ -83,6 +95,8 @@ class Interrupts:
         if self._depth:
             return
         self._release()
+        if self._pulse is not None and kind is None:
+            return  # the others have to hear of it first
         number, self._pending = self._pending, None
         # An error after a signal is most often its doing, such as a worker's that died.
         if number is not None and (kind is None or issubclass(kind, Exception)):
@@ -93,8 +107,8 @@ class Interrupts:
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._hold)
-        if jax.distributed.is_initialized():
-            return  # its preemption service answers for all processes
+        # With several processes, jax.distributed has answered SIGTERM so far, below
+        # Python, and would do nothing but note it.
         for name in self.signals:
             number = getattr(signal, name)
             if signal.getsignal(number) is signal.SIG_DFL:

@@ -76,16 +76,15 @@ class Limits:
         """Whether so many batches are known to be a whole epoch."""
         return self.per_epoch is not None and batches_done >= self.per_epoch
 
-    def reached(self, step: int) -> bool:
-        """Whether `max_steps` or `max_time` is up, `step` optimizer steps done."""
-        if self.max_steps is not None and step >= self.max_steps:
-            return True
+    def time_is_up(self) -> bool:
+        """Whether `max_time` is over, by this process's clock."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def done(self, step: int, epoch: int) -> bool:
-        """Whether the fit is over, `epoch` epochs done."""
-        full = self.max_epochs is not None and epoch >= self.max_epochs
-        return full or self.reached(step)
+        """Whether the fit is over, so many steps and epochs done, but for its time."""
+        if self.max_steps is not None and step >= self.max_steps:
+            return True
+        return self.max_epochs is not None and epoch >= self.max_epochs
 
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
         """Steps until `max_steps` or a validation inside the epoch; None: no such."""

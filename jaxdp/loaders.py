@@ -4,11 +4,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .source import Source
+from .portions import Share
+from .source import ALL, Source
 from .torch_loader import TorchSource
 
 
-def open_loader(loader: Any, argument: str, seed: int) -> Source:
+def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> Source:
     """The source of batches for what a user passed as `argument`.
 
     Raises:
@@ -17,7 +18,7 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
-            return TorchSource(loader, argument, seed)
+            return TorchSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
                 f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
@@ -34,4 +35,4 @@ def open_loader(loader: Any, argument: str, seed: int) -> Source:
             f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
             " DataLoader, a list or a generator of batches."
         )
-    return Source(loader, argument)
+    return Source(loader, argument, share)

@@ -44,6 +44,17 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
                 "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
+    paths = trainer.processes.first(
+        "which checkpoint to resume from",
+        lambda: _paths(trainer, where, savers),
+        CheckpointCorrupt,
+    )
+    if paths:
+        _load_first_whole(trainer, where, paths)
+
+
+def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[str]:
+    """The checkpoints that a word means, those to be tried first coming first."""
     folders = [saver.folder(trainer) for saver in savers]
     found = sorted(
         ((step, folder) for folder in folders for step in folder.steps()),
@@ -54,14 +65,14 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
     if not found:
         if where == "auto":
             say(f"nothing to resume in {looked}: starting afresh")
-            return
+            return []
         raise FileNotFoundError(
             f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"
             " to start afresh then."
         )
     if where == "best":
         found = _best_first(trainer, savers[0], found)
-    _load_first_whole(trainer, where, [folder.path_of(step) for step, folder in found])
+    return [folder.path_of(step) for step, folder in found]
 
 
 def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:

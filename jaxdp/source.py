@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sized
 from typing import Any, Final
 
 from .data import to_host
+from .portions import Portion, Share
 from .step import Batch
 
 END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""
+
+ALL: Final = Share()
+"""That of one process."""
 
 
 class Source:
@@ -19,6 +23,7 @@ class Source:
         loader: an iterable of batches, iterated once per epoch. An iterator goes on
             where the last epoch stopped.
         argument: how the user calls it, for messages.
+        share: how its batches come to several processes.
 
     Attributes:
         state: what, of its own, the loader started the present epoch from; JSON.
@@ -27,9 +32,10 @@ class Source:
             epoch alone to pass over.
     """
 
-    def __init__(self, loader: Any, argument: str):
+    def __init__(self, loader: Any, argument: str, share: Share = ALL):
         self.loader: Any = loader
         self.argument = argument
+        self.share = share
         self.state: Any = None
         self.start_from: Any = None
         self.replay = 0
@@ -38,9 +44,10 @@ class Source:
     def num_batches(self) -> int | None:
         """Batches per epoch, or None where that can't be known."""
         try:
-            return len(self.loader) if isinstance(self.loader, Sized) else None
+            own = len(self.loader) if isinstance(self.loader, Sized) else None
         except TypeError:  # a DataLoader over an iterable dataset without a length
-            return None
+            own = None
+        return self.share.length(self.argument, own)
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """Host batches of an epoch, in order, but for the first `skip`.
@@ -53,7 +60,8 @@ class Source:
         passed = self.replay if batches is self.loader else skip
         self.replay = 0
         self._pass_over(batches, passed)
-        return self._converted(batches, epoch, skip, copy)
+        peek = None if batches is self.loader else self._peek_here
+        return self.share.of(self._converted(batches, epoch, skip, copy), peek)
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
@@ -102,6 +110,14 @@ class Source:
         """The first batch of epoch 0, if to look at it costs next to nothing."""
         return self.peek() if isinstance(self.loader, list | tuple) else None
 
+    def _peek_here(self) -> Batch:
+        """`peek`, whatever other processes have."""
+        share, self.share = self.share, ALL
+        try:
+            return self.peek()
+        finally:
+            self.share = share
+
     def gave_nothing(self) -> str:
         """What to say when an epoch has no batches."""
         return (
@@ -137,7 +153,8 @@ class Source:
                 batch = next(batches, END)
                 if batch is END:
                     return
-                host = batch if ready else to_host(batch, copy=copy)
+                is_ready = ready or type(batch) is Portion
+                host = batch if is_ready else to_host(batch, copy=copy)
             except Exception as exception:
                 exception.add_note(
                     f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"

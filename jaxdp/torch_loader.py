@@ -24,7 +24,8 @@ import jax
 import numpy as np
 
 from .data import to_host
-from .source import END, Source
+from .portions import Share
+from .source import ALL, END, Source
 from .step import Batch
 
 _DRAW_AT_ONCE = 64
@@ -49,10 +50,11 @@ class TorchSource(Source):
         argument: how the user calls it, for messages.
         seed: decides, with the epoch, what the sampler draws (unless the loader has a
             generator of its own) and what augmentations draw.
+        share: how its batches come to several processes.
     """
 
-    def __init__(self, loader: Any, argument: str, seed: int):
-        super().__init__(loader, argument)
+    def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
+        super().__init__(loader, argument, share)
         self.seed = seed
         self._workers: Any = None
         self._plan = _Plan()
@@ -66,20 +68,24 @@ class TorchSource(Source):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         plain, workers = self._is_plain(), self.loader.num_workers
-        whole_rows = None
-        if plain and not workers and self._is_torchs_collation():
-            whole_rows = _whole_rows(self.loader.dataset)
+        whole_rows, share = None, self.share.of
+        lists = self._lists(epoch, skip)
+        if plain and self._is_torchs_collation():  # which is row by row
+            lists, share = self.share.of_lists(lists)
+            if not workers:
+                whole_rows = _whole_rows(self.loader.dataset)
         if whole_rows is not None:
-            batches = whole_rows(self._lists(epoch, skip))
+            batches = whole_rows(lists)
         elif plain:
-            batches = self._by_index(epoch, skip)
+            batches = self._by_index(lists, epoch, skip)
         else:
             batches = self._as_it_is(epoch)
             self._pass_over(batches, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or workers > 0
         ready = whole_rows is not None
-        return self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
+        converted = self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
+        return share(converted, self._peek_here)
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -126,7 +132,7 @@ class TorchSource(Source):
 
     def _as_it_is(self, epoch: int) -> Iterator[Any]:
         """Iterable datasets and loaders that iterate in their own way."""
-        generators = _Generators(_seed_of(self.seed, epoch))
+        generators = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
         with generators.active(), _safe_workers(self.loader):
             batches = _started(self.loader, self.argument)
         while True:
@@ -136,9 +142,8 @@ class TorchSource(Source):
                 return
             yield batch
 
-    def _by_index(self, epoch: int, skip: int) -> Iterator[Any]:
-        lists = self._lists(epoch, skip)
-        start = _seed_of(self.seed, epoch)
+    def _by_index(self, lists: Iterator[Any], epoch: int, skip: int) -> Iterator[Any]:
+        start = _seed_of(self.seed, epoch, *self.share.drawing)
         seeded = (
             ((start + batch_idx * _GOLDEN) % 2**63, indices)
             for batch_idx, indices in enumerate(lists, skip)
@@ -157,7 +162,8 @@ class TorchSource(Source):
         samplers = self.loader.sampler, self.loader.batch_sampler
         known = ("torch.utils.data.", "builtins")  # None is one of the builtins
         torchs = all(type(each).__module__.startswith(known) for each in samplers)
-        generators = _Generators(_seed_of(self.seed, epoch), torch_alone=torchs)
+        seed = _seed_of(self.seed, epoch, *self.share.sampling)
+        generators = _Generators(seed, torch_alone=torchs)
         with generators.active():
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)

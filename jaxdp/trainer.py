@@ -22,14 +22,14 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, losses, resume
+from . import checkpoint, checks, distributed, losses, resume
 from .allocator import keep_freed_memory
-from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
+from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
 from .console import say
 from .data import windows
-from .engine import Block, Engine, wait
+from .engine import Block, Engine, Kind, wait
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .layout import layout
@@ -38,9 +38,11 @@ from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
+from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
+from .processes import Pulse, find_processes
 from .remat import Remat
-from .source import Source
+from .source import ALL, Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
@@ -136,7 +138,6 @@ class Trainer:
         checks.check_strategy_argument(strategy)
         checks.check_choice("reproducible", reproducible, (None, "bitwise"))
         checks.check_choice("data", data, ("global", "local"))
-        checks.check_one_process()
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
         if steps_per_execution != "auto":
             checks.check_count("steps_per_execution", steps_per_execution)
@@ -151,8 +152,10 @@ class Trainer:
         """What the trainer was made from, by name: for the records of loggers."""
         self.strategy = strategy
         self.reproducible = reproducible
-        self._reproducibly(strategy)  # refuses now what it can't keep
+        with_bits = self._reproducibly(strategy)  # refuses now what it can't keep
+        checks.check_processes(with_bits, data, reproducible)
         self.seed = seed
+        self.data = data
         self.log_every_n_steps = log_every_n_steps
         self.default_root_dir = default_root_dir
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -163,13 +166,18 @@ class Trainer:
         ):
             # First, so that it has cleared its line before the others print.
             self.callbacks.insert(0, ProgressBar())
+        if jax.process_count() > 1:
+            self._guard()
+        elif warning := distributed.forgotten():
+            warnings.warn(warning, stacklevel=2)
 
         self.global_step = 0
         self.current_epoch = 0
         self.examples_seen = 0
         self.should_stop = False
         self.history = History()
-        self.is_global_zero = jax.process_index() == 0
+        self.processes = find_processes()
+        self.is_global_zero = self.processes.index == 0
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.num_training_batches: int | None = None
@@ -177,7 +185,7 @@ class Trainer:
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
 
-        self.run_id = uuid.uuid4().hex
+        self.run_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
         """Tells the checkpoints of this run, resumed or not, from those of others."""
 
         # What `Callback.setup` may set:
@@ -198,7 +206,8 @@ class Trainer:
         self.optimizer = optax.with_extra_args_support(
             self._hooks.wrap_optimizer(optimizer)
         )
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self.processes)
+        self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
         self._batches_done = 0
         self._batches_seen = 0
@@ -273,10 +282,10 @@ class Trainer:
         if self._roll_back is not None:
             self._left_out |= self._roll_back.left_out
             self._roll_back = None
-        train = open_loader(train_loader, "train_loader", self.seed)
+        train = self._open(train_loader, "train_loader", "train")
         val = None
         if val_loader is not None:
-            val = open_loader(val_loader, "val_loader", self.seed)
+            val = self._open(val_loader, "val_loader", "evaluate")
         checks.check_count("fast_dev_run", int(fast_dev_run), least=0)
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
@@ -335,7 +344,7 @@ class Trainer:
             hooks.on_fit_start(self)
             limits.start_clock()
             limits.was_validated(self._validated_at)
-            while not self._is_done(limits):
+            while not self._is_done(limits, between_epochs=True):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
@@ -361,6 +370,8 @@ class Trainer:
                     self._validate(val, limits, hooks)
                 self._end_epoch(limits, hooks)
                 blocks = None
+            if self.processes.count > 1:
+                self._ready().fetch()
         if self._roll_back is not None:
             if hasattr(train_loader, "__next__"):
                 raise RuntimeError(
@@ -387,7 +398,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
-        source = open_loader(train_loader, "train_loader", self.seed)
+        source = self._open(train_loader, "train_loader", "train")
         self._batches_done, self.num_training_batches = 0, None
         self.stopwatch = None
         self._hooks.setup(self)
@@ -407,12 +418,12 @@ class Trainer:
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         """
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "evaluate")
         return self._evaluate(source, "val", source.num_batches, self._hooks)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """Like `validate`, with keys `test_loss` and so on, and without hooks."""
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "evaluate")
         return self._evaluate(source, "test", None, Hooks(()))
 
     def plan(
@@ -466,23 +477,23 @@ class Trainer:
         planner = Planner(engine_on, self.strategy, window, topology, hardware)
         return planner.plan(devices)
 
-    def predict(self, loader: Iterable[Any]) -> Any:
+    def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.
 
         Args:
             loader: as for `fit`; of a tuple batch, `(x, y)` say, `x` is predicted from.
+            gather: whether, of several processes, each gets the predictions for all
+                rows; if not, for those that it has loaded itself, and none is sent.
 
         Returns:
             NumPy arrays shaped `(rows, ...)`, in the structure of what the model
             returns: exactly the rows that came, in their order.
         """
-        source = open_loader(loader, "loader", self.seed)
-        inputs = (
-            batch[0] if isinstance(batch, tuple) else batch for batch in source.epoch(0)
-        )
+        source = self._open(loader, "loader", "predict")
+        inputs = (inputs_of(batch) for batch in source.epoch(0))
         done: list[PyTree] = []
         with self._interrupts:
-            for prediction in self._ready().predict(inputs):
+            for prediction in self._ready().predict(inputs, gather=gather):
                 done.append(prediction)
                 self._interrupts.check()
         if not done:
@@ -509,9 +520,15 @@ class Trainer:
         from . import comparison
 
         checks.check_count("steps", steps)
+        if self.processes.count > 1:
+            raise RuntimeError(
+                f"`compare` was called in a job of {self.processes.count} processes; it"
+                " compares strategies on the devices of one. Call it in a program that"
+                " runs alone, with as many faked devices if need be."
+            )
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
-        source = open_loader(loader, "loader", self.seed)
+        source = self._open(loader, "loader", "train")
         taken = list(
             itertools.islice(
                 windows(source.epoch(0), self.accumulate_grad_batches), steps
@@ -569,6 +586,9 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
+        With several processes all must call it, with the same path in a file system
+        that they share; each writes what its devices hold.
+
         Returns:
             The absolute path, once all is on disk. Raises `FileExistsError` if
             something is there already.
@@ -592,7 +612,7 @@ class Trainer:
             "left_out": sorted(self._left_out),
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
-            "source": self._state_of_source(),
+            "source": self._share("train").states(self._state_of_source()),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -630,7 +650,8 @@ class Trainer:
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
-        self._source, self._source_state = None, meta["source"]
+        self._source = None
+        self._source_state = self._share("train").state(meta["source"])
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -657,14 +678,22 @@ class Trainer:
 
         Its path, or None if there is none.
         """
-        found = [
-            (step, callback.folder(self).path_of(step))
+        folders = [
+            callback.folder(self)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint)
-            for step in callback.folder(self).steps()
-            if step < before
         ]
-        return max(found)[1] if found else None
+
+        def newest() -> str | None:
+            found = [
+                (step, folder.path_of(step))
+                for folder in folders
+                for step in folder.steps()
+                if step < before
+            ]
+            return max(found)[1] if found else None
+
+        return self.processes.first("the last checkpoint", newest)
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -730,7 +759,28 @@ class Trainer:
         """
         return self._ready().arrays()
 
+    @property
+    def is_fitting(self) -> bool:
+        """Whether `fit` is running."""
+        return self._is_fitting
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """How many rows batches are padded to: of training, validation, prediction."""
+        return self._ready().sizes
+
+    @property
+    def program_digests(self) -> tuple[str, ...]:
+        """Of the programs compiled so far, in a job of several processes."""
+        return () if self._engine is None else self._engine.strategy.program_digests
+
     # What the public methods are made of, in the order that `fit` uses it.
+
+    def _guard(self) -> None:
+        """Lets processes meet before anything else happens at a hook."""
+        guards = [c for c in self.callbacks if isinstance(c, Lockstep)] or [Lockstep()]
+        others = [c for c in self.callbacks if not isinstance(c, Lockstep)]
+        self.callbacks = guards + others
 
     @contextlib.contextmanager
     def _ending_well(self, hooks: Hooks) -> Iterator[None]:
@@ -744,6 +794,7 @@ class Trainer:
         try:
             with self._interrupts:
                 yield
+                self._interrupts.check(now=True)
         except RollBack as request:
             # The fit ends here, and is resumed like any other.
             hooks.on_fit_end(self)
@@ -857,8 +908,7 @@ class Trainer:
             try:
                 ahead: Iterator[Metrics] = iter(())
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
-                    batch = window[0] if self.accumulate_grad_batches == 1 else window
-                    hooks.on_train_batch_start(self, batch, batch_idx)
+                    hooks.on_train_batch_start(self, self._shown(window), batch_idx)
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)
@@ -872,6 +922,12 @@ class Trainer:
             finally:
                 self._settle(block)
         self._epoch_is_over = True
+
+    def _shown(self, window: list[Batch]) -> Any:
+        """What batch hooks are given: the rows that are here."""
+        if self.accumulate_grad_batches == 1:
+            return shown(window[0])
+        return [shown(batch) for batch in window]
 
     def _count(self, window: list[Batch], rows: int) -> None:
         self._ready().ahead -= 1
@@ -960,11 +1016,17 @@ class Trainer:
         between = self._is_whole or self._batches_done == 0
         return self._source.present_state() if between else self._source.state
 
-    def _is_done(self, limits: Limits) -> bool:
+    def _is_done(self, limits: Limits, between_epochs: bool = False) -> bool:
         engine = self._ready()
         if engine.ahead and not engine.can_rewind:
             return False  # not before the end of the block
-        return self.should_stop or limits.done(self.global_step, self.current_epoch)
+        stops = self.should_stop or limits.time_is_up()
+        if self.processes.count > 1:
+            # What one process wants, all do: at once between epochs, within them a
+            # fraction of a second later.
+            stops = bool(self._wishes.beat(stops or None, now=between_epochs))
+            self.should_stop = stops or self.should_stop
+        return stops or limits.done(self.global_step, self.current_epoch)
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""
@@ -991,6 +1053,17 @@ class Trainer:
             self._engine.steps = self._engine.steps._replace(objective=objective)
         return self._engine
 
+    def _open(self, loader: Any, argument: str, kind: Kind) -> Source:
+        """What a user passed as `argument`, shared out to the processes."""
+        return open_loader(loader, argument, self.seed, self._share(kind))
+
+    def _share(self, kind: Kind) -> Share:
+        if self.processes.count == 1:
+            return ALL
+        if self.data == "local":
+            return LocalShare(self.processes)
+        return GlobalShare(self.processes, lambda: self._ready().packers[kind])
+
     def _new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """A new engine, with the state of a trainer that has not been trained."""
         return Engine(
@@ -1009,11 +1082,12 @@ class Trainer:
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
             view=self._hooks.evaluated_state(),
+            in_order=self.data == "global",
             abstract=abstract,
         )
 
     def _infer_objective(self, batch: Batch) -> Objective:
-        name, reason = losses.infer_loss(split_pair(batch)[1])
+        name, reason = losses.infer_loss(split_pair(shown(batch))[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
         return CriterionObjective(losses.LOSSES[name], self._metrics)
 

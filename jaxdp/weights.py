@@ -192,7 +192,7 @@ def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
     shapes = {n: meta["leaves"][f"{f}: {p}"] for n, (f, p) in places.items()}
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         named: checkpoint.Named = {}
         for name, leaf in found.items():
             field, place = places[name]

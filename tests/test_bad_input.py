@@ -85,12 +85,6 @@ def test_torch_and_flax_things_are_named():
         make(Flax())
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(NotImplementedError, match="one of 2 processes"):
-        make()
-
-
 def test_one_array_in_two_places_is_refused():
     model = mlp()
     model = eqx.tree_at(lambda m: m.layers[1].bias, model, jnp.ones(8))

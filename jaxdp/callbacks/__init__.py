@@ -6,6 +6,7 @@ from .early_stopping import EarlyStopping
 from .gradient_monitor import GradientMonitor
 from .learning_rate import LearningRateMonitor
 from .live_plot import LivePlot
+from .lockstep import Lockstep
 from .loggers import CSVLogger, Logger, TensorBoardLogger
 from .mlflow_logger import MLFlowLogger
 from .model_checkpoint import ModelCheckpoint
@@ -27,6 +28,7 @@ __all__ = [
     "GradientMonitor",
     "LearningRateMonitor",
     "LivePlot",
+    "Lockstep",
     "Logger",
     "MLFlowLogger",
     "ModelCheckpoint",

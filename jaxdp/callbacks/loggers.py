@@ -92,13 +92,14 @@ class Logger(Callback):
         self._active = bool(trainer.is_global_zero)
         self._fitting = True
         self._late, self._validation, self._error = LateReads(), None, None
+        # In all processes: what looks at the state may run a program.
+        facts = run_facts(trainer, self.hyperparameters)
+        facts["layout"] = layout(trainer.state)
         if self._active:
             if self._restored and self._restored.get("validation"):
                 step, values = self._restored["validation"]
                 self._validation = int(step), dict(values)
             self.open(trainer, self._folder(trainer))
-            facts = run_facts(trainer, self.hyperparameters)
-            facts["layout"] = layout(trainer.state)
             self.log_run(facts)
         self._restored = None
 

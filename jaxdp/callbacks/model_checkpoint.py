@@ -10,6 +10,7 @@ from typing import Any
 from .. import checkpoint
 from ..checkpoint_dir import CheckpointDir
 from ..interrupts import Stopped
+from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_mode, check_monitor
 
@@ -101,6 +102,7 @@ class ModelCheckpoint(Callback):
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
         self._is_restored = False
+        self._is_alone = False
 
     @property
     def best_model_path(self) -> str:
@@ -129,9 +131,17 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Any) -> None:
         """Takes the folder, so that one that can't be written to is found now."""
-        self._dir = self.folder(trainer)
-        self._dir.open()
-        self._sort_out(trainer)
+        self._dir, self._processes = self.folder(trainer), trainer.processes
+        self._clock = Pulse(self._processes, "the time of a checkpoint")
+        self._is_alone = False
+        self._processes.first("ModelCheckpoint: its folder", self._dir.open)
+        self._scores = dict(
+            self._processes.first(
+                "ModelCheckpoint: what is there", lambda: self._sorted_out(trainer)
+            )
+        )
+        if self._scores:
+            self._remove(set(self._scores) - self._kept(self._scores))
         self._is_due = self._is_restored = False
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -149,7 +159,8 @@ class ModelCheckpoint(Callback):
             self._is_due = True
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
-            if time.monotonic() - self._saved_at >= interval:
+            is_over = time.monotonic() - self._saved_at >= interval
+            if self._clock.beat(is_over or None):
                 self._is_due = True
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -173,6 +184,7 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        self._is_alone = not isinstance(exception, Stopped)
         if isinstance(exception, Stopped):  # at a boundary: the state is whole
             self._settle(wait=True)
             if trainer.global_step and trainer.global_step not in self._scores:
@@ -237,11 +249,13 @@ class ModelCheckpoint(Callback):
 
     def _settle(self, *, wait: bool = False) -> None:
         """When a save is done: removes what it makes superfluous, or says it failed."""
-        if self._saving is None or not (wait or self._saving[1].is_done):
+        if self._saving is None:
             return
+        if not wait and (self._processes.count > 1 or not self._saving[1].is_done):
+            return  # several processes are not done at the same step
         step, saving = self._saving
         try:
-            saving.finish()
+            saving.finish(alone=self._is_alone)
         except checkpoint.SaveFailed as error:
             self._saving = None
             self._fail(step, error)
@@ -251,7 +265,8 @@ class ModelCheckpoint(Callback):
 
     def _fail(self, step: int, error: checkpoint.SaveFailed) -> None:
         del self._scores[step]
-        self._dir.sweep()
+        if self._processes.index == 0:
+            self._dir.sweep()
         if self.on_save_error == "raise":
             error.add_note(
                 "ModelCheckpoint(on_save_error='warn') would go on without this one."
@@ -282,6 +297,8 @@ class ModelCheckpoint(Callback):
     def _remove(self, steps: set[int]) -> None:
         for step in sorted(steps):
             del self._scores[step]
+            if self._processes.index:
+                continue
             try:
                 self._dir.remove(step)
             except OSError as error:
@@ -291,12 +308,12 @@ class ModelCheckpoint(Callback):
                     stacklevel=2,
                 )
 
-    def _sort_out(self, trainer: Any) -> None:
-        """Finds out whose the checkpoints are that lie in the folder."""
+    def _sorted_out(self, trainer: Any) -> list[tuple[int, float]]:
+        """Finds out whose the checkpoints are that lie in the folder; our scores."""
         there = set(self._dir.steps())
-        self._scores = {s: v for s, v in self._scores.items() if s in there}
+        scores = {s: v for s, v in self._scores.items() if s in there}
         strangers = self._dir.impostors()
-        for step in sorted(there - set(self._scores)):
+        for step in sorted(there - set(scores)):
             if step > trainer.global_step or not self._is_of_run(step, trainer.run_id):
                 strangers.append(step)
             elif self._is_restored:
@@ -304,7 +321,7 @@ class ModelCheckpoint(Callback):
                 # was removed.
                 self._dir.remove(step)
             else:
-                self._scores[step] = math.nan if self.monitor else float(step)
+                scores[step] = math.nan if self.monitor else float(step)
         if strangers:
             path = self._dir.set_aside(strangers)
             announce(
@@ -314,8 +331,7 @@ class ModelCheckpoint(Callback):
                 f" {', '.join(map(str, strangers))}. They are now in {path}. (To go on"
                 ' from the newest, use `fit(..., ckpt_path="auto")`.)',
             )
-        if self._scores:
-            self._remove(set(self._scores) - self._kept(self._scores))
+        return list(scores.items())
 
     def _is_of_run(self, step: int, run_id: str) -> bool:
         try:

@@ -1,6 +1,8 @@
 """The contract between the training loop and the devices."""
 
 import abc
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -8,10 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..collectives import DATA
+from ..processes import RowBlocks, put
 from ..step import Group, TrainState
 
 Devices = int | Sequence[Any] | None
@@ -38,6 +41,9 @@ class DataParallel(abc.ABC):
     num_shards: int = 1
     """A batch is split into this many equal parts. The trainer pads batches to a
     multiple of it, or asks `compile` for a step with whole batches everywhere."""
+
+    program_digests: tuple[str, ...] = ()
+    """Of the programs built so far, in a job of several processes."""
 
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
@@ -83,7 +89,17 @@ class DataParallel(abc.ABC):
 
         `Trainer.plan` looks at programs here before they are compiled.
         """
-        return program.trace(*arguments).lower().compile()
+        return self.lower(program, arguments).compile()
+
+    def lower(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """A program before it is compiled. Of several processes, each notes its text:
+        `Lockstep` compares them."""
+        lowered = program.trace(*arguments).lower()
+        if jax.process_count() > 1:
+            text = lowered.as_text().encode()
+            digest = hashlib.blake2b(text, digest_size=6).hexdigest()
+            self.program_digests = (*self.program_digests, digest)
+        return lowered
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding that `place` gives each leaf of `state`, from shapes alone.
@@ -107,13 +123,31 @@ class DataParallel(abc.ABC):
         """Batches as `compile`d steps take them. On one process: as they are.
 
         Host arrays go straight into the compiled step, which places them in less
-        time than `jax.device_put` takes.
+        time than `jax.device_put` takes. With several processes `groups` have the rows
+        of this process's own blocks, and become arrays of them all.
         """
         return groups
 
+    def row_blocks(self) -> RowBlocks:
+        """Which rows of a batch this process loads, if there are several."""
+        if jax.process_count() == 1:
+            return RowBlocks()
+        raise ValueError(
+            f"`strategy`: {self!r} can't train with {jax.process_count()} processes: it"
+            " has no `row_blocks()` that says which rows each of them loads. Use"
+            " Sharded() or another strategy that spans them."
+        )
+
     def gather(self, tree: PyTree) -> PyTree:
-        """Whole arrays, new and on the default device, from arrays in this layout."""
-        return jax.tree.map(_gather_leaf, tree)
+        """Whole arrays, new and on the default device, from arrays in this layout.
+
+        With several processes all must call it, if anything is split between them.
+        """
+        return jax.tree.map(jnp.asarray, self.fetch(tree))
+
+    def fetch(self, tree: PyTree) -> PyTree:
+        """`gather`, to the host: NumPy arrays, and typed PRNG keys as they are."""
+        return jax.tree.map(_fetch_leaf, tree)
 
 
 def find_devices(devices: Devices) -> list[Any]:
@@ -187,7 +221,10 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
     would then delete, even with `may_alias=False`.
     """
-    moved = jax.device_put(tree, shardings)
+    if all(s.is_fully_addressable for s in jax.tree.leaves(shardings)):
+        moved = jax.device_put(tree, shardings)
+    else:
+        moved = jax.tree.map(put, tree, shardings)
     copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=shardings)
     return copy(moved)
 
@@ -205,9 +242,78 @@ def each(results: Role | tuple[Role, ...], layout: Callable[[Role], Any]) -> Any
     return layout(results)
 
 
-def _gather_leaf(leaf: Any) -> Any:
+def put_rows(
+    groups: Sequence[Group],
+    blocks: RowBlocks,
+    shardings: Callable[[Group], Group],
+    *,
+    split: bool,
+    axis: int = 1,
+) -> list[Group]:
+    """Batches of which each process has the rows of its blocks, as global arrays.
+
+    Args:
+        groups: leaves on the host; those of a batch have rows along `axis`.
+        blocks: the blocks of this process.
+        shardings: those of a group, from the shapes of the whole one.
+        split: whether the rows are split; if not, every process has them all.
+        axis: where in a leaf its rows are.
+    """
+    placed = []
+    for group in groups:
+        shapes = blocks.whole(group, axis) if split else group
+        own = blocks if split else RowBlocks()
+        batch = jax.tree.map(
+            functools.partial(_put_rows, blocks=own, axis=axis),
+            group.batch,
+            shapes.batch,
+            shardings(shapes).batch,
+        )
+        placed.append(Group(batch, group.counts))
+    return placed
+
+
+def _put_rows(
+    own: Any, shape: Any, sharding: Any, *, blocks: RowBlocks, axis: int
+) -> Any:
+    size = shape.shape[axis] // blocks.count
+
+    def part(index: Any) -> np.ndarray:
+        start, stop, _ = index[axis].indices(shape.shape[axis])
+        if blocks.count > 1:
+            here = blocks.own.index(start // size) * size
+            start, stop = here + start % size, here + start % size + stop - start
+        return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
+
+    return jax.make_array_from_callback(shape.shape, sharding, part)
+
+
+def replicated(tree: PyTree) -> PyTree:
+    """Arrays that are split between processes, whole on all their devices.
+
+    All processes must call it. Others are as they are.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    split = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array)
+        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ]
+    for i in split:
+        whole = NamedSharding(leaves[i].sharding.mesh, PartitionSpec())
+        leaves[i] = _identity(whole)(leaves[i])
+    return treedef.unflatten(leaves)
+
+
+@functools.lru_cache
+def _identity(sharding: NamedSharding) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def _fetch_leaf(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _gather_leaf(jax.random.key_data(leaf))
+        data = _fetch_leaf(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # np.array waits for the device, and copies: later steps overwrite the buffer.
-    return jnp.asarray(np.array(leaf))
+    return np.array(replicated(leaf))

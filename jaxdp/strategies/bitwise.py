@@ -21,8 +21,9 @@ from jaxtyping import Array, Int, PyTree
 
 from ..collectives import Collectives, Share
 from ..console import say
+from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
-from .base import DataParallel, Role, each
+from .base import DataParallel, Role, each, put_rows
 from .pmap import Pmap
 from .sharded import Sharded
 from .single_device import SingleDevice
@@ -75,8 +76,28 @@ class Bitwise(DataParallel):
     def gather(self, tree: PyTree) -> PyTree:
         return self.strategy.gather(tree)
 
+    def fetch(self, tree: PyTree) -> PyTree:
+        return self.strategy.fetch(tree)
+
+    def row_blocks(self) -> RowBlocks:
+        turns = SHARDS // self.mesh.size
+        return row_blocks(enumerate([*self.mesh.devices] * turns), SHARDS)
+
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        return [self._cut(group) for group in groups] if split else groups
+        if not self.mesh.is_multi_process:
+            return [self._cut(group) for group in groups] if split else groups
+        # Of every turn, this process has the shards of its own devices.
+        devices = row_blocks(enumerate(self.mesh.devices), self.mesh.size)
+        own = self.mesh.size * len(devices.own) // devices.count
+        spec = PartitionSpec(None, None, _AXIS) if split else PartitionSpec()
+        sharding = NamedSharding(self.mesh, spec)
+
+        def shardings(group: Group) -> Group:
+            return group._replace(batch=jax.tree.map(lambda _: sharding, group.batch))
+
+        if split:
+            groups = [self._cut(group, own) for group in groups]
+        return put_rows(groups, devices, shardings, split=split, axis=2 if split else 1)
 
     def compile(
         self,
@@ -126,19 +147,24 @@ class Bitwise(DataParallel):
             out_shardings=NamedSharding(self.mesh, whole),
             donate_argnums=donate,
         )
-        return jitted.trace(*arguments).lower().compile(_OPTIONS)
+        return self.lower(jitted, arguments).compile(_OPTIONS)
 
-    def _cut(self, group: Group) -> Group:
+    def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
 
         Shard number `turn * devices + device`, so that what devices add up in one turn
         comes before what they do in the next.
+
+        Args:
+            group: one with the rows for all devices, or for the first `devices`.
+            devices: all by default.
         """
-        devices = self.mesh.size
+        turns = SHARDS // self.mesh.size
+        devices = self.mesh.size if devices is None else devices
 
         def cut(leaf: Any) -> Any:
             micros, rows, *rest = leaf.shape
-            shape = (micros, SHARDS // devices, devices, rows // SHARDS, *rest)
+            shape = (micros, turns, devices, rows // (turns * devices), *rest)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(shape, leaf.dtype)
             return leaf.reshape(shape)

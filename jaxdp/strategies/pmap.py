@@ -9,8 +9,18 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import DATA, AxisCollectives, Collectives
+from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
-from .base import DataParallel, Devices, Role, data_mesh, each, mesh_on, place_copy
+from .base import (
+    DataParallel,
+    Devices,
+    Role,
+    data_mesh,
+    each,
+    mesh_on,
+    place_copy,
+    put_rows,
+)
 
 
 class Pmap(DataParallel):
@@ -38,6 +48,20 @@ class Pmap(DataParallel):
 
     def place(self, state: TrainState) -> TrainState:
         return place_copy(state, self.state_shardings(state))
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        if not self.mesh.is_multi_process:
+            return groups
+        rows = PartitionSpec(None, DATA) if split else PartitionSpec()
+        sharding = NamedSharding(self.mesh, rows)
+
+        def shardings(group: Group) -> Group:
+            return group._replace(batch=jax.tree.map(lambda _: sharding, group.batch))
+
+        return put_rows(groups, self.row_blocks(), shardings, split=split)
+
+    def row_blocks(self) -> RowBlocks:
+        return row_blocks(enumerate(self.mesh.devices.flat), self.num_shards)
 
     def state_shardings(self, state: TrainState) -> TrainState:
         whole = NamedSharding(self.mesh, PartitionSpec())

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..collectives import DATA, Collectives
+from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from ..tree import leaf_path
 from .base import (
@@ -21,6 +23,7 @@ from .base import (
     each,
     mesh_on,
     place_copy,
+    put_rows,
     state_shardings,
 )
 from .by_rows import ByRows, names_of
@@ -105,6 +108,17 @@ class Sharded(DataParallel):
 
     def place(self, state: TrainState) -> TrainState:
         return place_copy(state, self.state_shardings(state))
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        if not self.mesh.is_multi_process:
+            return groups
+        shardings = functools.partial(self._group_shardings, split=split)
+        return put_rows(groups, self.row_blocks(), shardings, split=split)
+
+    def row_blocks(self) -> RowBlocks:
+        if jax.process_count() == 1:
+            return RowBlocks()
+        return _row_blocks(self.mesh, self.row_axes)
 
     def layouts(self, state: TrainState) -> dict[str, "Layout"]:
         """How each leaf of a state is split over the devices, and why.
@@ -302,6 +316,17 @@ class Sharded(DataParallel):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.mesh.shape)})"
+
+
+@functools.lru_cache
+def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...]) -> RowBlocks:
+    sizes = [mesh.shape[name] for name in row_axes]
+    places = [mesh.axis_names.index(name) for name in row_axes]
+    shards = [
+        (int(np.ravel_multi_index([index[i] for i in places], sizes)), device)
+        for index, device in np.ndenumerate(mesh.devices)
+    ]
+    return row_blocks(shards, math.prod(sizes))
 
 
 def _one_batch(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,241 @@
+"""Keeps the processes of a job at the same place, and says who is where if not."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from .. import checkpoint, coordination, distributed, meetings
+from ..environment import versions
+from ..fingerprint import start_fingerprints
+from ..metrics import IN_FLIGHT
+from ..tree import leaf_path
+from .base import Callback
+from .stall_watch import waits_for
+
+_ARGUMENTS = (
+    "strategy",
+    "seed",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "steps_per_execution",
+    "data",
+    "reproducible",
+)
+"""Those of the Trainer that a fit's numbers or its order of events depend on."""
+
+
+class Lockstep(Callback):
+    """Ends a fit whose processes are not all about to do the same.
+
+    Processes that run different programs, or on batches of different shapes, get wrong
+    numbers without an error, or wait for each other for ever. With several processes
+    every trainer has this guard, as its first callback; pass one to change it.
+
+    When a fit starts, versions, arguments, the model, its parameters and the compiled
+    step are compared. Then the processes meet before every step, validation batch and
+    end of an epoch, each saying what it is about to do. If that differs, all of them
+    raise a RuntimeError that says which process is where. Steps in flight go on
+    meanwhile: nothing waits for the device.
+
+    Args:
+        every_n_steps: how often they meet, in steps and validation batches. What
+            differs in between is found at the next meeting.
+        fingerprint_every_n_steps: how often the state is compared, bit by bit; None
+            leaves it out. Only what every process holds a copy of can differ.
+        timeout: seconds that a process waits for another one to come.
+        warn_after: seconds after which it says for whom, and what that one does.
+    """
+
+    looks_inside_blocks = False
+
+    def __init__(
+        self,
+        every_n_steps: int = 1,
+        fingerprint_every_n_steps: int | None = 1000,
+        *,
+        timeout: float = 600.0,
+        warn_after: float = 30.0,
+    ):
+        for name, value in (
+            ("every_n_steps", every_n_steps),
+            ("fingerprint_every_n_steps", fingerprint_every_n_steps),
+            ("timeout", timeout),
+            ("warn_after", warn_after),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"`Lockstep({name}={value!r})` must be more than 0.")
+        self.every_n_steps = every_n_steps
+        self.fingerprint_every_n_steps = fingerprint_every_n_steps
+        self.timeout = timeout
+        self.warn_after = warn_after
+        self._noted = 0
+        self._programs: tuple[str, ...] = ()
+        self._fingerprints: tuple[int, Callable[[], dict[str, str]]] | None = None
+        self._has_compared_model = False
+        self._has_failed = False
+        self._watched = 0
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def setup(self, trainer: Any) -> None:
+        self._has_failed, self._fingerprints = False, None
+        if not coordination.is_there():
+            return
+        if trainer.is_fitting:
+            if (line := distributed.lifeline()) is not None:
+                line.begin_fit()
+            self._start_watching()
+        facts = dict(_facts_of(trainer))
+        if not self._has_compared_model:
+            facts |= _facts_of_model(trainer.arguments["model"])
+            self._has_compared_model = True
+        self._meet(trainer, "the start of a fit", facts)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        rows = {f"rows of a {k} batch": str(n) for k, n in trainer.batch_sizes.items()}
+        self._meet(trainer, "the first step", rows)
+
+    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+        where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
+        # Its rows are this process's own, and need not be as many as those of others.
+        rows = {"a row of the batch": _shapes(batch, 1)}
+        rows["rows before it"] = str(trainer.examples_seen)
+        self._note(trainer, where, rows)
+
+    def on_boundary(self, trainer: Any) -> None:
+        if not coordination.is_there():
+            return
+        step, every = trainer.global_step, self.fingerprint_every_n_steps
+        if self._fingerprints is not None and step >= self._fingerprints[0]:
+            self._compare_states(trainer)
+        if every is not None and step % every == 0 and self._fingerprints is None:
+            arrays = checkpoint.arrays_of(trainer.state)
+            # By then the device is done with it, and reading waits for nothing.
+            self._fingerprints = step + IN_FLIGHT, start_fingerprints(arrays)
+
+    def next_stop(self, trainer: Any) -> int | None:
+        every = self.fingerprint_every_n_steps
+        if every is None or not coordination.is_there():
+            return None
+        return (trainer.global_step // every + 1) * every
+
+    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._meet(trainer, f"the end of epoch {trainer.current_epoch}")
+
+    def on_validation_start(self, trainer: Any) -> None:
+        self._meet(trainer, f"validation after step {trainer.global_step}")
+
+    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+        self._note(trainer, f"the end of validation batch {batch_idx}", {})
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._meet(trainer, f"the end of validation after step {trainer.global_step}")
+
+    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+        self._has_failed = True
+        if (line := distributed.lifeline()) is not None:
+            agreed = isinstance(exception, SystemExit)  # a signal that all have heard
+            line.end_fit(None if agreed else distributed.first_line(exception))
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._stop_watching()
+        if self._has_failed:
+            return
+        if self._fingerprints is not None:
+            self._compare_states(trainer)
+        self._meet(trainer, f"the end of the fit after step {trainer.global_step}")
+        if (line := distributed.lifeline()) is not None:
+            line.end_fit()
+            line.where = f"after a fit of {trainer.global_step} steps"
+
+    def _note(self, trainer: Any, where: str, facts: Mapping[str, str]) -> None:
+        """Meets the others, if it is the turn of this step."""
+        if not coordination.is_there():
+            return
+        self._noted += 1
+        if self._noted % self.every_n_steps == 0:
+            self._meet(trainer, where, facts)
+        else:
+            meetings.here().note(where, facts)
+
+    def _meet(
+        self, trainer: Any, where: str, facts: Mapping[str, str] | None = None
+    ) -> None:
+        if not coordination.is_there():
+            return
+        programs = trainer.program_digests
+        if programs is not self._programs:
+            self._programs = programs
+            facts = {**(facts or {}), "the compiled programs": ", ".join(programs)}
+        if (line := distributed.lifeline()) is not None:
+            line.where = f"at {where}"
+        here = meetings.here()
+        here.note(where, facts)
+        here.meet(self.timeout, self.warn_after)
+
+    def _compare_states(self, trainer: Any) -> None:
+        assert self._fingerprints is not None
+        (step, read), self._fingerprints = self._fingerprints, None
+        where = f"the state after step {step - IN_FLIGHT}"
+        self._meet(trainer, where, read())
+
+    # A process that does not come tells the others why, from a thread of its own.
+
+    def _start_watching(self) -> None:
+        self._watched = threading.get_ident()
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="jaxdp Lockstep", daemon=True
+        )
+        self._thread.start()
+
+    def _stop_watching(self) -> None:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _watch(self) -> None:
+        patience = min(5.0, self.warn_after / 3)
+        here = meetings.here()
+        while not self._end.wait(patience / 2):
+            late = time.monotonic() - here.since > patience
+            if late and not here.is_waiting:
+                frame = sys._current_frames().get(self._watched)
+                here.tell(waits_for(frame))
+
+
+def _facts_of(trainer: Any) -> Iterator[tuple[str, str]]:
+    for name, version in versions().items():
+        yield f"the version of {name}", version
+    for name in _ARGUMENTS:
+        yield f"`{name}`", repr(trainer.arguments[name])
+    for name in ("max_epochs", "max_steps"):
+        yield f"`{name}`", repr(getattr(trainer, name))
+    yield "steps done", str(trainer.global_step)
+    yield "epochs done", str(trainer.current_epoch)
+
+
+def _facts_of_model(model: Any) -> dict[str, str]:
+    """The arrays of a model: their shapes, and every bit of them."""
+    named = jax.tree_util.tree_leaves_with_path(model)
+    arrays = {
+        leaf_path(path): checkpoint.plain(leaf)
+        for path, leaf in named
+        if isinstance(leaf, jax.Array)
+    }
+    facts = {f"the model's {name}": _shapes(leaf) for name, leaf in arrays.items()}
+    local = {n: a for n, a in arrays.items() if a.size and a.is_fully_addressable}
+    bits = start_fingerprints(local)()
+    return facts | {f"the bits of the model's {name}": bits[name] for name in bits}
+
+
+def _shapes(tree: Any, axis: int = 0) -> str:
+    return ", ".join(
+        f"{leaf.dtype}{list(leaf.shape[axis:])}" for leaf in jax.tree.leaves(tree)
+    )

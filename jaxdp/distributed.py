@@ -1,0 +1,242 @@
+"""Starting as one of several processes, and ending with them.
+
+    import jaxdp
+
+    jaxdp.distributed.initialize()   # first, before anything touches a device
+    ...
+    Trainer(model).fit(loader)
+
+Under torchrun, mpirun, srun or Kubernetes this finds out which process it is. Started
+alone, the same script trains alone.
+"""
+
+import atexit
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final
+
+import jax
+
+from .launchers import Place, find_place, split_address
+from .lifeline import Lifeline, call_the_roll
+
+ABANDONED: Final = 71
+"""Exit code of a process that ended because another one had died or failed."""
+
+_lifeline: Lifeline | None = None
+_is_alone_on_purpose = False
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    initialization_timeout: float = 300.0,
+    heartbeat_timeout: float = 60.0,
+    shutdown_timeout: float = 300.0,
+    coordinator_bind_address: str | None = None,
+) -> None:
+    """Joins the other processes of this job; does nothing if there are none.
+
+    Call it before anything touches a device, and after `jax.config.update`, if there
+    is any. What is not given is taken from the environment that the launcher made. A
+    second call does nothing.
+
+    From then on a process that dies or fails takes the others with it within seconds,
+    each saying which one it was, and none with exit code 0: see docs/distributed.md.
+    An exception that nobody catches ends the process by `os._exit`, after its traceback
+    is printed. No credentials are asked for; the network must be a trusted one.
+
+    Args:
+        coordinator_address: "host:port" of process 0, the same for all.
+        num_processes: of the job; 1 is to train alone, whatever the environment says.
+        process_id: from 0.
+        local_device_ids: which GPUs of its machine this process takes. Where several
+            processes run on one machine, each takes the one of its local number.
+        initialization_timeout: seconds that processes wait for each other to start.
+        heartbeat_timeout: seconds without a word from a process, after which it counts
+            as dead. One that was killed is known at once, without waiting for this.
+        shutdown_timeout: seconds that a process which is done waits for the others.
+        coordinator_bind_address: the address that process 0 listens at, where it is not
+            that of `coordinator_address`, as behind a proxy.
+
+    Raises:
+        ValueError: if the place can't be told from arguments and environment.
+        OSError: if process 0 can't listen at its address.
+        TimeoutError: if a process is missing; the message says which.
+        RuntimeError: if the processes don't belong together, or JAX has begun already.
+    """
+    global _lifeline, _is_alone_on_purpose
+    if jax.distributed.is_initialized():
+        return
+    for name, seconds in (
+        ("initialization_timeout", initialization_timeout),
+        ("heartbeat_timeout", heartbeat_timeout),
+        ("shutdown_timeout", shutdown_timeout),
+    ):
+        if not seconds > 0:
+            raise ValueError(f"`{name}` must be more than 0 s; got {seconds!r}.")
+    place = _find_place(coordinator_address, num_processes, process_id)
+    if place is None:
+        _is_alone_on_purpose = True
+        return
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "`jaxdp.distributed.initialize()` came after the first use of a device, and"
+            " JAX can't join other processes any more; call it at the top of the"
+            " script, before arrays, keys or jax.devices()."
+        )
+    roll = call_the_roll(
+        place, _facts(), initialization_timeout, coordinator_bind_address
+    )
+    _lifeline = Lifeline(place, roll, heartbeat_timeout, _abandon)
+    _lifeline.start()
+    _end_with_the_others(_lifeline)
+    bind = roll.bind_address or None
+    jax.distributed.initialize(
+        roll.address,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=_local_devices(place, local_device_ids),
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(initialization_timeout) + 1,
+        # What JAX finds ends the process without a word: the lifeline comes first.
+        heartbeat_timeout_seconds=int(heartbeat_timeout) + 15,
+        shutdown_timeout_seconds=int(shutdown_timeout) + 1,
+        coordinator_bind_address=bind,
+    )
+    # JAX's backends wait for each other too, and not for long. Now all are here.
+    jax.devices()
+
+
+def lifeline() -> Lifeline | None:
+    """That of this process, if `initialize` has joined it to others."""
+    return _lifeline
+
+
+def forgotten() -> str | None:
+    """A warning, if there are other processes in the environment only."""
+    if jax.distributed.is_initialized() or _is_alone_on_purpose:
+        return None
+    try:
+        place = find_place(ask_jax=False)
+    except ValueError:
+        return None
+    if place is None:
+        return None
+    return (
+        f"{place.launcher} started {place.num_processes} processes, and this one,"
+        f" {place.process_id}, trains alone, as each of them does. Call"
+        " `jaxdp.distributed.initialize()` at the top of the script to train together,"
+        " or `jaxdp.distributed.initialize(num_processes=1)` if that is meant."
+    )
+
+
+def _find_place(
+    address: str | None, num_processes: int | None, process_id: int | None
+) -> Place | None:
+    """By the arguments, and for what they leave open by the environment."""
+    if num_processes == 1:
+        return None
+    given = (address, num_processes, process_id)
+    if None not in given:
+        place = Place("the arguments", 0, 0, "", (), "")
+    else:
+        place = find_place()
+        if place is None and given == (None, None, None):
+            return None
+        if place is None:
+            names = ("coordinator_address", "num_processes", "process_id")
+            absent = [n for n, v in zip(names, given, strict=True) if v is None]
+            raise ValueError(
+                f"`{'`, `'.join(absent)}` can't be found out: the environment is not"
+                " that of torchrun, mpirun, srun or Kubernetes. Pass all of"
+                " `coordinator_address`, `num_processes` and `process_id`."
+            )
+    if num_processes is not None:
+        place = place._replace(num_processes=num_processes, local_count=None)
+    if process_id is not None:
+        place = place._replace(process_id=process_id, local_id=None)
+    if address is not None:
+        host, port = split_address(address, "coordinator_address")
+        place = place._replace(host=host, ports=(port,))
+    if not 0 <= place.process_id < place.num_processes:
+        raise ValueError(
+            f"`process_id` must be from 0 to {place.num_processes - 1}, for"
+            f" `num_processes`={place.num_processes}; got {place.process_id}."
+        )
+    return place
+
+
+def _facts() -> dict[str, str]:
+    """What must be the same everywhere for processes to understand each other."""
+    version = importlib.metadata.version
+    return {
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the version of jax": version("jax"),
+        "the version of jaxlib": version("jaxlib"),
+        "the version of jaxdp": version("jaxdp"),
+    }
+
+
+def _local_devices(
+    place: Place, given: int | Sequence[int] | None
+) -> int | Sequence[int] | None:
+    """One GPU for each process, where several share a machine."""
+    if given is not None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return given
+    if place.local_id is None or place.local_count in (None, 1):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and "," not in visible:
+        return None  # the launcher has given it one
+    return [place.local_id]
+
+
+def _end_with_the_others(line: Lifeline) -> None:
+    """Makes every end of this process one that the others hear of."""
+    # Before JAX's own, which waits for the others to be done.
+    atexit.register(line.leave)
+    print_it = sys.excepthook
+
+    def tell_and_end(
+        kind: type[BaseException],
+        exception: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        failure = first_line(exception)
+        line.fail(failure)
+        print_it(kind, exception, traceback)
+        for text in line.lost.values():  # it may be by their end that this one fails
+            if failure not in text:
+                print(f"jaxdp: {text}.", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        line.wait_for_others()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = tell_and_end
+
+
+def first_line(exception: BaseException) -> str:
+    """An exception in one line."""
+    text = str(exception).partition("\n")[0][:500]
+    return f"{type(exception).__name__}: {text}".rstrip(".")
+
+
+def _abandon(text: str) -> None:
+    """Ends this process at once: it may be stuck where no exception can reach it."""
+    assert _lifeline is not None
+    me = _lifeline.place.process_id
+    # Not through sys.stderr: the stuck thread may hold its lock.
+    end = f"Process {me}, {_lifeline.where}, can't go on without it."
+    os.write(2, f"jaxdp: {text}. {end}\n".encode())
+    os._exit(ABANDONED)

@@ -1,0 +1,193 @@
+"""Where the processes of a job meet, each telling what it is about to do.
+
+Meeting is a barrier of JAX's coordination service whose name says what this process is
+about to do, so that only those pass who are about to do the same. Whoever does not get
+past soon leaves a card there and reads those of the others.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from . import coordination
+from .console import listed, say
+
+_FAST: Final = 2.0
+"""Seconds at a barrier after which a process asks where the others are."""
+
+_MOST_DIFFERENCES: Final = 5
+
+Entry = tuple[str, Mapping[str, str]]
+"""What a process is about to do, and with what."""
+
+
+class Meetings:
+    """Those of one process, in the order in which all processes have them.
+
+    Attributes:
+        waited: seconds spent waiting for others so far.
+        where: what this process is about to do, or does.
+        since: when it came to that, by `time.monotonic`.
+        is_waiting: whether it waits for others.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.where = ""
+        self.since = time.monotonic()
+        self.is_waiting = False
+        self._number = 0
+        self._entries: list[Entry] = []
+
+    def note(self, where: str, facts: Mapping[str, str] | None = None) -> None:
+        """Tells it at the next meeting."""
+        self.where, self.since = where, time.monotonic()
+        self._entries.append((where, facts or {}))
+
+    def meet(self, timeout: float, warn_after: float) -> None:
+        """Waits for all others to come, having noted the same since the last time.
+
+        Args:
+            timeout: seconds to wait.
+            warn_after: seconds after which it is said for whom.
+
+        Raises:
+            RuntimeError: if they have not, or somebody does not come.
+        """
+        entries, self._entries = self._entries, []
+        self._number += 1
+        digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
+        started, self.is_waiting = time.monotonic(), True
+        if not coordination.barrier(f"jaxdp.meet/{self._number}/{digest}", _FAST):
+            self._ask(digest, entries, started, timeout, warn_after)
+        self.since, self.is_waiting = time.monotonic(), False
+        self.waited += self.since - started
+
+    def tell(self, busy_with: str) -> None:
+        """Lets the others know why this process has not come yet."""
+        seconds = time.monotonic() - self.since
+        text = f"{self.where}, busy with {busy_with} for {seconds:.0f} s"
+        card = {"number": self._number, "text": text}
+        coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
+
+    def who_is_late(self) -> str:
+        """The processes that the others wait for, as they have told; "" if none."""
+        late = _cards("late")
+        come = {p: card["number"] for p, card in _cards("come").items()}
+        return "; ".join(
+            f"process {process}: {card['text']}"
+            for process, card in sorted(late.items())
+            if card["number"] < max(come.values(), default=0)
+        )
+
+    def _ask(
+        self,
+        digest: str,
+        entries: Sequence[Entry],
+        started: float,
+        timeout: float,
+        warn_after: float,
+    ) -> None:
+        mine = {"number": self._number, "digest": digest, "entries": entries}
+        coordination.put(f"jaxdp.meet/come/{coordination.index()}", json.dumps(mine))
+        everyone = set(range(coordination.count()))
+        pause, warned = 0.02, False
+        while True:
+            cards = _cards("come")
+            here = {p: c for p, c in cards.items() if c["number"] == self._number}
+            differing = {p: c for p, c in here.items() if c["digest"] != digest}
+            if differing and pause > 0.1:  # by then most have come
+                raise RuntimeError(_difference(here))
+            # Whoever has left for the next one has met us here.
+            missing = {
+                p for p in everyone if cards.get(p, mine)["number"] < self._number
+            } | (everyone - set(cards))
+            if not missing and not differing:
+                return
+            waited = time.monotonic() - started
+            if waited > min(timeout, warn_after) and not warned or waited > timeout:
+                text = (
+                    f"process {coordination.index()} ({self.where}) has waited for"
+                    f" {waited:.0f} s for {listed('process', missing)}"
+                    + _excuses(missing, self._number)
+                )
+                if waited > timeout:
+                    raise RuntimeError(
+                        f"{text}. `Lockstep(timeout=...)` is how long to wait."
+                    )
+                say(text, everywhere=True)
+                warned = True
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+
+_here: Meetings | None = None
+
+
+def here() -> Meetings:
+    """Those of this process."""
+    global _here
+    _here = _here or Meetings()
+    return _here
+
+
+def _cards(kind: str) -> dict[int, dict[str, Any]]:
+    return {
+        int(process): json.loads(text)
+        for process, text in coordination.read_all(f"jaxdp.meet/{kind}").items()
+    }
+
+
+def _excuses(missing: set[int], number: int) -> str:
+    """What those that are missing have told of themselves."""
+    cards = {p: card for p, card in _cards("late").items() if p in missing}
+    told = [
+        f"process {process}: {card['text']}"
+        for process, card in sorted(cards.items())
+        if card["number"] == number - 1
+    ]
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
+    """What the first thing is that processes are not about to do alike."""
+    longest = max(len(card["entries"]) for card in cards.values())
+    for place in range(longest):
+        entries = {
+            process: card["entries"][place] if place < len(card["entries"]) else None
+            for process, card in sorted(cards.items())
+        }
+        wheres = _by_value({p: e and e[0] for p, e in entries.items()})
+        if len(wheres) > 1:
+            told = [f"{who}: {where or 'nothing'}" for where, who in wheres.items()]
+            return (
+                "the processes of this job are about to do different things, and their"
+                f" numbers would be wrong: {'; '.join(told)}."
+            )
+        facts = {p: dict(e[1]) for p, e in entries.items() if e}
+        names = dict.fromkeys(name for found in facts.values() for name in found)
+        told = []
+        for name in names:
+            values = _by_value({p: found.get(name) for p, found in facts.items()})
+            if len(values) > 1:
+                listed_values = ", ".join(f"{v} ({who})" for v, who in values.items())
+                told.append(f"{name}: {listed_values}")
+        if told:
+            more = len(told) - _MOST_DIFFERENCES
+            rest = f"; and {more} more" if more > 0 else ""
+            return (
+                f"the processes of this job do not agree, at {next(iter(wheres))}:"
+                f" {'; '.join(told[:_MOST_DIFFERENCES])}{rest}. Their numbers would be"
+                " wrong. All must run the same program with the same settings."
+            )
+    raise AssertionError("digests differ, and nothing that was noted does")
+
+
+def _by_value(values: Mapping[int, Any]) -> dict[Any, str]:
+    """Who has each value."""
+    found: dict[Any, list[int]] = {}
+    for process, value in values.items():
+        found.setdefault(value, []).append(process)
+    return {value: listed("process", who) for value, who in found.items()}

@@ -1,0 +1,288 @@
+"""What several processes have to agree on, and which rows each of them loads.
+
+Values go through JAX's coordination service, from host to host: no device waits for
+them, and a process that is somewhere else in the program is an error that says so.
+Every process must come to the same calls in the same order.
+"""
+
+import builtins
+import functools
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import coordination
+
+_LIMIT: Final = 3600.0
+"""Seconds to wait for the others, who may be reading a large checkpoint or compiling.
+One that has died ends the others by its missing heartbeat long before that."""
+
+_SHARE_OF_TIME: Final = 200
+_LEAST_SECONDS: Final = 0.2
+"""A `Pulse` takes at most one part in so many of the time, and comes as often as so
+many seconds allow."""
+
+
+class Processes:
+    """The processes that train together. Here: this one, which agrees with itself.
+
+    Attributes:
+        index: which of them this is.
+        count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def all(self, what: str, value: Any) -> list[Any]:
+        """Every process's `value`, a JSON value, in their order.
+
+        Args:
+            what: what is exchanged, for the error of a process that is elsewhere.
+            value: this process's.
+        """
+        return [value]
+
+    def first(
+        self, what: str, function: Callable[[], Any], *errors: type[Exception]
+    ) -> Any:
+        """What `function` gives on process 0, a JSON value; it is called there only.
+
+        Where process 0 raises, all do: errors that Python knows by name, and those of
+        `errors`, as they are, others as a RuntimeError.
+        """
+        return function()
+
+    def same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Raises a ValueError on all unless all have the same `values`, by name."""
+
+    def any(self, what: str, error: BaseException | None) -> str | None:
+        """What is wrong in any process, by its number; None if all is well."""
+        return None if error is None else str(error)
+
+
+class _Several(Processes):
+    """The processes that `jax.distributed.initialize` has brought together."""
+
+    def __init__(self) -> None:
+        self.index = coordination.index()
+        self.count = coordination.count()
+        self._calls = itertools.count()
+        self._keys: list[str] = []
+
+    def all(self, what: str, value: Any) -> list[Any]:
+        number, old = next(self._calls), self._keys
+        self._keys = []
+        self._set(f"{number}/{self.index}", [what, value])
+        if not coordination.barrier(f"jaxdp/{number}", _LIMIT):
+            raise TimeoutError(f"not all processes have come to {what!r} in an hour.")
+        texts = coordination.read_all(f"jaxdp/{number}")
+        for key in old:  # whoever has come here has read them
+            coordination.remove(key)
+        answers = [json.loads(texts[str(index)]) for index in range(self.count)]
+        self._check_together([name for name, _ in answers])
+        return [answer for _, answer in answers]
+
+    def first(
+        self, what: str, function: Callable[[], Any], *errors: type[Exception]
+    ) -> Any:
+        number = next(self._calls)
+        if self.index == 0:
+            try:
+                value = function()
+            except Exception as error:
+                self._set(f"{number}/0", [what, type(error).__name__, str(error)])
+                raise
+            self._set(f"{number}/0", [what, "", value])
+            return value
+        text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
+        where, kind, value = json.loads(text)
+        self._check_together([where, *[what] * self.index])
+        if not kind:
+            return value
+        raise _error_of(kind, errors)(f"{value} (said process 0)")
+
+    def same(self, what: str, values: Mapping[str, Any]) -> None:
+        texts = {name: repr(value) for name, value in values.items()}
+        digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+        if len(set(self.all(what, digest))) == 1:
+            return
+        by_process = self.all(what, texts)
+        for name in by_process[0] | by_process[-1]:
+            found = [each.get(name, "nothing") for each in by_process]
+            other = next((i for i, x in enumerate(found) if x != found[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"the processes do not have the same {what}: {name} is {found[0]}"
+                    f" in process 0, and {found[other]} in process {other}. Every"
+                    " process must run the same program with the same settings."
+                )
+
+    def any(self, what: str, error: BaseException | None) -> str | None:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        found = enumerate(self.all(what, text))
+        wrong = [f"process {i}: {text}" for i, text in found if text is not None]
+        return "; ".join(wrong) or None
+
+    def _set(self, key: str, value: Any) -> None:
+        coordination.put(f"jaxdp/{key}", json.dumps(value))
+        self._keys.append(f"jaxdp/{key}")
+
+    def _check_together(self, places: Sequence[str]) -> None:
+        if len(set(places)) > 1:
+            by_place = []
+            for place in dict.fromkeys(places):
+                who = [str(i) for i, other in enumerate(places) if other == place]
+                by_place.append(f"process {', '.join(who)} at {place!r}")
+            raise RuntimeError(
+                "the processes are in different places of the program:"
+                f" {'; '.join(by_place)}. All must call the same methods of the trainer"
+                " in the same order, also those that only one of them needs."
+            )
+
+
+def find_processes() -> Processes:
+    """All that train together: those of the job, or this one alone."""
+    return _several() if coordination.is_there() else _ALONE
+
+
+_ALONE: Final = Processes()
+
+
+@functools.lru_cache(maxsize=1)
+def _several() -> Processes:
+    """One for all trainers, since the calls of all are counted together."""
+    return _Several()
+
+
+class Pulse:
+    """Wishes of single processes, heard by all of them at the same moment.
+
+    To ask the others costs milliseconds, so they are not asked at every `beat`, but
+    several times a second: how many beats to leave out, process 0 says each time.
+    """
+
+    def __init__(self, processes: Processes, what: str):
+        self._processes = processes
+        self._what = what
+        self._left = 0
+        self._beats = 1
+        self._asked: float | None = None
+
+    def beat(self, wish: Any, *, now: bool = False) -> list[Any]:
+        """The wishes that processes have, None left out; `[]` if nobody was asked.
+
+        Args:
+            wish: this process's, JSON, or None.
+            now: ask, all processes doing so.
+        """
+        if self._processes.count == 1:
+            return [] if wish is None else [wish]
+        self._left -= 1
+        if self._left > 0 and not now:
+            return []
+        start = time.monotonic()
+        done = self._beats - max(self._left, 0)
+        beats = self._next_beats(start, done)
+        answers = self._processes.all(self._what, [wish, beats])
+        self._asked, self._took = time.monotonic(), time.monotonic() - start
+        self._left = self._beats = answers[0][1]
+        return [wish for wish, _ in answers if wish is not None]
+
+    def _next_beats(self, now: float, done: int) -> int:
+        """How many beats are to come before the next time, by the last ones' pace."""
+        if self._asked is None:
+            return 1
+        pause = max(_LEAST_SECONDS, self._took * _SHARE_OF_TIME)
+        each = max(now - self._asked, 1e-6) / max(done, 1)
+        return max(1, min(int(pause / each), 4 * self._beats))
+
+
+class RowBlocks(NamedTuple):
+    """The rows of a batch in equal blocks, of which this process loads some."""
+
+    count: int = 1
+    own: tuple[int, ...] = (0,)
+
+    def counts(self, rows: int, each: int) -> tuple[int, ...]:
+        """How many real rows each block has, of a batch that fills them in turn."""
+        return tuple(
+            min(max(rows - block * each, 0), each) for block in range(self.count)
+        )
+
+    def own_rows(self, rows: int, each: int) -> list[range]:
+        """Which rows of such a batch are this process's."""
+        return [
+            range(min(block * each, rows), min((block + 1) * each, rows))
+            for block in self.own
+        ]
+
+    def whole(self, group: Any, axis: int = 1) -> Any:
+        """The shapes of a group with all blocks' rows, of one with the own ones'."""
+        return group._replace(
+            batch=jax.tree.map(lambda leaf: self._whole(leaf, axis), group.batch)
+        )
+
+    def _whole(self, leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
+        shape = list(leaf.shape)
+        shape[axis] = shape[axis] // len(self.own) * self.count
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
+    """The blocks of rows that processes load, by which device works on which shard.
+
+    Args:
+        shards: `(number of the shard, device)`, for every device.
+        num_shards: how many shards a batch has.
+    """
+    owners: list[set[int]] = [set() for _ in range(num_shards)]
+    for shard, device in shards:
+        owners[shard].add(device.process_index)
+    runs = [len(list(run)) for _, run in itertools.groupby(owners)]
+    each = math.gcd(*runs)
+    own = [
+        block
+        for block in range(num_shards // each)
+        if jax.process_index() in owners[block * each]
+    ]
+    if not own:
+        raise ValueError(
+            f"process {jax.process_index()} has none of the devices that the strategy"
+            f" uses, and there are {jax.process_count()} processes; each must have"
+            " some. Leave `devices` out, to use all."
+        )
+    return RowBlocks(num_shards // each, tuple(own))
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """`leaf` with a sharding, of which each process provides its own devices' parts.
+
+    Every process must have the same `leaf`, whole; or the array is one of all
+    processes already.
+    """
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:
+    known = {error.__name__: error for error in errors}
+    found = known.get(kind) or getattr(builtins, kind, None)
+    if isinstance(found, type) and issubclass(found, Exception):
+        return found if found is not UnicodeDecodeError else RuntimeError
+    return RuntimeError

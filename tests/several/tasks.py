@@ -1,0 +1,248 @@
+"""What the processes of a test do. Imported once, in the server that they fork from."""
+
+import atexit
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import equinox as eqx  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+import orbax.checkpoint  # noqa: E402, F401
+import torch  # noqa: E402
+
+import jaxdp  # noqa: E402
+from jaxdp import callbacks  # noqa: E402
+
+
+def run(task, index, count, port, folder, start, **options):
+    """Calls a task in a process of its own, and ends it as the interpreter would."""
+    log = os.open(f"{folder}/{index}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ["JAX_NUM_PROCESSES"] = str(count)
+    os.environ["JAX_PROCESS_ID"] = str(index)
+    os.environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+    jax.config.update("jax_num_cpu_devices", start.pop("devices", 1))
+    if start.pop("too_early", False):
+        jax.devices()
+    others = start.pop("versions", {}).get(index, {})
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: others.get(name) or version(name)
+    jax.config.update("jax_compilation_cache_dir", start.pop("compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    code = 0
+    try:
+        jaxdp.distributed.initialize(**{"shutdown_timeout": 20.0, **start})
+        find(task)(**options)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def find(task):
+    """`name` here, or `module.name`."""
+    module, _, name = task.rpartition(".")
+    return getattr(importlib.import_module(module or __name__), name)
+
+
+def say(*text):
+    print(*text, flush=True)
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, width=8, key=0):
+        keys = jax.random.split(jax.random.key(key))
+        self.first = eqx.nn.Linear(4, width, key=keys[0])
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.last = eqx.nn.Linear(width, 2, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def half(prediction, target):
+    return 0.5 * cross_entropy(prediction, target)
+
+
+class At(jaxdp.Callback):
+    """Does something at a step, in one process; tells the test of each step."""
+
+    def __init__(self, index, step, what):
+        self.index, self.step, self.what = index, step, what
+
+    def on_boundary(self, trainer):
+        say("done", trainer.global_step)
+        if trainer.global_step == self.step and jax.process_index() == self.index:
+            self.what(trainer)
+
+
+def rows(count=64):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(count, 4)).astype(np.float32)
+    return torch.utils.data.TensorDataset(
+        torch.from_numpy(x), torch.from_numpy((x.sum(1) > 0).astype(np.int64))
+    )
+
+
+def mine(value, other, index=1):
+    """`value`, and `other` in one process."""
+    return other if jax.process_index() == index else value
+
+
+def fit(
+    *,
+    width=8,
+    other_width=None,
+    key=0,
+    other_key=None,
+    other_seed=None,
+    loss_of_1=False,
+    batch=8,
+    other_batch=None,
+    other_rows=None,
+    epochs=2,
+    lockstep=None,
+    at=None,
+    validates=True,
+    **options,
+):
+    """A small training; what is called `other_...` is that of process 1."""
+
+    def pick(value, other):
+        return mine(value, value if other is None else other)
+
+    loader = torch.utils.data.DataLoader(
+        rows(pick(64, other_rows)), pick(batch, other_batch), shuffle=True
+    )
+    trainer = jaxdp.Trainer(
+        Net(pick(width, other_width), pick(key, other_key)),
+        optax.adam(1e-2),
+        loss=mine(cross_entropy, half) if loss_of_1 else cross_entropy,
+        seed=pick(0, other_seed),
+        callbacks=[
+            *([callbacks.Lockstep(**lockstep)] if lockstep else []),
+            *([At(*at)] if at else [At(-1, -1, None)]),
+        ],
+        enable_progress_bar=False,
+        **options,
+    )
+    trainer.fit(loader, loader if validates else None, max_epochs=epochs)
+    leaves = jax.tree.leaves(trainer.model)
+    bits = b"".join(np.asarray(x).tobytes() for x in leaves if eqx.is_array(x))
+    say("ended", trainer.global_step, hashlib.sha256(bits).hexdigest())
+    return trainer
+
+
+# What `At` may do.
+
+
+def kill(trainer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(trainer):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail(trainer):
+    raise ValueError("a bad day")
+
+
+def leave(trainer):
+    sys.exit(0)
+
+
+def skip(trainer):
+    trainer.current_epoch += 1
+
+
+def linger(trainer):
+    time.sleep(6)
+
+
+def drift(trainer):
+    """One bit of what this process holds a copy of is not that of the others."""
+    engine = trainer._engine
+    place = max(range(len(engine._arrays)), key=lambda i: engine._arrays[i].size)
+    array = engine._arrays[place]
+    copies = []
+    for shard in array.addressable_shards:
+        copy = np.array(shard.data)
+        copy.view(np.uint32)[0] ^= 1
+        copies.append(jax.device_put(copy, shard.device))
+    engine._arrays = list(engine._arrays)
+    engine._arrays[place] = jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, copies
+    )
+
+
+class Failing(torch.utils.data.Dataset):
+    """Has rows in its sixth batch that can't be read: one for each of two processes."""
+
+    def __init__(self, broken):
+        self.rows, self.broken = rows(), broken
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        if self.broken and index in (40, 44):
+            raise OSError("a row can't be read")
+        return self.rows[index]
+
+
+def fit_with_a_broken_row():
+    loader = torch.utils.data.DataLoader(Failing(mine(False, True)), 8)
+    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+    trainer.fit(loader, max_epochs=1)
+
+
+def be_elsewhere():
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+    trainer.fit(loader, max_epochs=1)
+    trainer.validate(loader) if jax.process_index() else trainer.fit(loader)
+
+
+def nothing():
+    say("here")
+
+
+def fail_alone():
+    if jax.process_index() == 1:
+        raise ValueError("a bad day")
+    time.sleep(60)
+
+
+def catch_it():
+    """Both fail alike and go on: none of the other's business."""
+    for broken in (True, False):
+        loader = torch.utils.data.DataLoader(Failing(broken), 8)
+        trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+        try:
+            trainer.fit(loader, max_epochs=1)
+        except OSError as error:
+            say("caught", error)
+            time.sleep(4)  # longer than the others are given
+    say("went on to step", trainer.global_step)

@@ -1,0 +1,53 @@
+"""Processes that die, fail or stop: the others end too, and say which one it was."""
+
+import pytest
+import tasks
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_process_ends_the_others(crew, index):
+    job = crew("fit", processes=3, at=(index, 5, tasks.kill))
+    codes, outputs = job.join()
+    assert codes[index] == -9
+    for other in {0, 1, 2} - {index}:
+        assert codes[other] != 0
+        assert f"jaxdp: process {index} (" in outputs[other]
+        assert "died (its connection was closed)" in outputs[other]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_failing_callback_ends_all(crew, index):
+    codes, outputs = crew("fit", at=(index, 5, tasks.fail)).join()
+    assert codes[index] == 1 and codes[1 - index] == 71
+    assert "raised by the callback At in on_boundary" in outputs[index]
+    said = f"jaxdp: process {index} ("
+    assert said in outputs[1 - index]
+    assert "failed, at step 5 of epoch 0: ValueError: a bad day" in outputs[1 - index]
+
+
+def test_a_failing_loader_ends_all(crew):
+    codes, outputs = crew("fit_with_a_broken_row").join()
+    assert codes[0] != 0 and codes[1] != 0
+    for output in outputs:
+        assert "OSError: a row can't be read" in output
+
+
+def test_a_stopped_process_ends_the_others(crew):
+    job = crew("fit", at=(1, 5, tasks.stop), start={"heartbeat_timeout": 3.0})
+    codes, outputs = job.join(but=[1])
+    assert codes[0] == 71
+    assert "process 1 (" in outputs[0] and "not a word of it for 3 s" in outputs[0]
+
+
+def test_a_process_that_leaves_ends_the_others(crew):
+    codes, outputs = crew("fit", at=(1, 5, tasks.leave)).join()
+    assert codes[0] == 71
+    assert "process 1 (" in outputs[0] and "has ended, " in outputs[0]
+
+
+def test_an_error_that_all_have_and_catch_ends_nobody(crew):
+    codes, outputs = crew("catch_it").join()
+    assert codes == [0, 0]
+    for output in outputs:
+        assert "caught a row can't be read" in output
+        assert "went on to step 8" in output

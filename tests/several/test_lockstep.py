@@ -1,0 +1,82 @@
+"""Processes that are about to do different things: an error in all that says what."""
+
+import pytest
+import tasks
+
+DIFFERENT = {
+    "seed": ({"other_seed": 1}, "`seed`: 0 (process 0), 1 (process 1)"),
+    "model": (
+        {"other_width": 9},
+        "the model's first.weight: float32[8, 4] (process 0), float32[9, 4] (process 1",
+    ),
+    "weights": ({"other_key": 1}, "the bits of the model's first.weight: "),
+    "loss": ({"loss_of_1": True}, "the compiled programs: "),
+    "rows": (
+        {"other_batch": 16, "other_rows": 128, "validates": False},
+        "rows of a train batch: 8 (process 0), 16 (process 1)",
+    ),
+    "length": ({"other_rows": 48}, "its number of batches is 8 in process 0, and 6"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_scripts_are_found_at_the_start(crew, what):
+    options, text = DIFFERENT[what]
+    codes, outputs = crew("fit", **options).join()
+    assert codes == [1, 1]
+    for output in outputs:
+        assert text in output
+        assert "done 1\n" not in output
+
+
+def test_a_process_in_another_phase_is_found(crew):
+    codes, outputs = crew("be_elsewhere").join()
+    assert set(codes) <= {1, 71} and 1 in codes
+    assert any("different" in output for output in outputs)
+
+
+def test_parameters_that_drift_apart_are_found(crew):
+    codes, outputs = crew(
+        "fit",
+        batch=4,
+        at=(1, 5, tasks.drift),
+        lockstep={"fingerprint_every_n_steps": 6},
+        validates=False,
+    ).join()
+    assert codes == [1, 1]
+    for output in outputs:
+        assert "do not agree, at the state after step 6: " in output
+        assert "(process 0)" in output and "(process 1)" in output
+        assert "done 16\n" not in output
+
+
+def test_who_waits_for_whom_is_said(crew):
+    codes, outputs = crew(
+        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
+    ).join()
+    assert codes == [0, 0]
+    assert (
+        "process 0 (step 6 of epoch 0) has waited for 3 s for process 1" in outputs[0]
+    )
+    assert "busy with the callback At, in on_boundary" in outputs[0]
+    assert "has waited" not in outputs[1]
+
+
+def test_nobody_is_waited_for_without_end(crew):
+    codes, outputs = crew(
+        "fit",
+        at=(1, 5, tasks.linger),
+        lockstep={"warn_after": 1.0, "timeout": 3.0},
+        validates=False,
+    ).join()
+    assert codes[0] == 1 and codes[1] != 0
+    assert "has waited for 3 s for process 1" in outputs[0]
+
+
+def test_meeting_rarely_is_enough_to_find_it(crew):
+    codes, outputs = crew(
+        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}, validates=False
+    ).join()
+    assert codes == [1, 1]
+    for output in outputs:
+        assert "about to do different things" in output

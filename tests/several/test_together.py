@@ -1,0 +1,241 @@
+"""Real processes that train as one: the numbers, the rows, the files, the ends."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import numpy as np
+import pytest
+import together
+
+
+def told(outputs):
+    """What each process told, in order."""
+    return [
+        [json.loads(line) for line in re.findall(r"^told (.*)$", text, re.M)]
+        for text in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The numbers of one device."""
+    return together.numbers("SingleDevice")
+
+
+def assert_same(found, expected, rtol=1e-5):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        # Adam makes much of tiny differences in the last batches' gradients.
+        atol = 1e-4 if name in ("weights", "predictions") else 0
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=rtol, atol=atol, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "names"),
+    [
+        (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
+        (4, 1, ["Sharded", "FSDP"]),
+    ],
+)
+def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):
+    job = crew(
+        "together.all_numbers",
+        processes=processes,
+        start={"devices": devices},
+        cases={name: {"strategy": name} for name in names},
+    )
+    codes, outputs = job.join()
+    assert codes == [0] * processes, job.all_outputs()
+    first, *others = told(outputs)
+    assert [each["name"] for each in first] == names
+    for each in first:
+        assert_same(each["found"], alone)
+    assert all(other == first for other in others)  # to the bit
+
+
+def test_bitwise_holds_across_processes(crew):
+    options = {"reproducible": "bitwise", "epochs": 1}
+    expected = together.numbers("Sharded", **options)
+    cases = {name: {"strategy": name, **options} for name in ("Sharded", "Pmap")}
+    job = crew("together.all_numbers", start={"devices": 2}, cases=cases)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for process in told(outputs):
+        for each in process:
+            for name, values in expected.items():
+                assert each["found"][name] == values, (each["name"], name)
+
+
+def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
+    together.loaders()
+    (expected,) = told([capsys.readouterr().out])[0]
+    job = crew("together.loaders")
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    found = [each[0] for each in told(outputs)]
+    for name, losses in expected["found"].items():
+        assert found[0]["found"][name] == found[1]["found"][name]
+        np.testing.assert_allclose(
+            found[0]["found"][name], losses, rtol=1e-5, err_msg=name
+        )
+    # Nobody reads what others train on, but for a row where there is none to be had.
+    asked = [each["asked"] for each in found]
+    assert set(asked[0]) | set(asked[1]) == set(range(together.ROWS))
+    assert sum(map(len, asked)) <= 2 * together.ROWS + 2
+
+
+def test_workers_fetch_the_rows_of_their_process(crew, capsys):
+    together.workers()
+    (expected,) = told([capsys.readouterr().out])[0]
+    job = crew("together.workers")
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (each,) in told(outputs):
+        np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
+
+
+def test_loaders_of_their_own_may_end_at_different_times(crew):
+    sizes = [41, 13]
+    job = crew("together.local", start={"devices": 2}, sizes=sizes)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, second = told(outputs)
+    x, y = together.rows(sum(sizes))
+    alone = together.trainer("SingleDevice")
+    expected = alone.validate([(x, y)])
+    for name, value in expected.items():
+        assert first[0]["before"][name] == pytest.approx(value, rel=1e-5)
+    assert first[0]["before"] == second[0]["before"]
+    assert [first[0]["own"], second[0]["own"]] == sizes
+    everyone = float(alone.predict([(x, y)]).sum())
+    own = first[0]["sums"][0] + second[0]["sums"][0]
+    assert own == pytest.approx(everyone, rel=1e-4)
+    assert [each[0]["everyone"] for each in (first, second)] == [54, 54]
+    assert first[0]["sums"][1] == pytest.approx(everyone, rel=1e-4)
+    assert first[0]["rows"] == 54 and first[0]["batches"] == 6
+    assert first[0]["steps"] == 12
+    assert first[0]["losses"] == second[0]["losses"]
+    assert first[1:] == second[1:] == [{"good": True}]
+
+
+def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    two = {"devices": 2}
+    straight = crew("together.straight", start=two, strategy="FSDP", into=whole)
+    stopped = crew("together.stopped", start=two, strategy="FSDP", into=cut)
+    codes, outputs = stopped.join()
+    assert codes == [143, 143], stopped.all_outputs()
+    ends = [each[0] for each in told(outputs)]
+    assert ends[0] == ends[1] and ends[0]["end"] == "Preempted"
+    step = ends[0]["step"]
+    assert step < 12 and step in steps_in(cut)
+    codes, outputs = straight.join()
+    assert codes == [0, 0], straight.all_outputs()
+    expected = told(outputs)[0][0]
+    assert told(outputs)[1][0] == expected
+    copies = []
+    for _ in range(2):
+        copies.append(shutil.copytree(cut, tmp_path / f"copy{len(copies)}"))
+    same = crew("together.resumed", start=two, strategy="FSDP", into=cut)
+    four = crew(
+        "together.resumed", processes=4, strategy="Sharded", into=str(copies[0])
+    )
+    for job, count in ((same, 2), (four, 4)):
+        codes, outputs = job.join()
+        assert codes == [0] * count, job.all_outputs()
+        for (found,) in told(outputs):
+            if job is same:  # to the bit
+                assert found == {**expected, "losses": expected["losses"][step:]}
+            else:
+                assert_resumed(found, expected, step)
+    together.resumed("SingleDevice", str(copies[1]))
+
+
+def assert_resumed(found, expected, step):
+    np.testing.assert_allclose(found["losses"], expected["losses"][step:], rtol=1e-5)
+    np.testing.assert_allclose(found["weights"], expected["weights"], atol=1e-4)
+
+
+def steps_in(folder):
+    return [int(path.name) for path in pathlib.Path(folder).iterdir() if
+            path.name.isdecimal()]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("by", "index", "hook", "code"),
+    [
+        ("SIGTERM", 0, "on_validation_start", 143),
+        ("SIGINT", 1, "on_train_batch_end", 1),
+    ],
+)
+def test_a_signal_to_one_stops_all(crew, tmp_path, by, index, hook, code):
+    folder = str(tmp_path / "saved")
+    job = crew(
+        "together.stopped",
+        strategy="Sharded",
+        into=folder,
+        by=by,
+        index=index,
+        hook=hook,
+    )
+    codes, outputs = job.join()
+    assert codes == [code, code], job.all_outputs()
+    ends = [each[0] for each in told(outputs)]
+    assert ends[0] == ends[1]
+    assert ends[0]["end"] == {143: "Preempted", 1: "Interrupted"}[code]
+    assert ends[0]["step"] in steps_in(folder)
+
+
+def test_what_one_decides_all_do(crew, tmp_path):
+    job = crew("together.decisions", into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, second = told(outputs)
+    assert first == second
+    found = {name: value for each in first for name, value in each.items()}
+    assert 3 <= found["one_wants_to_stop"] < 2000
+    assert 0 < found["max_time"] < 2000 and 0 < found["timer_of_one"] < 2000
+    assert found["early_stopping"] == 8
+
+
+def test_all_see_a_bad_batch(crew, tmp_path):
+    job = crew("together.bad_batches", into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, second = told(outputs)
+    assert first == second
+    found = {name: value for each in first for name, value in each.items()}
+    assert found["skipped"] == [6]
+    assert found["rolled_back"] == 15 and found["timed"]
+    assert "FloatingPointError" in found["stopped"] and "step 6" in found["stopped"]
+
+
+def test_files_are_saved_and_refused_together(crew, tmp_path):
+    job = crew("together.files", start={"devices": 2}, into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (found,) in told(outputs):
+        assert found["same"]
+        assert "FileExistsError" in found["there already"]
+        assert "FileNotFoundError" in found["nothing there"]
+        assert "CheckpointCorrupt" in found["damaged"]
+        assert "row_blocks" in found["SingleDevice"]
+        assert "Leave `devices` out" in found["one process's devices"]
+        assert "data='global'" in found["local, bitwise"]
+        assert "data='global'" in found["local, across"]
+        assert "2 processes" in found["compare"]
+
+
+def test_one_process_speaks_for_all(crew, tmp_path):
+    job = crew("together.quiet", into=str(tmp_path / "run"))
+    codes, (first, second) = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    assert "`loss` is not given" in first and "batches" in first
+    rest = [line for line in second.splitlines() if not line.startswith("[Gloo]")]
+    assert rest == []
+    assert (tmp_path / "run" / "metrics.csv").exists()
+    assert (tmp_path / "run" / "report.html").exists()

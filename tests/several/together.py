@@ -1,0 +1,362 @@
+"""What the processes of `test_together` do; each prints a line of JSON for the test."""
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+import time
+import warnings
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import torch
+from jax.sharding import PartitionSpec
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from toys import Mlp, NormNet, Recorder, rows
+
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    NanGuard,
+    ProgressBar,
+    Timer,
+)
+
+faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+ROWS = 53
+"""In batches of 16: the last one has five, and leaves some processes without any."""
+
+
+def strategies():
+    halves = [("first.weight", PartitionSpec("model", None))]
+    devices = jax.device_count()
+    return {
+        "Sharded": Sharded,
+        "Pmap": Pmap,
+        "ZeRO": ZeRO,
+        "FSDP": FSDP,
+        "TensorParallel": lambda: TensorParallel(
+            {"data": devices // 2, "model": 2}, halves
+        ),
+        "across": lambda: TensorParallel({"data": 1, "model": devices}, halves),
+        "SingleDevice": SingleDevice,
+    }
+
+
+def trainer(strategy="Sharded", callbacks=(), model=None, **options):
+    options = {"loss": "cross_entropy", "metrics": ["accuracy"]} | options
+    return Trainer(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2),
+        strategy=strategies()[strategy](),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def data(count=ROWS):
+    x, y = rows(count)
+    return TensorDataset(torch.tensor(x), torch.tensor(y, dtype=torch.int64))
+
+
+def tell(**values):
+    print("told " + json.dumps(values), flush=True)
+
+
+def numbers(strategy="Sharded", epochs=2, **options):
+    """All the numbers of a short run with dropout and ragged batches."""
+    recorder = Recorder()
+    run = trainer(strategy, [recorder], **options)
+    loader = DataLoader(data(), 16, shuffle=True)
+    history = run.fit(loader, DataLoader(data(), 16), max_epochs=epochs)
+    found = {
+        "losses": recorder.losses,
+        "history": history["val_loss"] + history["accuracy"],
+        "test": list(run.test(DataLoader(data(), 16)).values()),
+        "predictions": run.predict(DataLoader(data(), 16)).ravel().tolist(),
+        "weights": weights_of(run),
+        "examples": [run.examples_seen],
+    }
+    return found
+
+
+def weights_of(run):
+    leaves = [leaf for leaf in jax.tree.leaves(run.model) if hasattr(leaf, "dtype")]
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves]).tolist()
+
+
+def all_numbers(cases):
+    for name, options in cases.items():
+        tell(name=name, found=numbers(**options))
+
+
+class Logged(Dataset):
+    """Knows who was asked for, and can't be fetched in one operation."""
+
+    def __init__(self, count=ROWS):
+        self.x, self.y = rows(count)
+        self.asked = []
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.x[index], self.y[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*rows(ROWS), strict=True)
+
+
+def own_collate(samples):
+    x, y = zip(*samples, strict=True)
+    return {"x": np.stack(x), "y": np.stack(y)}
+
+
+def dict_loss(model, batch, keys):
+    return optax.softmax_cross_entropy_with_integer_labels(
+        jax.vmap(model)(batch["x"], key=keys), batch["y"]
+    )
+
+
+def scalar_loss(prediction, target):
+    loss = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+    return loss.mean() + 0.1 * prediction.std()
+
+
+def arrays():
+    x, y = rows(ROWS)
+    return [(x[at : at + 16], y[at : at + 16]) for at in range(0, ROWS, 16)]
+
+
+def losses(loader, epochs=2, **options):
+    recorder = Recorder()
+    # Alone, this is what the processes are compared with.
+    strategy = "Sharded" if jax.process_count() > 1 else "SingleDevice"
+    run = trainer(strategy, [recorder], **options)
+    run.fit(loader, max_epochs=epochs)
+    return recorder.losses
+
+
+def loaders():
+    """The losses of all kinds of loaders and options."""
+    logged = Logged()
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    found = {
+        "list": losses(arrays()),
+        "iterator": losses(iter(arrays()), epochs=1),
+        "by index": losses(DataLoader(logged, 16, shuffle=True)),
+        "stream": losses(DataLoader(Stream(), 16)),
+        "own collate": losses(
+            DataLoader(Logged(), 16, shuffle=True, collate_fn=own_collate),
+            loss=None,
+            loss_fn=dict_loss,
+            metrics=(),
+        ),
+        "accumulated": losses(arrays(), accumulate_grad_batches=3),
+        "in blocks": losses(arrays(), steps_per_execution=3),
+        "interacting": losses(arrays(), loss=scalar_loss),
+        "batch norm": losses(arrays(), model=model, state=state),
+    }
+    tell(found=found, asked=logged.asked)
+
+
+def workers():
+    """Loader workers fetch the rows of their process alone."""
+    multiprocessing.current_process()._config["daemon"] = False  # may have children
+    tell(losses=losses(DataLoader(Logged(), 16, shuffle=True, num_workers=1)))
+
+
+def local(sizes):
+    """Each process has rows of its own, and they end at different times."""
+    index = jax.process_index()
+    x, y = rows(sum(sizes))
+    start = sum(sizes[:index])
+    own = slice(start, start + sizes[index])
+    mine = TensorDataset(torch.tensor(x[own]), torch.tensor(y[own], dtype=torch.int64))
+    recorder = Recorder()
+    run = trainer(callbacks=[recorder], data="local")
+    before = run.validate(DataLoader(mine, 8))
+    predictions = run.predict(DataLoader(mine, 8), gather=False)
+    everyone = run.predict(DataLoader(mine, 8))
+    run.fit(DataLoader(mine, 8), max_epochs=2)
+    tell(
+        before=before,
+        own=predictions.shape[0],
+        everyone=everyone.shape[0],
+        sums=[float(predictions.sum()), float(everyone.sum())],
+        rows=run.examples_seen,
+        steps=run.global_step,
+        losses=recorder.losses,
+        batches=run.num_training_batches,
+    )
+    with contextlib.suppress(ValueError):
+        run.validate(DataLoader(mine, 8) if index == 0 else [])
+        tell(bad=True)
+    tell(good=True)
+
+
+class At(Callback):
+    """Does something in one process, when it has done so many steps."""
+
+    def __init__(self, step, index, what, hook="on_train_batch_end"):
+        self.step, self.index, self.what = step, index, what
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer, *_):
+        if trainer.global_step == self.step and self.index == jax.process_index():
+            self.what(trainer)
+
+
+def interrupt(name):
+    return lambda trainer: os.kill(os.getpid(), getattr(signal, name))
+
+
+def saver(into, **options):
+    return ModelCheckpoint(into, every_n_train_steps=3, save_top_k=2, **options)
+
+
+def fit(run, max_epochs=3, **options):
+    """Epochs of four steps."""
+    loader = DataLoader(data(), 16, shuffle=True)
+    return run.fit(loader, DataLoader(data(), 16), max_epochs=max_epochs, **options)
+
+
+def straight(strategy, into):
+    """A run without a break; what another one does that was interrupted."""
+    recorder = Recorder()
+    run = trainer(strategy, [recorder, saver(into), CSVLogger(into)])
+    fit(run)
+    tell(losses=recorder.losses, weights=weights_of(run))
+
+
+def stopped(strategy, into, by="SIGTERM", index=1, hook="on_train_batch_end"):
+    """A signal to one process: all save the same step and exit."""
+    here = At(5, index, interrupt(by), hook)
+    run = trainer(strategy, [here, saver(into)])
+    try:
+        fit(run, max_epochs=1000)
+    except BaseException as end:
+        tell(end=type(end).__name__, step=run.global_step)
+        raise
+
+
+def resumed(strategy, into):
+    recorder = Recorder()
+    run = trainer(strategy, [recorder, saver(into)])
+    fit(run, ckpt_path="auto")
+    tell(losses=recorder.losses, weights=weights_of(run))
+
+
+class Slow(Callback):
+    """Steps of a length that a clock can see."""
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        time.sleep(0.02)
+
+
+def spoilt(step):
+    """Arrays, one batch of them NaN."""
+    batches = arrays() * 4
+    x, y = batches[step]
+    batches[step] = (np.full_like(x, np.nan), y)
+    return batches
+
+
+def decisions(into):
+    """What one process decides, or all by what they see: all do it together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stop = At(3, 1, lambda run: setattr(run, "should_stop", True))
+        run = trainer(callbacks=[Slow(), stop])
+        fit(run, max_epochs=10_000)
+        tell(one_wants_to_stop=run.global_step)
+        run = trainer(callbacks=[Slow()])
+        fit(run, max_epochs=10_000, max_time=0.3)
+        tell(max_time=run.global_step)
+        timer = [Timer(0.3)] if jax.process_index() else []
+        run = trainer(callbacks=[Slow(), *timer])
+        fit(run, max_epochs=10_000)
+        tell(timer_of_one=run.global_step)
+        run = trainer(callbacks=[EarlyStopping("val_loss", patience=0, min_delta=9.0)])
+        fit(run, max_epochs=100)
+        tell(early_stopping=run.global_step)
+        run = trainer(callbacks=[Slow()], steps_per_execution="auto")
+        run.fit(arrays()[:3] * 4, max_epochs=1)
+        tell(auto=run._ready().steps_per_execution, run_id=run.run_id)
+
+
+def bad_batches(into):
+    """NaN in a batch is seen by all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guard = NanGuard("skip")
+        trainer(callbacks=[guard]).fit(spoilt(5), max_epochs=1)
+        tell(skipped=guard.skipped_steps)
+        timed = ModelCheckpoint(
+            f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
+        )
+        run = trainer(callbacks=[NanGuard("rollback"), saver(f"{into}/back"), timed])
+        run.fit(spoilt(5), max_epochs=1)
+        tell(rolled_back=run.global_step, timed=timed.last_model_path)
+        error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
+        tell(stopped=error)
+
+
+def refusal(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def files(into):
+    """Saving and loading by hand, and what goes wrong with it, in all alike."""
+    run = trainer("FSDP")
+    fit(run, max_epochs=1)
+    path = run.save(f"{into}/one")
+    found = {"there already": refusal(run.save, path)}
+    other = trainer("Sharded")
+    other.load(path)
+    found["same"] = weights_of(other) == weights_of(run)
+    found["nothing there"] = refusal(other.load, f"{into}/none")
+    if jax.process_index() == 0:
+        victim = max(
+            (file for file in pathlib.Path(path, "state").rglob("*") if file.is_file()),
+            key=lambda file: file.stat().st_size,
+        )
+        victim.write_bytes(b"rubbish" + victim.read_bytes()[7:])
+    found["damaged"] = refusal(other.load, path)
+    found["SingleDevice"] = refusal(trainer, "SingleDevice")
+    found["one process's devices"] = refusal(
+        Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
+    )
+    found["local, bitwise"] = refusal(trainer, data="local", reproducible="bitwise")
+    found["local, across"] = refusal(trainer, "across", data="local")
+    found["compare"] = refusal(run.compare, arrays())
+    tell(**found)
+
+
+def quiet(into):
+    """One process writes and says things."""
+    bar = [ProgressBar(file=sys.stdout)]
+    run = trainer(loss=None, callbacks=[CSVLogger(into), *bar])
+    fit(run, max_epochs=1)
+    run.report(into)
