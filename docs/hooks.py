@@ -13,6 +13,7 @@ ORDER = {
         "reproducibility",
     ],
     "Devices": ["strategies", "plan", "speed"],
+    "Several processes": ["distributed", "processes"],
     "Looking": ["watching", "command_line"],
     "Reference": ["reference/api"],
 }

@@ -1,6 +1,7 @@
-"""LeNet on Fashion-MNIST, on one device or two: the same curve.
+"""LeNet on Fashion-MNIST, on one device or two, in one process or two: the same curve.
 
     python examples/fashion_mnist.py --devices 2 --data DIR
+    torchrun --nproc-per-node=2 examples/fashion_mnist.py --data DIR
 
 DIR holds FashionMNIST/raw/train-images-idx3-ubyte and the other three files, as
 torchvision leaves them (by default $JAXDP_DATA_DIR, or data). Ten epochs take some
@@ -19,7 +20,7 @@ import optax
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from jaxdp import Sharded, Trainer
+from jaxdp import Sharded, Trainer, distributed
 from jaxdp.callbacks import CSVLogger
 
 
@@ -72,14 +73,19 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, Any]:
     """Trains, and returns the trainer and its history."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default=os.environ.get("JAXDP_DATA_DIR", "data"))
-    parser.add_argument("--devices", type=int, choices=[1, 2], default=1)
+    parser.add_argument(
+        "--devices", type=int, choices=[1, 2], default=1, help="of each process"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batches", type=int, help="per epoch; all by default")
     parser.add_argument("--output", default="runs/fashion_mnist")
     args = parser.parse_args(argv)
 
-    output = Path(args.output, f"{args.devices}_devices")
     jax.config.update("jax_num_cpu_devices", 8)  # of which one or two are used
+    distributed.initialize()  # with other processes, if a launcher has started some
+    processes = map(jax.local_devices, range(jax.process_count()))
+    devices = [device for own in processes for device in own[: args.devices]]
+    output = Path(args.output, f"{len(devices)}_devices")
     order = torch.Generator().manual_seed(0)
     train = DataLoader(load(args.data, True), 256, shuffle=True, generator=order)
     test = DataLoader(load(args.data, False), 256)
@@ -88,16 +94,17 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, Any]:
         optax.sgd(0.2),
         loss="cross_entropy",
         metrics=["accuracy"],
-        strategy=Sharded(args.devices),
+        strategy=Sharded(devices),
         callbacks=[CSVLogger(output)],
     )
     history = trainer.fit(
         train, test, max_epochs=args.epochs, limit_train_batches=args.batches
     )
     history.plot(output / "curves.png")
-    print(history)
-    print(f"{trainer.strategy}: test accuracy {history['val_accuracy'][-1]:.4f}")
-    print(f"curves and log are in {output}")
+    if trainer.is_global_zero:  # of several processes, one tells
+        print(history)
+        print(f"{trainer.strategy}: test accuracy {history['val_accuracy'][-1]:.4f}")
+        print(f"curves and log are in {output}")
     return trainer, history
 
 

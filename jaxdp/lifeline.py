@@ -119,7 +119,7 @@ class Lifeline:
         self._fits = 0
         self._is_fitting = False
         self._failing = False
-        self._heard_at: dict[int, str] = {}
+        self._heard_at: dict[int, tuple[float, str]] = {}
         self._done: dict[int, str] = {}
         self._thread = threading.Thread(
             target=self._watch, name="jaxdp Lifeline", daemon=True
@@ -203,7 +203,7 @@ class Lifeline:
         if not isinstance(process, int) or process not in self.names:
             return
         if "at" in message:
-            self._heard_at[process] = str(message["at"])
+            self._heard_at[process] = time.monotonic(), str(message["at"])
             return
         if self.place.process_id == 0:
             for other, connection in list(self._connections.items()):
@@ -227,8 +227,10 @@ class Lifeline:
         self._connections.pop(process).close()
         if process in self._done or process in self.lost:
             return
-        where = self._heard_at.get(process, "before the first fit")
-        text = f"{self.names[process]} died ({how}), last heard of {where}"
+        text = f"{self.names[process]} died ({how})"
+        if process in self._heard_at:
+            when, where = self._heard_at[process]
+            text += f"; {time.monotonic() - when:.1f} s before it was {where}"
         if self.place.process_id == 0:
             self._tell({"dead": process, "text": text})
         self._end(process, text)
@@ -317,7 +319,7 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
                     continue
                 selector.unregister(key.fileobj)
                 card = messages[0] if messages else {}
-                if card.get("jaxdp") != 1 or card.get("job") != place.job:
+                if not _is_card(card) or card["job"] != place.job:
                     connection.send({"other": place.job})
                     connection.close()
                     continue
@@ -366,7 +368,10 @@ def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
             )
         if waited > _PATIENCE and not said:
             said = True
-            say(f"{who} waits for process 0 at {place.host}, {ports}: {why}")
+            say(
+                f"{who} waits for process 0 at {place.host}, {ports}: {why}",
+                everywhere=True,
+            )
         time.sleep(0.1)
 
 
@@ -388,6 +393,14 @@ def _call(
     if messages and "other" in messages[0]:
         return None, None, f"process 0 of another job listens at port {port}"
     return None, None, f"another program listens at port {port}"
+
+
+def _is_card(card: Message) -> bool:
+    """Whether it is a process like this one that has called."""
+    kinds = {"job": str, "process": int, "of": int, "name": str, "facts": dict}
+    return card.get("jaxdp") == 1 and all(
+        isinstance(card.get(name), kind) for name, kind in kinds.items()
+    )
 
 
 def _what_is_wrong(cards: Mapping[int, Message], card: Message) -> str:

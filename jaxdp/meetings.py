@@ -72,16 +72,6 @@ class Meetings:
         card = {"number": self._number, "text": text}
         coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
 
-    def who_is_late(self) -> str:
-        """The processes that the others wait for, as they have told; "" if none."""
-        late = _cards("late")
-        come = {p: card["number"] for p, card in _cards("come").items()}
-        return "; ".join(
-            f"process {process}: {card['text']}"
-            for process, card in sorted(late.items())
-            if card["number"] < max(come.values(), default=0)
-        )
-
     def _ask(
         self,
         digest: str,
@@ -131,6 +121,18 @@ def here() -> Meetings:
     global _here
     _here = _here or Meetings()
     return _here
+
+
+def who_is_late() -> str:
+    """The processes that others wait for, as they have told; "" if there are none."""
+    if not coordination.is_there():
+        return ""
+    last = max((card["number"] for card in _cards("come").values()), default=0)
+    return "; ".join(
+        f"process {process}: {card['text']}"
+        for process, card in sorted(_cards("late").items())
+        if card["number"] == last - 1
+    )
 
 
 def _cards(kind: str) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from .. import meetings
 from .base import Callback
 
 ABORTED: Final = 70
@@ -19,6 +20,9 @@ _PHASES: Final = {
     "checkpoint": "a checkpoint",
     "checkpoint_dir": "a checkpoint",
     "engine": "the device (a step, or its compilation)",
+    "coordination": "the other processes",
+    "meetings": "the other processes",
+    "processes": "the other processes",
     "strategies": "the device (a step, or its compilation)",
     "metrics": "the device (a step whose result is read)",
     "source": "the loader",
@@ -32,9 +36,11 @@ _PHASES: Final = {
 class StallWatch(Callback):
     """Reports a fit in which no step has ended for a time.
 
-    It says what the fit waits for (the loader, the device, a checkpoint or a callback,
-    by name) and writes the stacks of all threads. Once for each time it gets stuck.
-    A thread looks on; steps cost nothing but a note of the time.
+    It says what the fit waits for (the loader, the device, a checkpoint, the other
+    processes or a callback, by name) and writes the stacks of all threads. Once for
+    each time it gets stuck. A thread looks on; steps cost nothing but a note of the
+    time. Of several processes each reports for itself, with what `Lockstep` knows of
+    those that the others wait for.
 
     Args:
         timeout: seconds without a step or a validation batch, from the first step of
@@ -110,6 +116,8 @@ class StallWatch(Callback):
             f"jaxdp: StallWatch: nothing has moved for {self.timeout:g} s, since"
             f" {self._where}. The fit waits for {waits_for(frame)}.\n"
         )
+        if late := meetings.who_is_late():
+            text += f"jaxdp: StallWatch: the others wait for {late}.\n"
         if self.path is None:
             self._write(2, text)
         else:

@@ -1,10 +1,12 @@
 """How fast a fit goes, and what it waits for."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from .. import coordination, meetings
 from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
 from .base import Callback
@@ -48,6 +50,11 @@ class ThroughputMonitor(Callback):
       `.../validation` and `.../loop`: shares of the time, which add up to 1. The loop
       waits for the next batch, waits for the device, or is in a callback, a checkpoint
       or a validation; the rest is packing batches and handing them over.
+
+    With several processes `throughput/others` is the share that this one has waited for
+    the others to come, and more is said of the one that waits least, for which the
+    others do: `throughput/slowest_process`, its number, `throughput/slowest_data` and
+    `throughput/slowest_others`, its shares in the interval before.
 
     The progress bar shows the largest share: "input-bound 43%" says that the device
     would have been done sooner if the batches had come faster, "device-bound" that
@@ -112,6 +119,8 @@ class ThroughputMonitor(Callback):
         if trainer.global_step % trainer.log_every_n_steps == 0:
             now = self._mark()
             values = self._between(self._last, now)
+            if coordination.is_there():
+                values |= self._slowest(values)
             add: Any = getattr(metrics, "add")  # noqa: B009
             add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
             self._last = now
@@ -136,14 +145,34 @@ class ThroughputMonitor(Callback):
             text.append(f"MFU {values['mfu']:.1%}")
         shares = sorted(_BOUND, key=lambda phase: -values[phase])
         text += [f"{name} {values[name]:.0%}" for name in shares if values[name] > 5e-3]
+        if "others" in values:
+            text.append(f"waiting for other processes {values['others']:.0%}")
         announce(trainer, "ThroughputMonitor", ", ".join(text))
+
+    def _slowest(self, own: dict[str, float]) -> dict[str, float]:
+        """What the process that waits least has told the last time, and tells others.
+
+        Nobody waits for anybody: what has not been told yet is left out.
+        """
+        told = {
+            int(process): json.loads(text)
+            for process, text in coordination.read_all("jaxdp.speed").items()
+        }
+        mine = {name: own[name] for name in ("data", "others")}
+        coordination.put(f"jaxdp.speed/{coordination.index()}", json.dumps(mine))
+        if len(told) < coordination.count():
+            return {}
+        slowest = min(told, key=lambda process: told[process]["others"])
+        shares = {f"slowest_{name}": share for name, share in told[slowest].items()}
+        return {"slowest_process": float(slowest), **shares}
 
     def _begin(self) -> None:
         self._steps = self._examples = 0
         self._start = self._last = self._mark()
 
     def _mark(self) -> "_Mark":
-        return _Mark(self._steps, self._examples, self._stopwatch.read())
+        waited = meetings.here().waited
+        return _Mark(self._steps, self._examples, self._stopwatch.read(), waited)
 
     def _between(self, start: "_Mark", end: "_Mark") -> dict[str, float]:
         seconds = {k: end.seconds[k] - start.seconds[k] for k in end.seconds}
@@ -158,7 +187,11 @@ class ThroughputMonitor(Callback):
             values["flops_per_s"] = values["examples_per_s"] * self._flops
             if self._peak:
                 values["mfu"] = values["flops_per_s"] / self._peak
-        return values | {name: share / total for name, share in seconds.items()}
+        values |= {name: share / total for name, share in seconds.items()}
+        if coordination.is_there():  # in the hooks of `Lockstep`, most of it
+            values["others"] = (end.waited - start.waited) / total
+            values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
+        return values
 
     def _note(self) -> str:
         """What the progress bar shows: of the steps since the last logged one."""
@@ -185,11 +218,12 @@ class ThroughputMonitor(Callback):
 
 
 class _Mark(NamedTuple):
-    """Steps and rows done, and seconds by phase, at a moment."""
+    """Steps and rows done, seconds by phase, and for other processes, at a moment."""
 
     steps: int
     examples: int
     seconds: dict[Phase, float]
+    waited: float
 
 
 def peak_flops(device: Any) -> float | None:

@@ -124,7 +124,8 @@ def fit(
     epochs=2,
     lockstep=None,
     at=None,
-    validates=True,
+    stall=None,
+    validates=False,
     **options,
 ):
     """A small training; what is called `other_...` is that of process 1."""
@@ -137,21 +138,19 @@ def fit(
     )
     trainer = jaxdp.Trainer(
         Net(pick(width, other_width), pick(key, other_key)),
-        optax.adam(1e-2),
+        optax.sgd(1e-2),
         loss=mine(cross_entropy, half) if loss_of_1 else cross_entropy,
         seed=pick(0, other_seed),
         callbacks=[
             *([callbacks.Lockstep(**lockstep)] if lockstep else []),
+            *([callbacks.StallWatch(stall)] if stall else []),
             *([At(*at)] if at else [At(-1, -1, None)]),
         ],
         enable_progress_bar=False,
         **options,
     )
     trainer.fit(loader, loader if validates else None, max_epochs=epochs)
-    leaves = jax.tree.leaves(trainer.model)
-    bits = b"".join(np.asarray(x).tobytes() for x in leaves if eqx.is_array(x))
-    say("ended", trainer.global_step, hashlib.sha256(bits).hexdigest())
-    return trainer
+    tell_end(trainer)
 
 
 # What `At` may do.
@@ -195,6 +194,27 @@ def drift(trainer):
     engine._arrays[place] = jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, copies
     )
+
+
+class Slow(jaxdp.Callback):
+    """Takes its time at every step, in one process."""
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        time.sleep(mine(0.0, 0.05))
+
+
+def measure(path):
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    monitor = callbacks.ThroughputMonitor(flops_per_example=0)
+    trainer = jaxdp.Trainer(
+        Net(),
+        loss="cross_entropy",
+        callbacks=[monitor, callbacks.CSVLogger(path), Slow()],
+        log_every_n_steps=4,
+        enable_progress_bar=False,
+    )
+    trainer.fit(loader, max_epochs=4)
+    say("waited", monitor.summary["others"])
 
 
 class Failing(torch.utils.data.Dataset):
@@ -246,3 +266,26 @@ def catch_it():
             say("caught", error)
             time.sleep(4)  # longer than the others are given
     say("went on to step", trainer.global_step)
+
+
+def survive(path, killed=None):
+    """Trains from the last checkpoint on, if there is one; may be killed first."""
+    loader = torch.utils.data.DataLoader(rows(), 8, shuffle=True)
+    trainer = jaxdp.Trainer(
+        Net(),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        callbacks=[
+            callbacks.ModelCheckpoint(path, every_n_train_steps=3),
+            At(-1 if killed is None else killed, 8, kill),
+        ],
+        enable_progress_bar=False,
+    )
+    trainer.fit(loader, max_epochs=2, ckpt_path="auto")
+    tell_end(trainer)
+
+
+def tell_end(trainer):
+    leaves = jax.tree.leaves(trainer.model)
+    bits = b"".join(np.asarray(x).tobytes() for x in leaves if eqx.is_array(x))
+    say("ended", trainer.global_step, hashlib.sha256(bits).hexdigest())

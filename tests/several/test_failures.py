@@ -1,5 +1,7 @@
 """Processes that die, fail or stop: the others end too, and say which one it was."""
 
+import re
+
 import pytest
 import tasks
 
@@ -10,9 +12,10 @@ def test_a_killed_process_ends_the_others(crew, index):
     codes, outputs = job.join()
     assert codes[index] == -9
     for other in {0, 1, 2} - {index}:
-        assert codes[other] != 0
-        assert f"jaxdp: process {index} (" in outputs[other]
-        assert "died (its connection was closed)" in outputs[other]
+        assert codes[other] in (71, -6)
+        # JAX's own end is sometimes quicker, if it is process 0.
+        told = re.search(rf"jaxdp: process {index} \(.* died", outputs[other])
+        assert told or codes[other] == -6 and index == 0
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -1,5 +1,8 @@
 """Processes that are about to do different things: an error in all that says what."""
 
+import csv
+import re
+
 import pytest
 import tasks
 
@@ -12,7 +15,7 @@ DIFFERENT = {
     "weights": ({"other_key": 1}, "the bits of the model's first.weight: "),
     "loss": ({"loss_of_1": True}, "the compiled programs: "),
     "rows": (
-        {"other_batch": 16, "other_rows": 128, "validates": False},
+        {"other_batch": 16, "other_rows": 128},
         "rows of a train batch: 8 (process 0), 16 (process 1)",
     ),
     "length": ({"other_rows": 48}, "its number of batches is 8 in process 0, and 6"),
@@ -41,7 +44,6 @@ def test_parameters_that_drift_apart_are_found(crew):
         batch=4,
         at=(1, 5, tasks.drift),
         lockstep={"fingerprint_every_n_steps": 6},
-        validates=False,
     ).join()
     assert codes == [1, 1]
     for output in outputs:
@@ -52,14 +54,29 @@ def test_parameters_that_drift_apart_are_found(crew):
 
 def test_who_waits_for_whom_is_said(crew):
     codes, outputs = crew(
-        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
+        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}, stall=3.0
     ).join()
     assert codes == [0, 0]
+    late = "process 1: step 5 of epoch 0, busy with the callback At, in on_boundary"
+    assert "The fit waits for the other processes" in outputs[0]
+    assert f"StallWatch: the others wait for {late}" in outputs[0]
+    assert "The fit waits for the callback At" in outputs[1]
     assert (
         "process 0 (step 6 of epoch 0) has waited for 3 s for process 1" in outputs[0]
     )
-    assert "busy with the callback At, in on_boundary" in outputs[0]
+    assert f"({late} for " in outputs[0]
     assert "has waited" not in outputs[1]
+
+
+def test_the_slowest_process_is_in_the_log(crew, tmp_path):
+    codes, outputs = crew("measure", path=str(tmp_path)).join()
+    assert codes == [0, 0]
+    with (tmp_path / "metrics.csv").open() as file:
+        found = list(csv.DictReader(file))
+    slowest = [row.get("throughput/slowest_process") for row in found]
+    assert set(filter(None, slowest)) == {"1.0"}
+    waited = [float(re.findall("waited (.*)", output)[0]) for output in outputs]
+    assert waited[0] > waited[1]
 
 
 def test_nobody_is_waited_for_without_end(crew):
@@ -67,7 +84,6 @@ def test_nobody_is_waited_for_without_end(crew):
         "fit",
         at=(1, 5, tasks.linger),
         lockstep={"warn_after": 1.0, "timeout": 3.0},
-        validates=False,
     ).join()
     assert codes[0] == 1 and codes[1] != 0
     assert "has waited for 3 s for process 1" in outputs[0]
@@ -75,7 +91,7 @@ def test_nobody_is_waited_for_without_end(crew):
 
 def test_meeting_rarely_is_enough_to_find_it(crew):
     codes, outputs = crew(
-        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}, validates=False
+        "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}
     ).join()
     assert codes == [1, 1]
     for output in outputs:

@@ -1,0 +1,58 @@
+"""Jobs under real launchers, where they are installed."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def launch(*command, folder):
+    """All that a launched job has printed, and its exit code."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUM")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE)])
+    environ["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environ,
+        cwd=folder,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_torchrun_restarts_a_killed_job_which_ends_as_if_nothing_had_been(
+    crew, tmp_path
+):
+    undisturbed, outputs = crew("survive", path=str(tmp_path / "a")).join()
+    assert undisturbed == [0, 0]
+    code, output = launch(
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node=2", "--max-restarts=3"),
+        *(str(HERE / "under_torchrun.py"), str(tmp_path / "b"), "1"),
+        folder=tmp_path,
+    )
+    assert code == 0, output
+    assert re.search(r"jaxdp: process 1 \(.* died", output)
+    assert re.search("going on in epoch 0, after batch [36] of it", output)
+    (end,) = re.findall("ended .*", outputs[0])
+    assert output.count(end) == 2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun is installed")
+def test_mpirun_starts_a_job(tmp_path):
+    code, output = launch(
+        *("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"),
+        *(sys.executable, str(HERE / "under_mpirun.py")),
+        folder=tmp_path,
+    )
+    assert code == 0, output
+    assert "process 0 of 2" in output and "process 1 of 2" in output
