@@ -16,6 +16,7 @@ in it is used as a path. Plain Orbax reads the arrays, too:
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
 
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
@@ -26,7 +27,7 @@ import platform
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -90,12 +91,13 @@ class Saving:
         return self.path
 
     def _wait(self) -> None:
-        try:
-            self._checkpointer.wait_until_finished()
-            _sync(os.path.dirname(self.path))
-            self._checkpointer.close()
-        except BaseException as error:
-            self._error = error
+        with _quiet_orbax():
+            try:
+                self._checkpointer.wait_until_finished()
+                _sync(os.path.dirname(self.path))
+                self._checkpointer.close()
+            except BaseException as error:
+                self._error = error
 
 
 def start_saving(
@@ -131,17 +133,17 @@ def start_saving(
         state=ocp.args.StandardSave(_with_elements(named)),
         meta=ocp.args.JsonSave(described),
     )
-    _quieten()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         # The callback runs when all is written, just before the folder gets its name.
         options = ocp.options.AsyncOptions(
             post_finalization_callback=lambda: _seal(path)
         )
-        checkpointer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(), async_options=options
-        )
-        checkpointer.save(path, args=arguments)
+        with _quiet_orbax():
+            checkpointer = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(), async_options=options
+            )
+            checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
     return Saving(path, checkpointer, then)
@@ -326,9 +328,9 @@ def _read_arrays(
         restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
         partial_restore=True,
     )
-    _quieten()
+    reader = ocp.PyTreeCheckpointHandler()
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet_orbax(), ocp.Checkpointer(reader) as checkpointer:
             stored = checkpointer.restore(os.path.join(path, "state"), args=arguments)
         # Waits for the device.
         read, saved = fingerprints(_flat(stored)), meta.get("fingerprints")
@@ -506,6 +508,16 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _quieten() -> None:
-    """What Orbax logs of an error, the error that is raised says, too."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """What Orbax logs meanwhile of an error, the error that is raised says, too."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)

@@ -206,6 +206,7 @@ class Trainer:
         self._roll_back: RollBack | None = None
         self._source: Source | None = None
         self._source_state: Any = None
+        self._source_place: Any = None
         self._epoch_is_over = False
         self._is_whole = False
         self._is_fitting = False
@@ -282,9 +283,12 @@ class Trainer:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
             self._source_state = self._source.state if self._batches_done else None
+            self._source_place = self._source.place(self._batches_done)
         else:
             train.replay = self._batches_seen
-        self._source, train.start_from = train, self._source_state
+        train.start_from, train.go_on_from = self._source_state, self._source_place
+        train.keep_places(lambda: self._batches_done)
+        self._source = train
         limits = Limits(
             train,
             val,
@@ -297,7 +301,8 @@ class Trainer:
             val_check_interval=val_check_interval,
             accumulate=self.accumulate_grad_batches,
         )
-        if limits.done(self.global_step, self.current_epoch):
+        is_over = limits.done(self.global_step, self.current_epoch)
+        if is_over and not self._lacks_its_end(limits):
             warnings.warn(
                 f"`fit` has nothing to do: {self.current_epoch} epochs and"
                 f" {self.global_step} steps are done, and `max_epochs`="
@@ -331,7 +336,7 @@ class Trainer:
             hooks.on_fit_start(self)
             limits.start_clock()
             limits.was_validated(self._validated_at)
-            while not self._is_done(limits):
+            while not self._is_done(limits) or self._lacks_its_end(limits):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
@@ -339,13 +344,11 @@ class Trainer:
                 ):  # it was due where the run stopped
                     self._validate(val, limits, hooks)
                 with contextlib.closing(self._steps(blocks, hooks)) as steps:
-                    for _ in steps:
+                    while not self._is_done(limits) and next(steps, None) is not None:
                         if val is not None and limits.interval_is_up(
                             self.current_epoch, self._batches_done
                         ):
                             self._validate(val, limits, hooks)
-                        if self._is_done(limits):
-                            break
                 if self._batches_done == 0:
                     warnings.warn(
                         f"`train_loader` gave no batches in epoch {self.current_epoch}:"
@@ -585,6 +588,7 @@ class Trainer:
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
             "source": self._state_of_source(),
+            "place": self._place_in_source(),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -623,6 +627,7 @@ class Trainer:
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
         self._source, self._source_state = None, meta["source"]
+        self._source_place = meta.get("place")
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -915,7 +920,7 @@ class Trainer:
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
             self._validated_at, self._val_metrics = 0, {}
-        self._is_whole = False
+        self._is_whole = self._epoch_is_over = False
         hooks.on_boundary(self)
 
     def _timed(self, hooks: Hooks) -> Hooks:
@@ -939,16 +944,28 @@ class Trainer:
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""
-        if self._source is None:
+        source = self._source
+        if source is None:
             return self._source_state
-        between = self._is_whole or self._batches_done == 0
-        return self._source.present_state() if between else self._source.state
+        is_begun = source.of_epoch == self.current_epoch and not self._is_whole
+        return source.state if is_begun else source.present_state()
+
+    def _place_in_source(self) -> Any:
+        """Where the next batch is in its epoch, if the loader can tell."""
+        if self._source is None:
+            return self._source_place
+        return None if self._is_whole else self._source.place(self._batches_done)
 
     def _is_done(self, limits: Limits) -> bool:
         engine = self._ready()
         if engine.ahead and not engine.can_rewind:
             return False  # not before the end of the block
         return self.should_stop or limits.done(self.global_step, self.current_epoch)
+
+    def _lacks_its_end(self, limits: Limits) -> bool:
+        """Whether a killed run took the last step of an epoch, but did not end it."""
+        is_inside = limits.max_epochs is None or self.current_epoch < limits.max_epochs
+        return is_inside and self._batches_done > 0 and not self._epoch_ended
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""

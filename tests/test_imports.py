@@ -29,7 +29,7 @@ ORDER = [
     ["interrupts", "layout", "objective", "precision", "reading", "remat", "report"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
-    ["strategies", "data", "callbacks", "weights"],
+    ["strategies", "data", "callbacks", "weights", "own_state"],
     ["source", "engine", "checks"],
     ["torch_loader", "limits", "resume", "plan", "comparison"],
     ["loaders"],
