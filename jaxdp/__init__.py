@@ -6,7 +6,7 @@ trainer = Trainer(model, optax.adam(1e-3), strategy=Sharded())
 trainer.fit(train_loader, val_loader, max_epochs=10)
 """
 
-from . import callbacks, finders, losses, strategies, testing
+from . import callbacks, compilation_cache, finders, losses, strategies, testing
 from .callbacks import Callback
 from .history import History
 from .plan import Plan
@@ -22,6 +22,8 @@ from .strategies import (
 )
 from .trainer import Trainer
 from .weights import load_model, save_model
+
+compilation_cache.switch_on()
 
 __version__ = "0.1.0"
 

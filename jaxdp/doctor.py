@@ -126,8 +126,8 @@ def _cache_folder() -> Finding:
         return Finding(
             "hint",
             "compiled programs are not kept between runs",
-            "set JAX_COMPILATION_CACHE_DIR=~/.cache/jax, and the second run starts"
-            " sooner",
+            "unset JAX_ENABLE_COMPILATION_CACHE, or set JAX_COMPILATION_CACHE_DIR to a"
+            " folder that can be written to, and the second run starts sooner",
         )
     folder = os.path.expanduser(folder)
     if "://" in folder:

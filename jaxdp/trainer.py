@@ -23,6 +23,7 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, comparison, losses, resume
+from .allocator import keep_freed_memory
 from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
@@ -984,6 +985,8 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
+            if jax.default_backend() == "cpu":
+                keep_freed_memory()
             self._engine = self._new_engine(self._reproducibly(self.strategy))
         if batch is not None and self._engine.steps.objective is None:
             objective = self._infer_objective(batch)

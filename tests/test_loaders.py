@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
+from jaxdp.data import to_host  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
 from jaxdp.source import Source  # noqa: E402
 from jaxdp.torch_loader import TorchSource, _seed_of  # noqa: E402
@@ -271,3 +273,55 @@ def test_errors_say_where_in_the_data_they_arose():
 def test_what_is_no_loader_is_refused(loader, message):
     with pytest.raises(TypeError, match=message):
         open_loader(loader, "train_loader", seed=0)
+
+
+class Rows(Dataset):
+    """Rows of every kind that torch's collation knows."""
+
+    def __init__(self, kind, size=5):
+        self.kind, self.size = kind, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        random = np.random.default_rng(index)
+        values = {
+            "arrays": (random.normal(size=(3, 2)).astype(np.float32), np.int64(index)),
+            "wide": (random.normal(size=3), index, float(index) / 3, index > 2),
+            "bytes": {"x": random.integers(0, 256, (4, 4), dtype=np.uint8), "y": 1},
+            "tensors": (torch.full((2,), float(index)), torch.tensor(index)),
+            "bfloat16": (torch.full((2,), index, dtype=torch.bfloat16), index),
+            "large": (np.full((300, 300), index, np.float32), [index, index + 1]),
+            "transposed": (random.normal(size=(3, 2)).T, np.float32(index)),
+            "mixed": (index if index % 2 else index + 0.5, np.zeros(())),
+        }
+        return values[self.kind]
+
+
+KINDS = "arrays wide bytes tensors bfloat16 large transposed mixed".split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [(kind, 0) for kind in KINDS]
+    + [(kind, 2) for kind in ("arrays", "bfloat16", "large")],
+)
+def test_collation_gives_what_torchs_gives(kind, workers):
+    loader = DataLoader(Rows(kind), 3, num_workers=workers)
+    plain = [to_host(batch) for batch in DataLoader(Rows(kind), 3)]
+    found = list(TorchSource(loader, "loader", 0).epoch(0))
+    for one, other in zip(found, plain, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_differ_get_the_error_of_torchs_collation():
+    class Uneven(Rows):
+        def __getitem__(self, index):
+            return np.zeros(index + 1)
+
+    with pytest.raises(RuntimeError, match="equal size"):
+        list(TorchSource(DataLoader(Uneven(""), 3), "loader", 0).epoch(0))
