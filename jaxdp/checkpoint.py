@@ -25,6 +25,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -210,7 +211,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
             f" read: {error}."
         ) from error
     version = meta.get("format")
-    if version == 1:
+    if version == 1 and "digest" not in meta:
         say(f"{path} was saved without fingerprints: damage to it can't be seen")
         return meta
     if meta.pop("digest", None) != _digest(meta):
@@ -281,10 +282,12 @@ def _check_is_checkpoint(path: str) -> None:
         )
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
-            if os.path.islink(os.path.join(folder, name)):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
                 raise CheckpointCorrupt(
                     f"`path`: the checkpoint {path} is damaged: {name} in it is a"
-                    " symbolic link, which is never written there."
+                    f" {kind}, which is never written there."
                 )
 
 

@@ -51,7 +51,13 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
         reverse=True,
     )
     looked = " and ".join(folder.path for folder in folders)
-    if not found:
+    faults = [
+        f"{folder.path_of(step)} is a symbolic link or a file, and a checkpoint is a"
+        " folder."
+        for folder in folders
+        for step in folder.impostors()
+    ]
+    if not found and not faults:
         if where == "auto":
             say(f"nothing to resume in {looked}: starting afresh")
             return
@@ -61,11 +67,15 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
         )
     if where == "best":
         found = _best_first(trainer, savers[0], found)
-    _load_first_whole(trainer, where, [folder.path_of(step) for step, folder in found])
+    for fault in faults:
+        warnings.warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=3)
+    paths = [folder.path_of(step) for step, folder in found]
+    _load_first_whole(trainer, where, paths, faults)
 
 
-def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:
-    faults: list[str] = []
+def _load_first_whole(
+    trainer: Any, where: str, paths: list[str], faults: list[str]
+) -> None:
     for path in paths:
         try:
             trainer.load(path)
@@ -74,6 +84,12 @@ def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:
             faults.append(text)
             warnings.warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
             continue
+        if os.path.basename(path) != str(trainer.global_step):
+            warnings.warn(
+                f"`ckpt_path`={where!r}: {path} is the checkpoint of step"
+                f" {trainer.global_step}, under another name.",
+                stacklevel=4,
+            )
         say(f"resumed {_place(trainer)} from {path}")
         return
     raise CheckpointCorrupt(

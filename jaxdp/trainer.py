@@ -49,6 +49,13 @@ from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
 
+_SAVED = {
+    **dict.fromkeys(("global_step", "current_epoch", "batches_done"), int),
+    **dict.fromkeys(("examples_seen", "seed"), int),
+    **dict.fromkeys(("history", "callbacks"), dict),
+}
+"""What every checkpoint tells of a trainer, beside what newer ones do."""
+
 
 class Trainer:
     """Trains an Equinox model on batches from any iterable, on any devices.
@@ -615,6 +622,12 @@ class Trainer:
         with a warning.
         """
         state, meta = checkpoint.restore(path, self.state)
+        wrong = [n for n, kind in _SAVED.items() if not isinstance(meta.get(n), kind)]
+        if wrong:
+            raise checkpoint.CheckpointCorrupt(
+                f"`path`: the checkpoint {path} is damaged: what its meta/metadata says"
+                f" of {', '.join(wrong)} was not saved by a trainer."
+            )
         self._ready().state = self.strategy.place(state)
         self.run_id = meta.get("run_id", self.run_id)
         self.global_step = meta["global_step"]
