@@ -6,31 +6,15 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
-import optax
 import pytest
-from toys import Mlp, batches
+from small import leaves, make
+from toys import batches
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.callbacks.base import HOOKS
 from jaxdp.checkpoint import SaveFailed
-
-
-def make(*callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 @pytest.fixture

@@ -8,33 +8,16 @@ import re
 import shutil
 import warnings
 
-import jax
 import numpy as np
-import optax
 import pytest
 from conftest import LONG
-from toys import Mlp, batches
+from small import leaves, make
+from toys import batches
 
-from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.checkpoint import CheckpointCorrupt
 
 FLIPS = 60 if LONG else 5
-
-
-def make(*callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 @pytest.fixture(scope="module")
