@@ -6,10 +6,12 @@ trainer = Trainer(model, optax.adam(1e-3), strategy=Sharded())
 trainer.fit(train_loader, val_loader, max_epochs=10)
 """
 
-from . import callbacks, compilation_cache, finders, losses, strategies, testing
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import callbacks, compilation_cache, losses, strategies
 from .callbacks import Callback
 from .history import History
-from .plan import Plan
 from .step import TrainState
 from .strategies import (
     FSDP,
@@ -22,6 +24,10 @@ from .strategies import (
 )
 from .trainer import Trainer
 from .weights import load_model, save_model
+
+if TYPE_CHECKING:
+    from . import finders, testing
+    from .plan import Plan
 
 compilation_cache.switch_on()
 
@@ -48,3 +54,12 @@ __all__ = [
     "strategies",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what most scripts do without when it is first asked for."""
+    if name in ("finders", "testing"):
+        return importlib.import_module(f".{name}", __name__)
+    if name == "Plan":
+        return importlib.import_module(".plan", __name__).Plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

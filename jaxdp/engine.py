@@ -18,10 +18,11 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
+from .compilations import Compilations
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
-from .flops import matmul_flops
+from .flops import has_convolutions, matmul_flops
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
@@ -37,6 +38,8 @@ from .strategies.base import no_ambient_mesh, with_auto_axes
 from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
+
+_NAMES: Final = {"train": "train", "evaluate": "validation", "predict": "prediction"}
 
 _MOST_STEPS: Final = 64
 _ENOUGH_SECONDS: Final = 0.01
@@ -138,6 +141,7 @@ class Engine:
             "evaluate": Packer(strategy.num_shards, "validation"),
             "predict": Packer(strategy.num_shards, "prediction"),
         }
+        self._compilations = Compilations(quiet=abstract)
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
@@ -147,6 +151,7 @@ class Engine:
         if abstract:
             with no_ambient_mesh():
                 self.state = _shapes_of_state(parts, model_state, steps, strategy)
+            self._mind_convolutions()
             return
         params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
         model_state = with_auto_axes(model_state)
@@ -155,6 +160,16 @@ class Engine:
                 params, buffers, model_state, steps.optimizer, seed, steps.precision
             )
             self.state = strategy.place(state)
+        self._mind_convolutions()
+
+    def _mind_convolutions(self) -> None:
+        """XLA rewrites convolutions for the CPU's library outside of loops alone.
+
+        Inside a loop they take about five times as long, and round otherwise.
+        """
+        devices = self._arrays[0].sharding.device_set
+        unroll = any(device.platform == "cpu" for device in devices)
+        self.steps = self.steps._replace(unroll_convolutions=unroll)
 
     @property
     def state(self) -> TrainState:
@@ -260,6 +275,10 @@ class Engine:
 
     def prepare_training(self, block: Block) -> list[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
+        if len(block.windows) > 1 and not self._loops_well(block.packed):
+            self.steps_per_execution = 1
+            blocks = self.blocks(block.windows)
+            return self.prepare_training(blocks[0]) + blocks[1:]
         self.compiled_for("train", block.packed)
         packer = self._packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
@@ -365,10 +384,7 @@ class Engine:
         """Operations of a train step over `window`, per row that is computed."""
         slots = self.micro_batches
         packed = self._packers["train"].pack(window, slots)
-        steps = self.steps._replace(inside=(), remat=False)
-        with no_ambient_mesh():
-            train = functools.partial(steps.train, Collectives())
-            jaxpr = jax.make_jaxpr(train)(self.state, packed.groups)
+        jaxpr = self._traced(packed, self.steps._replace(inside=(), remat=False))
         rows = sum(
             math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
             for group in packed.groups
@@ -406,27 +422,36 @@ class Engine:
             "evaluate": self._compile_evaluate,
             "predict": self._compile_predict,
         }[kind]
-        with no_ambient_mesh():
-            compiled = compile_kind(packed)
-        shapes = {key[1] for key in self._compiled if key[0] == kind}
-        if len(shapes) == 3 and self.steps_per_execution == 1:
-            rows = packed.groups[0].counts.sum()
-            say(
-                f"the {kind} step was compiled for a fourth batch size, {rows}"
-                " rows. A loss that returns one value per row is padded to one size; a"
-                " scalar loss, or BatchNorm, needs batches of few sizes."
-            )
-        return compiled
+        with no_ambient_mesh(), self._compilations.timed(_NAMES[kind], packed):
+            return compile_kind(packed)
 
     def _check_labels(self, facts: Facts, packed: Packed) -> None:
         if facts.num_classes is not None:
             for group in packed.groups:
                 check_labels(group.batch, facts.num_classes)
 
+    def _loops_well(self, packed: Packed) -> bool:
+        """Whether a loop over steps is as fast as they are; says so where not."""
+        if not self.steps.unroll_convolutions:
+            return True
+        found = has_convolutions(self._traced(packed, self.steps))
+        if found:
+            say(
+                "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
+                " slow inside loops on the CPU, and round otherwise"
+            )
+        return not found
+
+    def _traced(self, packed: Packed, steps: Steps) -> Any:
+        """A train step for batches like `packed`, as JAX sees it."""
+        with no_ambient_mesh():
+            train = functools.partial(steps.train, Collectives())
+            return jax.make_jaxpr(train)(self.state, packed.groups)
+
     def _is_worth_compiling(self, steps: int) -> bool:
         """Whether blocks of so many steps are common enough for their own program."""
-        if steps == self.steps_per_execution:
-            return True
+        if self.steps_per_execution in (1, steps):
+            return self.steps_per_execution == steps
         self._sizes[steps] += 1
         often = [size for size, count in self._sizes.most_common() if count > 1]
         return steps in often[:_MOST_SIZES]
@@ -444,6 +469,8 @@ class Engine:
         )
         if seconds > _ENOUGH_SECONDS / 2 or most < 2:
             most = 1
+        elif not self._loops_well(packed):
+            return
         epoch = self.steps_per_epoch
         if epoch is not None and most > 1:
             # The steps left over at an epoch's end have no program of their own at

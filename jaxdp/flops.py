@@ -21,6 +21,24 @@ def matmul_flops(jaxpr: Any) -> int:
     return sum(_equation(equation) for equation in inner.eqns)
 
 
+def has_convolutions(jaxpr: Any) -> bool:
+    """Whether there is a convolution anywhere in a traced program."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        or any(has_convolutions(value) for value in _inside(equation))
+        for equation in inner.eqns
+    )
+
+
+def _inside(equation: Any) -> list[Any]:
+    """The programs that are arguments of an operation."""
+    leaves = jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+    )
+    return [leaf for leaf in leaves if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+
+
 def _equation(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
@@ -32,13 +50,7 @@ def _equation(equation: Any) -> int:
         return _convolution(equation)
     if name == "cond":
         return max(matmul_flops(branch) for branch in params["branches"])
-    inside = sum(
-        matmul_flops(value)
-        for value in jax.tree.leaves(
-            list(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-        )
-        if hasattr(getattr(value, "jaxpr", value), "eqns")
-    )
+    inside = sum(map(matmul_flops, _inside(equation)))
     if name == "scan":
         return params["length"] * inside
     if name == "shard_map":

@@ -63,7 +63,7 @@ class OwnState:
         # These two start over with every iteration, and from a state with every one
         # after it was loaded, not with the next alone.
         inner = owner, getattr(owner, "dataset", None)
-        self._sticky = [each for each in inner if _is_of_huggingface(each)]
+        self._sticky: list[Any] = [each for each in inner if _is_of_huggingface(each)]
         self._is_loaded = False
         self._is_new = False
 
@@ -163,7 +163,7 @@ def checksum(batch: Batch) -> int:
     """Tells one batch from another."""
     total = 0
     for leaf in jax.tree.leaves(batch):
-        total = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), total)
+        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
     return total
 
 

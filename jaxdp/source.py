@@ -126,6 +126,10 @@ class Source:
             raise ValueError(self.gave_nothing())
         return batch
 
+    def sample(self) -> Batch | None:
+        """The first batch of epoch 0, if to look at it costs next to nothing."""
+        return self.peek() if isinstance(self.loader, list | tuple) else None
+
     def gave_nothing(self) -> str:
         """What to say when an epoch has no batches."""
         return (

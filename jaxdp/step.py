@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from . import objective as objectives
 from .collectives import Collectives
+from .flops import has_convolutions
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
 from .precision import (
@@ -101,6 +102,8 @@ class Steps(NamedTuple):
     skip_nonfinite: bool = False
     remat: Remat = False
     precision: Precision = PRECISIONS["32-true"]
+    unroll_convolutions: bool = False
+    """Whether micro-batches with convolutions are no loop in the compiled step."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -235,7 +238,7 @@ class Steps(NamedTuple):
         # An eqx.nn.State may be used once; the copy leaves the state whole.
         model_state = jax.tree.map(lambda leaf: leaf, weights.model_state)
         grads, model_state, summed = _over_micro_batches(
-            gradients, whole, model_state, groups
+            gradients, whole, model_state, groups, unroll=self.unroll_convolutions
         )
         return (
             collectives.sum_gradients(grads),
@@ -378,8 +381,13 @@ def _over_micro_batches(
     params: PyTree,
     model_state: PyTree,
     groups: Sequence[Group],
+    *,
+    unroll: bool,
 ) -> tuple[PyTree, PyTree, _Summed]:
-    """Sums `gradients` over the micro-batches in order, by a scan within a group."""
+    """Sums `gradients` over the micro-batches in order, by a scan within a group.
+
+    With `unroll` the scan is no loop in the program if there are convolutions in it.
+    """
 
     def body(carry: tuple[PyTree, PyTree], micro: _Micro) -> tuple[Any, _Summed]:
         grads, model_state = carry
@@ -398,8 +406,10 @@ def _over_micro_batches(
             grads, model_state, summed = gradients(model_state, micro)
         else:
             zeros = widen(jax.tree.map(jnp.zeros_like, params))
+            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
+            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
             (grads, model_state), each = jax.lax.scan(
-                body, (zeros, model_state), micros
+                body, start, micros, unroll=len(group.counts) if unrolled else 1
             )
             summed = jax.tree.map(lambda x: x.sum(axis=0), each)
         new = grads, summed

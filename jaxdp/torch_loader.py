@@ -113,6 +113,10 @@ class TorchSource(Source):
         for generator, text in zip(self._own_generators(), texts, strict=False):
             generator.set_state(_from_text(text))
 
+    def sample(self) -> Batch | None:
+        is_here = self._is_plain() and not self.loader.num_workers
+        return self.peek() if is_here else None
+
     def _own_generators(self) -> list[Any]:
         """The generators that the user gave the loader or its sampler."""
         owners = self.loader, self.loader.sampler
@@ -184,18 +188,22 @@ class TorchSource(Source):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
-        generators = _Generators(_seed_of(self.seed, epoch))
+        samplers = self.loader.sampler, self.loader.batch_sampler
+        known = ("torch.utils.data.", "builtins")  # None is one of the builtins
+        torchs = all(type(each).__module__.startswith(known) for each in samplers)
+        generators = _Generators(_seed_of(self.seed, epoch), torch_alone=torchs)
         with generators.active():
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            drawn, error = _taken(lists, _DRAW_AT_ONCE)
         while True:
-            with generators.active():
-                drawn, error = _taken(lists, _DRAW_AT_ONCE)
             yield from drawn
             if error is not None:
                 raise error
             if len(drawn) < _DRAW_AT_ONCE:
                 return
+            with generators.active():
+                drawn, error = _taken(lists, _DRAW_AT_ONCE)
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         dataset = _Seeded(self.loader.dataset)
@@ -423,24 +431,26 @@ class _Generators:
 
     Args:
         seed: where the set starts; without it, at the current states.
+        torch_alone: whether nothing draws from the others, which take a while to save.
     """
 
-    def __init__(self, seed: int | None = None):
+    def __init__(self, seed: int | None = None, *, torch_alone: bool = False):
         self._seed = seed
+        self._torch_alone = torch_alone
         self.states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Puts this set in place, and the user's back afterwards."""
-        users = _generator_states()
+        users = _generator_states(self._torch_alone)
         if self.states is not None:
             _set_generator_states(self.states)
         elif self._seed is not None:
-            _seed_generators(self._seed)
+            _seed_generators(self._seed, self._torch_alone)
         try:
             yield
         finally:
-            self.states = _generator_states()
+            self.states = _generator_states(self._torch_alone)
             _set_generator_states(users)
 
 
@@ -454,9 +464,11 @@ def _from_text(text: str) -> Any:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def _generator_states() -> tuple[Any, ...]:
+def _generator_states(torch_alone: bool = False) -> tuple[Any, ...]:
     import torch
 
+    if torch_alone:
+        return (torch.get_rng_state(),)
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
@@ -464,16 +476,18 @@ def _set_generator_states(states: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    if len(states) > 1:
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
-def _seed_generators(seed: int) -> None:
+def _seed_generators(seed: int, torch_alone: bool = False) -> None:
     import torch
 
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    if not torch_alone:
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
 
 
 def _seed_of(*numbers: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -22,16 +22,14 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, comparison, losses, resume
+from . import checkpoint, checks, losses, resume
 from .allocator import keep_freed_memory
 from .callbacks import CSVLogger, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
-from .comparison import Comparison
 from .console import say
 from .data import windows
 from .engine import Block, Engine, wait
-from .hardware import Hardware
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .layout import layout
@@ -40,14 +38,18 @@ from .loaders import open_loader
 from .metrics import Metrics, means_of, new_totals
 from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
-from .plan import Plan, Planner
 from .precision import find_precision
 from .remat import Remat
-from .report import read_run, run_of_history, write_report
 from .source import Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
+
+if TYPE_CHECKING:
+    # Imported where they are used: not every fit is planned, compared or reported on.
+    from .comparison import Comparison
+    from .hardware import Hardware
+    from .plan import Plan
 
 _SAVED = {
     **dict.fromkeys(("global_step", "current_epoch", "batches_done"), int),
@@ -339,6 +341,7 @@ class Trainer:
             hooks.setup(self)
             hooks = self._timed(hooks)
             blocks = self._begin(train, limits, hooks)
+            self._prepare_validation(val)
             self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
@@ -428,8 +431,8 @@ class Trainer:
         devices: int | None = None,
         *,
         topology: str | None = None,
-        hardware: str | Hardware | None = None,
-    ) -> Plan:
+        hardware: "str | Hardware | None" = None,
+    ) -> "Plan":
         """What a train step will take: memory, communication, operations, time.
 
             print(trainer.plan(loader))                      # here
@@ -449,6 +452,8 @@ class Trainer:
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.hardware.Hardware`. That of the devices, if known, by default.
         """
+        from .plan import Planner
+
         if devices is not None:
             checks.check_count("devices", devices)
             if topology is not None:
@@ -496,7 +501,7 @@ class Trainer:
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
-    ) -> Comparison:
+    ) -> "Comparison":
         """Runs the same steps under each strategy, and tells what differs.
 
             print(trainer.compare(loader, SingleDevice(), FSDP()))
@@ -511,6 +516,8 @@ class Trainer:
             strategies: instances; `SingleDevice()` if there are none.
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
+        from . import comparison
+
         checks.check_count("steps", steps)
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
@@ -701,6 +708,8 @@ class Trainer:
         Returns:
             The path of the file.
         """
+        from .report import read_run, run_of_history, write_report
+
         record: dict[str, Any] = dict(run_facts(self, None))
         tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]
         tables = [table for table in tables if table is not None and table.exists()]
@@ -811,6 +820,12 @@ class Trainer:
         if self.stopwatch is not None:
             engine.in_flight.wait = self.stopwatch.function("device", wait)
         return blocks
+
+    def _prepare_validation(self, val: Source | None) -> None:
+        """Compiles it now, so that what is wrong with it shows before an epoch."""
+        sample = None if val is None else val.sample()
+        if sample is not None:
+            self._ready().prepare("evaluate", sample)
 
     def _blocks(
         self, source: Source, limits: Limits | None, hooks: Hooks

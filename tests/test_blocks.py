@@ -269,3 +269,16 @@ def test_auto_says_what_it_picked(caplog):
 def test_a_wrong_number_of_steps_is_refused(value):
     with pytest.raises((TypeError, ValueError), match="steps_per_execution"):
         Trainer(Mlp(jax.random.key(0)), steps_per_execution=value)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 4}, {"steps": 4}])
+def test_convolutions_are_in_no_loop_on_the_cpu(options, caplog):
+    """There XLA leaves them to its slowest code: five times the time of LeNet."""
+    options = dict(options)
+    steps = options.pop("steps", 1)
+    data = batches(16, 16, 16, 16)
+    _, trainer = train(steps, model=Conv(jax.random.key(1)), data=data, **options)
+    program = trainer.compiled_train_step().as_text()
+    assert " convolution(" in program
+    assert " while(" not in program
+    assert ("inside loops" in caplog.text) == (steps == 4)

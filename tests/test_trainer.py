@@ -482,3 +482,33 @@ def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     assert means_of(np.asarray(totals), ["loss"])["loss"] == pytest.approx(
         (2**24 + 192) / (2**24 + 64), rel=1e-12
     )
+
+
+def test_a_compilation_for_another_size_is_announced_with_the_leaf(caplog):
+    def mean(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    trainer = Trainer(model, loss_fn=mean, strategy=SingleDevice())
+    trainer.fit([(x, x), (x, x), (x[:7], x[:7])], [(x, x)], max_epochs=2)
+    said = [
+        r.getMessage() for r in caplog.records if "compiled again" in r.getMessage()
+    ]
+    assert len(said) == 1
+    assert said[0].startswith("the train step was compiled again, in ")
+    assert "because batch[0] was (12, 4) and is (7, 4)" in said[0]
+
+
+def test_a_mistake_in_validation_shows_before_the_first_step():
+    def wrong(model, x, y):
+        return (jax.vmap(model)(x) - y) ** 2 @ jnp.ones(x.shape[1])
+
+    x = np.ones((6, 4), np.float32)
+    seen = Recorder()
+    trainer = Trainer(
+        eqx.nn.Linear(4, 4, key=jax.random.key(0)), loss_fn=wrong, callbacks=[seen]
+    )
+    with pytest.raises(Exception, match="3"):
+        trainer.fit([(x, x)], [(x[:, :3], x[:, :3])])
+    assert seen.losses == []

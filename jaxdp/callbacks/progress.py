@@ -65,6 +65,7 @@ class ProgressBar(Callback):
         self._metrics: deque[Mapping[str, Any]] = deque(maxlen=LAG + 1)
         self._drawn: Mapping[str, Any] | None = None
         self._next = math.inf
+        self._due = 0.0
         self._fitting = False
 
     def setup(self, trainer: Any) -> None:
@@ -82,8 +83,9 @@ class ProgressBar(Callback):
         self._metrics.clear()
         self._drawn = None
         self._train = _Pass(_name(trainer), _total(trainer))
-        self._open(self._train)
         self._next = 0.0
+        if time.perf_counter() >= self._due:  # else the epoch may be over before
+            self._open(self._train)
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
@@ -140,13 +142,18 @@ class ProgressBar(Callback):
 
     def _show_training(self, trainer: Any) -> None:
         now = time.perf_counter()
-        self._next = now + self._interval
         run = self._train
         run.examples = trainer.examples_seen
         if run.first is None:
             # Rates and the time left count from here: the first step may compile.
             run.start(now)
+            if self._bar_type is None or run.bar is not None:
+                self._due = now + self._interval
+            self._next = self._due
             return
+        self._next = self._due = now + self._interval
+        if run.bar is None:
+            self._open(run)
         facts = run.rates(now)
         if len(self._metrics) > LAG:
             metrics = self._metrics[0]
@@ -178,6 +185,7 @@ class ProgressBar(Callback):
             leave=False,
             position=0,  # One line for all: they are never drawn by turns.
             dynamic_ncols=True,
+            initial=0 if run.first is None else run.first[0],
             mininterval=0,
             bar_format=_FORMAT if run.total else _FORMAT_WITHOUT_TOTAL,
         )
