@@ -45,7 +45,7 @@ ORDER = [
     ["distributed"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
-    ["strategies", "data", "callbacks", "weights"],
+    ["strategies", "data", "callbacks", "weights", "own_state"],
     ["portions", "checks", "compilations"],
     ["source", "engine"],
     ["torch_loader", "limits", "resume", "plan", "comparison"],
