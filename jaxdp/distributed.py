@@ -12,6 +12,7 @@ alone, the same script trains alone.
 
 import atexit
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import sys
@@ -74,7 +75,7 @@ def initialize(
         RuntimeError: if the processes don't belong together, or JAX has begun already.
     """
     global _lifeline, _is_alone_on_purpose
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized() or _is_being_imported_by_a_worker():
         return
     for name, seconds in (
         ("initialization_timeout", initialization_timeout),
@@ -127,6 +128,8 @@ def forgotten() -> str | None:
     """A warning, if there are other processes in the environment only."""
     if jax.distributed.is_initialized() or _is_alone_on_purpose:
         return None
+    if _is_being_imported_by_a_worker():
+        return None
     try:
         place = find_place(ask_jax=False)
     except ValueError:
@@ -139,6 +142,11 @@ def forgotten() -> str | None:
         " `jaxdp.distributed.initialize()` at the top of the script to train together,"
         " or `jaxdp.distributed.initialize(num_processes=1)` if that is meant."
     )
+
+
+def _is_being_imported_by_a_worker() -> bool:
+    """Whether a worker of a loader imports the script again, as spawned ones do."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _find_place(
@@ -206,14 +214,15 @@ def _end_with_the_others(line: Lifeline) -> None:
     """Makes every end of this process one that the others hear of."""
     # Before JAX's own, which waits for the others to be done.
     atexit.register(line.leave)
-    print_it = sys.excepthook
+    print_it, process = sys.excepthook, os.getpid()
 
     def tell_and_end(
         kind: type[BaseException],
         exception: BaseException,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(exception, Stopped):  # as all others are, having agreed on it
+        agreed = isinstance(exception, Stopped)  # all others end by the same signal
+        if agreed or os.getpid() != process:  # or this is a fork of it
             print_it(kind, exception, traceback)
             return
         failure = first_line(exception)

@@ -1,5 +1,6 @@
 """Which process this is, by the variables that launchers set."""
 
+import multiprocessing
 import warnings
 
 import jax
@@ -175,6 +176,15 @@ def test_wrong_arguments_are_named():
 def test_alone_it_does_nothing():
     jaxdp.distributed.initialize()
     jaxdp.distributed.initialize(num_processes=1)
+    assert jaxdp.distributed.lifeline() is None
+
+
+def test_a_spawned_worker_that_imports_the_script_joins_nobody(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    worker = multiprocessing.current_process()
+    monkeypatch.setattr(worker, "_inheriting", True, raising=False)
+    jaxdp.distributed.initialize()
     assert jaxdp.distributed.lifeline() is None
 
 

@@ -22,7 +22,7 @@ def launch(*command, folder):
         command,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         env=environ,
         cwd=folder,
     )
