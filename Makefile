@@ -18,6 +18,7 @@ JOBS ?= 2
 EXTRA := test
 TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
+TORCHDATA := torchdata==0.11.0
 
 DEFAULT := $(filter $(DEFAULT_PYTHON),$(notdir $(PYTHON)))
 VENV := $(if $(DEFAULT),.venv,.venv-$(notdir $(PYTHON)))
@@ -104,4 +105,5 @@ $(READY): setup.cfg pyproject.toml Makefile
 	$(PIP) --no-deps --editable .
 	@! $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps '$(TORCHVISION)' \
 	  || echo "No $(TORCHVISION): the tests that need it skip."
+	@! $(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) --no-deps '$(TORCHDATA)'
 	@touch $@

@@ -16,6 +16,7 @@ in it is used as a path. Plain Orbax reads the arrays, too:
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
 
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
@@ -24,9 +25,10 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -106,12 +108,13 @@ class Saving:
         return self.path
 
     def _wait(self) -> None:
-        try:
-            self._checkpointer.wait_until_finished()
-            _sync(os.path.dirname(self.path))
-            self._checkpointer.close()
-        except BaseException as error:
-            self._error = error
+        with _quiet_orbax():
+            try:
+                self._checkpointer.wait_until_finished()
+                _sync(os.path.dirname(self.path))
+                self._checkpointer.close()
+            except BaseException as error:
+                self._error = error
 
 
 def start_saving(
@@ -146,17 +149,17 @@ def start_saving(
         state=ocp.args.StandardSave(_with_elements(named)),
         meta=ocp.args.JsonSave(described),
     )
-    _quieten()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         # The callback runs when all is written, just before the folder gets its name.
         options = ocp.options.AsyncOptions(
             post_finalization_callback=lambda: _seal(path)
         )
-        checkpointer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(), async_options=options
-        )
-        checkpointer.save(path, args=arguments)
+        with _quiet_orbax():
+            checkpointer = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(), async_options=options
+            )
+            checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
     return Saving(path, checkpointer, then, processes)
@@ -234,7 +237,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
             f" read: {error}."
         ) from error
     version = meta.get("format")
-    if version == 1:
+    if version == 1 and "digest" not in meta:
         say(f"{path} was saved without fingerprints: damage to it can't be seen")
         return meta
     if meta.pop("digest", None) != _digest(meta):
@@ -305,10 +308,12 @@ def _check_is_checkpoint(path: str) -> None:
         )
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
-            if os.path.islink(os.path.join(folder, name)):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
                 raise CheckpointCorrupt(
                     f"`path`: the checkpoint {path} is damaged: {name} in it is a"
-                    " symbolic link, which is never written there."
+                    f" {kind}, which is never written there."
                 )
 
 
@@ -366,9 +371,9 @@ def _read_arrays(
         restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
         partial_restore=True,
     )
-    _quieten()
+    reader = ocp.PyTreeCheckpointHandler()
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet_orbax(), ocp.Checkpointer(reader) as checkpointer:
             stored = checkpointer.restore(os.path.join(path, "state"), args=arguments)
         # Waits for the device.
         read, saved = fingerprints(_flat(stored)), meta.get("fingerprints")
@@ -551,6 +556,16 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _quieten() -> None:
-    """What Orbax logs of an error, the error that is raised says, too."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """What Orbax logs meanwhile of an error, the error that is raised says, too."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)

@@ -47,7 +47,6 @@ _WHAT: Final[dict[Kind, str]] = {
     "evaluate": "validation",
     "predict": "prediction",
 }
-_NAMES: Final = {"train": "train", "evaluate": "validation", "predict": "prediction"}
 
 _MOST_STEPS: Final = 64
 _ENOUGH_SECONDS: Final = 0.01
@@ -484,7 +483,7 @@ class Engine:
             "evaluate": self._compile_evaluate,
             "predict": self._compile_predict,
         }[kind]
-        with no_ambient_mesh(), self._compilations.timed(_NAMES[kind], packed):
+        with no_ambient_mesh(), self._compilations.timed(_WHAT[kind], packed):
             return compile_kind(packed)
 
     def _check_labels(self, facts: Facts, packed: Packed) -> None:

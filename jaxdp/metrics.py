@@ -70,7 +70,7 @@ class Metrics(Mapping[str, Any]):
 
     def _of_step(self, array: Any) -> np.ndarray:
         array = np.asarray(array)
-        return array if self.index is None else array[self.index]
+        return array if self.index is None else array[self.index, ...]
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds what a callback found out, for the loggers: numbers, or what turns into

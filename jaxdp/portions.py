@@ -220,7 +220,7 @@ class Share:
 
     def state(self, states: Any) -> Any:
         """The inverse of `states`; None if these are those of other processes."""
-        return None if isinstance(states, dict) else states
+        return None if _is_by_process(states) else states
 
 
 class GlobalShare(Share):
@@ -320,11 +320,15 @@ class LocalShare(Share):
         return {"by_process": self._processes.all("the loaders' states", own)}
 
     def state(self, states: Any) -> Any:
-        if not isinstance(states, dict):
+        if not _is_by_process(states):
             return states
         found = states["by_process"]
         same = len(found) == self._processes.count
         return found[self._processes.index] if same else None
+
+
+def _is_by_process(states: Any) -> bool:
+    return isinstance(states, dict) and "by_process" in states
 
 
 class _Cut:

@@ -44,17 +44,20 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
                 "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
-    paths = trainer.processes.first(
+    paths, faults = trainer.processes.first(
         "which checkpoint to resume from",
         lambda: _paths(trainer, where, savers),
         CheckpointCorrupt,
     )
-    if paths:
-        _load_first_whole(trainer, where, paths)
+    if paths or faults:
+        _load_first_whole(trainer, where, paths, faults)
 
 
-def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[str]:
-    """The checkpoints that a word means, those to be tried first coming first."""
+def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list[str]]:
+    """The checkpoints that a word means, those to be tried first coming first.
+
+    And what stands among them that is no checkpoint.
+    """
     folders = [saver.folder(trainer) for saver in savers]
     found = sorted(
         ((step, folder) for folder in folders for step in folder.steps()),
@@ -62,21 +65,30 @@ def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[str]
         reverse=True,
     )
     looked = " and ".join(folder.path for folder in folders)
-    if not found:
+    faults = [
+        f"{folder.path_of(step)} is a symbolic link or a file, and a checkpoint is a"
+        " folder."
+        for folder in folders
+        for step in folder.impostors()
+    ]
+    if not found and not faults:
         if where == "auto":
             say(f"nothing to resume in {looked}: starting afresh")
-            return []
+            return [[], []]
         raise FileNotFoundError(
             f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"
             " to start afresh then."
         )
     if where == "best":
         found = _best_first(trainer, savers[0], found)
-    return [folder.path_of(step) for step, folder in found]
+    for fault in faults:
+        warnings.warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=5)
+    return [[folder.path_of(step) for step, folder in found], faults]
 
 
-def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:
-    faults: list[str] = []
+def _load_first_whole(
+    trainer: Any, where: str, paths: list[str], faults: list[str]
+) -> None:
     for path in paths:
         try:
             trainer.load(path)
@@ -85,6 +97,12 @@ def _load_first_whole(trainer: Any, where: str, paths: list[str]) -> None:
             faults.append(text)
             warnings.warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
             continue
+        if os.path.basename(path) != str(trainer.global_step):
+            warnings.warn(
+                f"`ckpt_path`={where!r}: {path} is the checkpoint of step"
+                f" {trainer.global_step}, under another name.",
+                stacklevel=4,
+            )
         say(f"resumed {_place(trainer)} from {path}")
         return
     raise CheckpointCorrupt(

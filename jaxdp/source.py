@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sized
+import warnings
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Final
 
 from .data import to_host
+from .own_state import OwnState, checksum, generators_of, own_state
 from .portions import Portion, Share
 from .step import Batch
 
@@ -28,6 +30,8 @@ class Source:
     Attributes:
         state: what, of its own, the loader started the present epoch from; JSON.
         start_from: such a state, for the next epoch alone to start from.
+        go_on_from: a place inside the next epoch, for it alone; see `place`.
+        of_epoch: the epoch that `state` is of.
         replay: how many batches an iterator gave in an earlier process, for the next
             epoch alone to pass over.
     """
@@ -38,7 +42,11 @@ class Source:
         self.share = share
         self.state: Any = None
         self.start_from: Any = None
-        self.replay = 0
+        self.go_on_from: Any = None
+        self.of_epoch: int | None = None
+        self.replay: int | None = 0
+        self._own = self._own_state()
+        self._keeps_places = False
 
     @property
     def num_batches(self) -> int | None:
@@ -54,23 +62,21 @@ class Source:
 
         An iterator has given those already, and is not asked for them again.
         """
+        self._start(epoch)
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
-        batches = iter(self.loader)
-        passed = self.replay if batches is self.loader else skip
-        self.replay = 0
-        self._pass_over(batches, passed)
-        peek = None if batches is self.loader else self._peek_here
+        peek = None if hasattr(self.loader, "__next__") else self._peek_here
+        batches = self._positioned(epoch, skip)
         return self.share.of(self._converted(batches, epoch, skip, copy), peek)
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
         """Inside, the present epoch can be begun again; what follows it is as before.
 
-        An iterator has nothing to look back at.
+        An iterator that can't tell its position has nothing to look back at.
         """
         loader, state, following = self.loader, self.state, self.present_state()
-        if hasattr(loader, "__next__"):
+        if hasattr(loader, "__next__") and self._own is None:
             self.loader = ()
         self.start_from = state
         try:
@@ -80,7 +86,27 @@ class Source:
 
     def present_state(self) -> Any:
         """What `state` would be of an epoch that started now."""
-        return None
+        if self.start_from is not None:
+            return self.start_from
+        return None if self._own is None else {"own": self._own.present()}
+
+    def keep_places(self, trained: Callable[[], int]) -> None:
+        """From now on `place` can be asked.
+
+        Args:
+            trained: how many batches of the present epoch the steps have had, of
+                those that were read.
+        """
+        self._keeps_places = True
+        if self._own is not None:
+            self._own.trained = trained
+
+    def place(self, trained: int) -> Any:
+        """A place in the present epoch, not after batch number `trained`; JSON.
+
+        None if the loader can't tell, or nothing was trained yet.
+        """
+        return None if self._own is None else self._own.place(trained)
 
     def first(self, share: int | float) -> list[Batch]:
         """The first batches of epoch 0: so many, or as a float such a share."""
@@ -99,12 +125,19 @@ class Source:
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
+        before = self._own and self._own.present()
         batches = self.epoch(0)
         batch = next(batches, None)
         getattr(batches, "close", lambda: None)()
+        if self._own is not None:
+            self._own.load(before)
         if batch is None:
             raise ValueError(self.gave_nothing())
         return batch
+
+    def sample(self) -> Batch | None:
+        """The first batch of epoch 0, if to look at it costs next to nothing."""
+        return self.peek() if isinstance(self.loader, list | tuple) else None
 
     def _peek_here(self) -> Batch:
         """`peek`, whatever other processes have."""
@@ -113,10 +146,6 @@ class Source:
             return self.peek()
         finally:
             self.share = share
-
-    def sample(self) -> Batch | None:
-        """The first batch of epoch 0, if to look at it costs next to nothing."""
-        return self.peek() if isinstance(self.loader, list | tuple) else None
 
     def gave_nothing(self) -> str:
         """What to say when an epoch has no batches."""
@@ -127,6 +156,57 @@ class Source:
 
     def _explain(self, exception: Exception) -> None:
         """Adds what may help to an exception of the loader."""
+
+    def _own_state(self) -> OwnState | None:
+        return own_state(self.loader, self.argument)
+
+    def _start(self, epoch: int) -> None:
+        """Takes up `start_from`, and notes what the epoch starts from."""
+        start, self.start_from, self.of_epoch = self.start_from, None, epoch
+        if start is not None:
+            self._take_up(start)
+        self.state = self.present_state() if start is None else start
+        if self._own is not None:
+            self._own.begin()
+
+    def _take_up(self, start: Any) -> None:
+        if self._own is not None and "own" in start:
+            self._own.load(start["own"])
+            self.replay = None  # an iterator, too, is at the start of an epoch now
+
+    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
+        """Iterates the loader in its own way."""
+        return iter(self.loader)
+
+    def _positioned(self, epoch: int, skip: int) -> Iterator[Any]:
+        """The loader's batches of an epoch, but for the first `skip`."""
+        place, self.go_on_from = self.go_on_from, None
+        if place is None or self._own is None:
+            batches = self._iterate(epoch)
+            replay, self.replay = self.replay, 0
+            if batches is not self.loader or replay is None:
+                replay = skip
+            self._pass_over(batches, replay)
+            return batches
+        self.replay, first = 0, place["batches"]
+        self._own.load(place["state"])
+        batches = self._iterate(epoch, generators_of(place))
+        batch = next(batches, END)
+        if batch is not END and checksum(to_host(batch)) == place["after"]:
+            self._own.after(first, None)
+            self._pass_over(batches, skip - first - 1)
+            return batches
+        warnings.warn(
+            f"`{self.argument}`: the state of {type(self._own.owner).__name__} does not"
+            f" lead back to batch {first} of epoch {epoch}: another batch came. (Has it"
+            " a shuffle buffer, whose content is no part of the state?) The epoch is"
+            " replayed from its start.",
+            stacklevel=2,
+        )
+        self._take_up(self.state)
+        batches = self._iterate(epoch)
+        self._pass_over(batches, skip)
+        return batches
 
     def _pass_over(self, batches: Iterator[Any], count: int) -> None:
         """Asks for `count` batches that an earlier fit has had."""
@@ -148,13 +228,18 @@ class Source:
         copy: bool,
         ready: bool = False,
     ) -> Iterator[Batch]:
+        own = self._own if self._keeps_places else None
         for batch_idx in itertools.count(first):
             try:
+                if own is not None:
+                    own.before(batch_idx)
                 batch = next(batches, END)
                 if batch is END:
                     return
                 is_ready = ready or type(batch) is Portion
                 host = batch if is_ready else to_host(batch, copy=copy)
+                if own is not None:
+                    own.after(batch_idx, host)
             except Exception as exception:
                 exception.add_note(
                     f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from .data import to_host
+from .own_state import OwnState
 from .portions import Share
 from .source import ALL, END, Source
 from .step import Batch
@@ -60,10 +61,7 @@ class TorchSource(Source):
         self._plan = _Plan()
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        own = self._own_generators()
-        for generator, state in zip(own, self.start_from or (), strict=False):
-            generator.set_state(_from_text(state))
-        self.state, self.start_from = self.present_state(), None
+        self._start(epoch)
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -79,8 +77,7 @@ class TorchSource(Source):
         elif plain:
             batches = self._by_index(lists, epoch, skip)
         else:
-            batches = self._as_it_is(epoch)
-            self._pass_over(batches, skip)
+            batches = self._positioned(epoch, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
         fresh = self._is_torchs_collation() or workers > 0
         ready = whole_rows is not None
@@ -91,17 +88,36 @@ class TorchSource(Source):
         if "exited unexpectedly" in str(exception):
             exception.add_note(_WORKER_RULES)
 
-    def present_state(self) -> list[str]:
-        return [_as_text(each.get_state()) for each in self._own_generators()]
+    def present_state(self) -> Any:
+        if self.start_from is not None:
+            return self.start_from
+        generators = [_as_text(each.get_state()) for each in self._own_generators()]
+        if self._own is None:
+            return generators
+        return {"generators": generators, "own": self._own.present()}
 
     def peek(self) -> Batch:
         before, state = self.present_state(), self.state
         try:
             return super().peek()
         finally:
-            for generator, text in zip(self._own_generators(), before, strict=True):
-                generator.set_state(_from_text(text))
+            self._take_up(before)
             self.state = state
+
+    def _own_state(self) -> OwnState | None:
+        return None if self._is_plain() else super()._own_state()
+
+    def _take_up(self, start: Any) -> None:
+        super()._take_up(start)
+        state = getattr(self.loader, "next_iter_state", None)
+        if state and state.get("_iterator_finished"):
+            # From the end of an epoch, torchdata's loader starts two iterations, whose
+            # draws would differ from those of one.
+            with _Generators().active(), _safe_workers(self.loader):
+                iter(self.loader)
+        texts = start["generators"] if isinstance(start, dict) else start
+        for generator, text in zip(self._own_generators(), texts, strict=False):
+            generator.set_state(_from_text(text))
 
     def sample(self) -> Batch | None:
         is_here = self._is_plain() and not self.loader.num_workers
@@ -123,18 +139,36 @@ class TorchSource(Source):
 
         kind = type(self.loader)
         # torchdata's loader differs in that it can tell its state. By index lists it
-        # needs none, and its next epoch after a resumed one is right, too.
+        # needs none, but for parts of the user's that have one.
         torchs = kind.__iter__ is DataLoader.__iter__ or (
             kind.__module__.startswith("torchdata.stateful_dataloader")
-            and not hasattr(self.loader.dataset, "load_state_dict")
+            and not any(map(_has_state, self._parts()))
         )
         return torchs and not isinstance(self.loader.dataset, IterableDataset)
 
-    def _as_it_is(self, epoch: int) -> Iterator[Any]:
-        """Iterable datasets and loaders that iterate in their own way."""
-        generators = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
-        with generators.active(), _safe_workers(self.loader):
+    def _parts(self) -> tuple[Any, ...]:
+        return self.loader.dataset, self.loader.sampler, self.loader.batch_sampler
+
+    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
+        started = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
+        with started.active(), _safe_workers(self.loader):
             batches = _started(self.loader, self.argument)
+        own = self._own_generators()
+        if generators is not None:
+            # torchdata's loader sets its sampler's generator to where an epoch began,
+            # and the next epoch would not have the order that it should.
+            started.states = generators[0]
+            for generator, state in zip(own, generators[1], strict=False):
+                generator.set_state(state)
+        if self._own is not None:
+            self._own.generators = lambda: (
+                started.states,
+                [generator.get_state() for generator in own],
+            )
+        return self._as_it_is(batches, started)
+
+    def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
+        """Iterable datasets and loaders that iterate in their own way."""
         while True:
             with generators.active():
                 batch = next(batches, END)
@@ -199,6 +233,12 @@ class TorchSource(Source):
         )
         with _safe_workers(self._workers):
             return _started(self._workers, self.argument)
+
+
+def _has_state(part: Any) -> bool:
+    """Whether a part of a loader, not torchdata's own, can tell its state."""
+    kind = type(part).__module__
+    return hasattr(part, "load_state_dict") and not kind.startswith("torchdata.")
 
 
 def _taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
@@ -403,20 +443,20 @@ class _Generators:
     def __init__(self, seed: int | None = None, *, torch_alone: bool = False):
         self._seed = seed
         self._torch_alone = torch_alone
-        self._states: tuple[Any, ...] | None = None
+        self.states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Puts this set in place, and the user's back afterwards."""
         users = _generator_states(self._torch_alone)
-        if self._states is not None:
-            _set_generator_states(self._states)
+        if self.states is not None:
+            _set_generator_states(self.states)
         elif self._seed is not None:
             _seed_generators(self._seed, self._torch_alone)
         try:
             yield
         finally:
-            self._states = _generator_states(self._torch_alone)
+            self.states = _generator_states(self._torch_alone)
             _set_generator_states(users)
 
 

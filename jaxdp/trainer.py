@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     from .hardware import Hardware
     from .plan import Plan
 
+_SAVED = {
+    **dict.fromkeys(("global_step", "current_epoch", "batches_done"), int),
+    **dict.fromkeys(("examples_seen", "seed"), int),
+    **dict.fromkeys(("history", "callbacks"), dict),
+}
+"""What every checkpoint tells of a trainer, beside what newer ones do."""
+
 
 class Trainer:
     """Trains an Equinox model on batches from any iterable, on any devices.
@@ -218,6 +225,7 @@ class Trainer:
         self._roll_back: RollBack | None = None
         self._source: Source | None = None
         self._source_state: Any = None
+        self._source_place: Any = None
         self._epoch_is_over = False
         self._is_whole = False
         self._is_fitting = False
@@ -294,9 +302,12 @@ class Trainer:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
             self._source_state = self._source.state if self._batches_done else None
+            self._source_place = self._source.place(self._batches_done)
         else:
             train.replay = self._batches_seen
-        self._source, train.start_from = train, self._source_state
+        train.start_from, train.go_on_from = self._source_state, self._source_place
+        train.keep_places(lambda: self._batches_done)
+        self._source = train
         limits = Limits(
             train,
             val,
@@ -309,7 +320,8 @@ class Trainer:
             val_check_interval=val_check_interval,
             accumulate=self.accumulate_grad_batches,
         )
-        if limits.done(self.global_step, self.current_epoch):
+        is_over = limits.done(self.global_step, self.current_epoch)
+        if is_over and not self._lacks_its_end(limits):
             warnings.warn(
                 f"`fit` has nothing to do: {self.current_epoch} epochs and"
                 f" {self.global_step} steps are done, and `max_epochs`="
@@ -344,7 +356,7 @@ class Trainer:
             hooks.on_fit_start(self)
             limits.start_clock()
             limits.was_validated(self._validated_at)
-            while not self._is_done(limits, between_epochs=True):
+            while self._goes_on(limits):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
@@ -352,13 +364,11 @@ class Trainer:
                 ):  # it was due where the run stopped
                     self._validate(val, limits, hooks)
                 with contextlib.closing(self._steps(blocks, hooks)) as steps:
-                    for _ in steps:
+                    while not self._is_done(limits) and next(steps, None) is not None:
                         if val is not None and limits.interval_is_up(
                             self.current_epoch, self._batches_done
                         ):
                             self._validate(val, limits, hooks)
-                        if self._is_done(limits):
-                            break
                 if self._batches_done == 0:
                     warnings.warn(
                         f"`train_loader` gave no batches in epoch {self.current_epoch}:"
@@ -613,6 +623,7 @@ class Trainer:
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
             "source": self._share("train").states(self._state_of_source()),
+            "place": self._share("train").states(self._place_in_source()),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -638,6 +649,12 @@ class Trainer:
         with a warning.
         """
         state, meta = checkpoint.restore(path, self.state)
+        wrong = [n for n, kind in _SAVED.items() if not isinstance(meta.get(n), kind)]
+        if wrong:
+            raise checkpoint.CheckpointCorrupt(
+                f"`path`: the checkpoint {path} is damaged: what its meta/metadata says"
+                f" of {', '.join(wrong)} was not saved by a trainer."
+            )
         self._ready().state = self.strategy.place(state)
         self.run_id = meta.get("run_id", self.run_id)
         self.global_step = meta["global_step"]
@@ -650,8 +667,9 @@ class Trainer:
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
-        self._source = None
-        self._source_state = self._share("train").state(meta["source"])
+        self._source, share = None, self._share("train")
+        self._source_state = share.state(meta["source"])
+        self._source_place = share.state(meta.get("place"))
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -987,7 +1005,7 @@ class Trainer:
         if self._is_whole:
             self.current_epoch, self._batches_done = self.current_epoch + 1, 0
             self._validated_at, self._val_metrics = 0, {}
-        self._is_whole = False
+        self._is_whole = self._epoch_is_over = False
         hooks.on_boundary(self)
 
     def _timed(self, hooks: Hooks) -> Hooks:
@@ -1011,10 +1029,17 @@ class Trainer:
 
     def _state_of_source(self) -> Any:
         """What the next batch's epoch starts from, for a checkpoint."""
-        if self._source is None:
+        source = self._source
+        if source is None:
             return self._source_state
-        between = self._is_whole or self._batches_done == 0
-        return self._source.present_state() if between else self._source.state
+        is_begun = source.of_epoch == self.current_epoch and not self._is_whole
+        return source.state if is_begun else source.present_state()
+
+    def _place_in_source(self) -> Any:
+        """Where the next batch is in its epoch, if the loader can tell."""
+        if self._source is None:
+            return self._source_place
+        return None if self._is_whole else self._source.place(self._batches_done)
 
     def _is_done(self, limits: Limits, between_epochs: bool = False) -> bool:
         engine = self._ready()
@@ -1027,6 +1052,16 @@ class Trainer:
             stops = bool(self._wishes.beat(stops or None, now=between_epochs))
             self.should_stop = stops or self.should_stop
         return stops or limits.done(self.global_step, self.current_epoch)
+
+    def _goes_on(self, limits: Limits) -> bool:
+        """Whether there is another epoch, or the end of one."""
+        is_done = self._is_done(limits, between_epochs=True)
+        return not is_done or self._lacks_its_end(limits)
+
+    def _lacks_its_end(self, limits: Limits) -> bool:
+        """Whether a killed run took the last step of an epoch, but did not end it."""
+        is_inside = limits.max_epochs is None or self.current_epoch < limits.max_epochs
+        return is_inside and self._batches_done > 0 and not self._epoch_ended
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""

@@ -4,12 +4,14 @@ import json
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from toys import Mlp, Recorder, batches
 
-from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+import jaxdp
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -213,3 +215,63 @@ def test_model_checkpoint_refuses_what_it_cannot_do(tmp_path):
     with pytest.raises(OSError, match="`dirpath`: checkpoints can't be written to"):
         trainer.fit(DATA)
     assert trainer.global_step == 0
+
+
+class Zoo(eqx.Module):
+    """A leaf of every kind that a model may have."""
+
+    weight: jax.Array
+    buffers: dict
+
+    def __init__(self):
+        def odd(dtype):
+            return jnp.array([[0, 1], [3, 2]]).astype(dtype)
+
+        self.weight = jnp.arange(12.0).reshape(4, 3)
+        names = "bfloat16 float16 float8_e4m3fn float8_e5m2 int8 uint8 int32 bool"
+        self.buffers = {name: odd(name) for name in [*names.split(), "complex64"]} | {
+            "scalar": jnp.float32(2.5),
+            "no rows": jnp.zeros((0, 3)),
+            "no columns": jnp.zeros((3, 0), jnp.int8),
+            "special": jnp.array([jnp.nan, jnp.inf, -jnp.inf, -0.0, 1e-45]),
+            "key": jax.random.key(5),
+            "keys": jax.random.split(jax.random.key(6), 3),
+            "no keys": jax.random.split(jax.random.key(6), 3)[:0],
+            "other key": jax.random.key(7, impl="rbg"),
+        }
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()
+
+
+@pytest.mark.parametrize("before, after", [
+    (lambda: FSDP(min_size=1), SingleDevice), (Sharded, lambda: FSDP(min_size=1)),
+    (Pmap, lambda: Sharded(2)),
+])  # fmt: skip
+def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, before, after):
+    def weight_alone(leaf):
+        return eqx.is_array(leaf) and leaf.shape == (4, 3)
+
+    trainer = make(before(), model=Zoo(), filter_spec=weight_alone)
+    trainer.fit(DATA)
+    path = trainer.save(tmp_path / "saved")
+    again = make(after(), model=Zoo(), filter_spec=weight_alone)
+    again.load(path)
+    pairs = zip(
+        *map(jax.tree_util.tree_leaves_with_path, (again.state, trainer.state)),
+        strict=True,
+    )
+    for (where, ours), (_, theirs) in pairs:
+        assert bits(ours) == bits(theirs), jax.tree_util.keystr(where)
+    again.fit(DATA, max_epochs=2)
+    model = jaxdp.load_model(path, like=Zoo())
+    for ours, theirs in zip(
+        jax.tree.leaves(model), jax.tree.leaves(trainer.model), strict=True
+    ):
+        assert bits(ours) == bits(theirs)

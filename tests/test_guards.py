@@ -16,7 +16,7 @@ from jaxdp.callbacks import CSVLogger, ModelCheckpoint, NanGuard, StallWatch
 from jaxdp.callbacks.stall_watch import waits_for
 
 
-def make(*callbacks, lr=0.1):
+def make(*callbacks, lr=0.1, **options):
     return Trainer(
         eqx.nn.Linear(4, 1, key=jax.random.key(0)),
         optax.sgd(lr),
@@ -24,6 +24,7 @@ def make(*callbacks, lr=0.1):
         strategy=SingleDevice(),
         callbacks=callbacks,
         enable_progress_bar=False,
+        **options,
     )
 
 
@@ -36,12 +37,13 @@ def data(bad=None, value=np.nan):
     return result
 
 
+@pytest.mark.parametrize("steps", [1, 3, 8])
 @pytest.mark.parametrize("value, spike", [(np.nan, None), (1e3, 6.0)])
-def test_a_rolled_back_fit_is_one_without_the_batch(tmp_path, value, spike):
+def test_a_rolled_back_fit_is_one_without_the_batch(tmp_path, value, spike, steps):
     guard = NanGuard("rollback", spike=spike, warmup=10)
     saver = ModelCheckpoint(tmp_path / "a", every_n_train_steps=4, save_top_k=-1)
     log = CSVLogger(tmp_path)
-    trainer = make(guard, saver, log)
+    trainer = make(guard, saver, log, steps_per_execution=steps)
     trainer.log_every_n_steps = 1
     with pytest.warns(UserWarning, match="step 18 .batch_idx 17.*going back to .*16"):
         trainer.fit(data(17, value))
@@ -54,6 +56,22 @@ def test_a_rolled_back_fit_is_one_without_the_batch(tmp_path, value, spike):
     assert eqx.tree_equal(trainer.model, other.model)
     steps = [int(r.split(",")[1]) for r in log.path.read_text().split()[1:]]
     assert steps == sorted(steps) and len(set(steps)) == trainer.global_step
+
+
+def test_a_step_inside_a_block_is_skipped_or_stops_the_fit():
+    with pytest.raises(FloatingPointError, match="step 18"):
+        make(NanGuard(), steps_per_execution=8).fit(data(17))
+    found = []
+    for steps in (1, 8):
+        guard, losses = NanGuard("skip"), Recorder()
+        trainer = make(guard, losses, steps_per_execution=steps)
+        with pytest.warns(UserWarning, match="step 18 .*skipped this update"):
+            history = trainer.fit(data(17))
+        found.append((trainer.model, guard.skipped_steps, losses.losses, history))
+    one, many = found
+    assert eqx.tree_equal(one[0], many[0]) and one[1] == many[1] == [18]
+    np.testing.assert_array_equal(one[2], many[2])
+    assert one[3].state_dict() == many[3].state_dict()
 
 
 def test_rolling_back_has_an_end_and_needs_a_checkpoint(tmp_path):

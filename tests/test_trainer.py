@@ -496,7 +496,7 @@ def test_a_compilation_for_another_size_is_announced_with_the_leaf(caplog):
         r.getMessage() for r in caplog.records if "compiled again" in r.getMessage()
     ]
     assert len(said) == 1
-    assert said[0].startswith("the train step was compiled again, in ")
+    assert said[0].startswith("the training step was compiled again, in ")
     assert "because batch[0] was (12, 4) and is (7, 4)" in said[0]
 
 

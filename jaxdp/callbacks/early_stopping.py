@@ -69,10 +69,17 @@ class EarlyStopping(Callback):
         self.best_score: float | None = None
         self.reason: str | None = None
         self._fitting = False
+        self._last: tuple[float, bool] | None = None
+        self._is_restored = False
 
     def on_fit_start(self, trainer: Any) -> None:
         check_monitor(trainer, "EarlyStopping", self.monitor)
         self._fitting = True
+        if self._is_restored and self._last is not None:
+            # A run that was killed when it was to stop has nothing more to do, unless
+            # the rules are others now.
+            self._stop_if(self._reason(*self._last), trainer)
+        self._is_restored = False
 
     def on_fit_end(self, trainer: Any) -> None:
         self._fitting = False
@@ -91,6 +98,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             "best_score": best if best is None or math.isfinite(best) else str(best),
+            "last": self._last and [str(self._last[0]), self._last[1]],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,6 +106,9 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state["stopped_epoch"]
         best = state["best_score"]
         self.best_score = None if best is None else float(best)
+        last = state.get("last")
+        self._last = None if last is None else (float(last[0]), bool(last[1]))
+        self._is_restored = True
 
     def _check(self, trainer: Any, metrics: dict[str, float]) -> None:
         value = metrics[self.monitor]
@@ -106,13 +117,18 @@ class EarlyStopping(Callback):
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1
+        self._last = value, improved
         self.reason = self._reason(value, improved)
-        if self.reason is None:
+        if self.reason is not None:
+            self.stopped_epoch = trainer.current_epoch
+        self._stop_if(self.reason, trainer)
+
+    def _stop_if(self, reason: str | None, trainer: Any) -> None:
+        if reason is None:
             return
-        trainer.should_stop = True
-        self.stopped_epoch = trainer.current_epoch
+        trainer.should_stop, self.reason = True, reason
         if self.verbose:
-            announce(trainer, "EarlyStopping", self.reason)
+            announce(trainer, "EarlyStopping", reason)
 
     def _reason(self, value: float, improved: bool) -> str | None:
         """Why to stop now, or None."""

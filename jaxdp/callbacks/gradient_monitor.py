@@ -103,10 +103,10 @@ class GradientMonitor(Callback):
         self._late = LateReads()
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        for _, past in self._late.drain():
-            self._check(past)
+        self._check_rest()
 
     def state_dict(self) -> dict[str, Any]:
+        self._check_rest()
         alive = None if self._alive is None else self._alive.tolist()
         return {
             "checked": self._checked,
@@ -120,6 +120,10 @@ class GradientMonitor(Callback):
         self._alive = None if state["alive"] is None else np.array(state["alive"])
         self.dead = list(state["dead"])
         self.never_updated = list(state["never_updated"])
+
+    def _check_rest(self) -> None:
+        for _, past in self._late.drain():
+            self._check(past)
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Later]:
         def norm(row: int, leaves: Any) -> float:

@@ -112,6 +112,7 @@ def train(
     pause=0.0,
     harm=(),
     workers=0,
+    rows=40,
     ckpt_path="auto",
     prepare=None,
     dirpath=None,
@@ -132,7 +133,7 @@ def train(
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if prepare is not None:
         prepare()
-    dataset = Noisy()
+    dataset = Noisy(rows)
     loader = torch.utils.data.DataLoader(
         dataset, 8, shuffle=True, num_workers=workers, multiprocessing_context=None
     )

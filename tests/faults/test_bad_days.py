@@ -6,31 +6,15 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
-import optax
 import pytest
-from toys import Mlp, batches
+from small import leaves, make
+from toys import batches
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.callbacks.base import HOOKS
 from jaxdp.checkpoint import SaveFailed
-
-
-def make(*callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 @pytest.fixture
@@ -239,12 +223,14 @@ def test_a_worker_that_is_killed(jobs, table):
     import job
 
     harm = [("on_train_batch_end", 3, job.kill_a_worker)]
-    code, output = jobs.run("worker", epochs=2, workers=2, harm=harm)
+    many = {"epochs": 1, "rows": 400}  # more than is read ahead
+    assert jobs.run("no worker", **many)[0] == 0
+    code, output = jobs.run("worker", **many, workers=2, harm=harm)
     assert code == 1 and "exited unexpectedly" in output, output
     assert "Workers that run out of memory are killed, too" in output
-    code, output = jobs.run("worker", epochs=6)
+    code, output = jobs.run("worker", **many)
     assert code == 0, output
-    jobs.assert_same("worker", "whole")
+    jobs.assert_same("worker", "no worker")
     table.add(
         "a loader's worker is killed",
         1,

@@ -1,38 +1,23 @@
 """Files of a checkpoint that come to harm after it was saved."""
 
+import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import warnings
 
-import jax
 import numpy as np
-import optax
 import pytest
 from conftest import LONG
-from toys import Mlp, batches
+from small import leaves, make
+from toys import batches
 
-from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.checkpoint import CheckpointCorrupt
 
 FLIPS = 60 if LONG else 5
-
-
-def make(*callbacks):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
-
-
-def leaves(trainer):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +141,10 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
     (folder / "8").mkdir()  # empty
     saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
     trainer = make(saver)
-    with pytest.warns(UserWarning, match="no checkpoint at .*/8"):
+    with (
+        pytest.warns(UserWarning, match="6 is a symbolic link or a file"),
+        pytest.warns(UserWarning, match="no checkpoint at .*/8"),
+    ):
         trainer.fit(batches(8, 8, 8, 8), ckpt_path="last", max_epochs=2)
     assert trainer.global_step == 8
     meta = folder / "4" / "meta" / "metadata"
@@ -182,3 +170,126 @@ def test_links_and_strange_folders_are_refused(saved, table, tmp_path):
         5,
         "an error that says what is there, or a warning",
     )
+
+
+def swap(a, b):
+    a.rename(a.parent / "between")
+    b.rename(a)
+    (a.parent / "between").rename(b)
+
+
+def differing_files(step, other):
+    """Arrays of both, under one name."""
+    for path in (step / "state").rglob("*"):
+        twin = other / path.relative_to(step)
+        if path.is_file() and twin.is_file() and path.read_bytes() != twin.read_bytes():
+            return path, twin
+    raise AssertionError("no file is in both")
+
+
+def edit_meta(step, **changes):
+    """As somebody would who knows how checkpoints are sealed."""
+    from jaxdp import checkpoint
+
+    path = step / "meta" / "metadata"
+    meta = json.loads(path.read_text()) | changes
+    del meta["digest"]
+    path.write_text(json.dumps(meta | {"digest": checkpoint._digest(meta)}))
+    sums = checkpoint._sums_of_files(str(step))
+    (step / "files.json").write_text(json.dumps(sums))
+
+
+def replace_by_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+# What is done to the folder of a run with steps 2 and 4, and what the user is told.
+MISCHIEF = {
+    "files are swapped between steps": (
+        lambda run: swap(*differing_files(run / "4", run / "2")),
+        "4 is damaged",
+    ),
+    "arrays of another step": (
+        lambda run: swap(run / "4" / "state", run / "2" / "state"),
+        "4 is damaged",
+    ),
+    "metadata of another step": (
+        lambda run: swap(run / "4" / "meta", run / "2" / "meta"),
+        "4 is damaged",
+    ),
+    "steps change names": (
+        lambda run: swap(run / "4", run / "2"),
+        "4 is the checkpoint of step 2, under another name",
+    ),
+    "a step becomes a link": (
+        lambda run: (
+            (run / "4").rename(run.parent / "elsewhere"),
+            (run / "4").symlink_to(run.parent / "elsewhere"),
+        ),
+        "4 is a symbolic link or a file",
+    ),
+    "a step becomes a file": (
+        lambda run: (shutil.rmtree(run / "4"), (run / "4").write_text("")),
+        "4 is a symbolic link or a file",
+    ),
+    "the format is an older one": (
+        lambda run: (run / "4/meta/metadata").write_text(
+            (run / "4/meta/metadata").read_text().replace('"format": 2', '"format": 1')
+        ),
+        "its digest differs",
+    ),
+    "a file becomes a pipe": (
+        lambda run: replace_by_fifo(run / "4" / "meta" / "metadata"),
+        "is a special file",
+    ),
+    "a file more": (
+        lambda run: (run / "4" / "state" / "more").write_text("x"),
+        "4 is damaged: not what was saved.*state/more",
+    ),
+    "the list of files is no list": (
+        lambda run: (run / "4" / "files.json").write_text("null"),
+        "files.json can't be read",
+    ),
+    "metadata nested without end": (
+        lambda run: (run / "4" / "meta" / "metadata").write_text("[" * 100_000),
+        "meta/metadata can't be read",
+    ),
+    "metadata forged": (
+        lambda run: edit_meta(run / "4", global_step="../../x", callbacks=None),
+        "says of global_step, callbacks was not saved by a trainer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISCHIEF)
+def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, what):
+    folder = copied(saved[0], tmp_path)
+    harm, told = MISCHIEF[what]
+    harm(folder)
+    trainer = make(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(batches(8, 8, 8, 8), ckpt_path="auto")
+        except CheckpointCorrupt:  # both are damaged
+            shutil.rmtree(folder)
+            trainer = make(ModelCheckpoint(folder))
+            trainer.fit(batches(8, 8, 8, 8))
+    assert any(re.search(told, str(warning.message)) for warning in caught)
+    for ours, theirs in zip(leaves(trainer), saved[1], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    table.add(what, 1, 1, "a warning or an error that names it")
+
+
+def test_links_alone_are_no_reason_to_start_over(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "4").symlink_to(tmp_path)
+    trainer = make(ModelCheckpoint(folder))
+    with (
+        pytest.warns(UserWarning, match="a symbolic link or a file"),
+        pytest.raises(CheckpointCorrupt, match="none is whole.*(?s:.*)symbolic link"),
+    ):
+        trainer.fit(batches(8), ckpt_path="auto")
+    assert trainer.global_step == 0

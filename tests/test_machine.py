@@ -1,4 +1,4 @@
-"""What a process sets up around training: kept programs, kept memory."""
+"""What is kept on a machine: programs between runs, memory between steps."""
 
 import json
 import os

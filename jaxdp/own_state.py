@@ -1,0 +1,241 @@
+"""The position of a loader that tells it itself, by `state_dict`.
+
+Any iterable with `state_dict` and `load_state_dict` is such a loader: torchdata's
+`StatefulDataLoader`, or under torch's own loader a dataset like those of Hugging Face.
+A state holds for the moment it was asked for, and loaders are read ahead of the steps.
+So states are noted as batches are read, as often as costs a fiftieth of the time; a
+resumed run loads the newest one before its position, and reads on to there. The first
+batch that is read so is compared with what it was, because not every state is all there
+is: shuffle buffers, for one, are often left out.
+"""
+
+import base64
+import collections
+import functools
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+
+from .console import say
+from .step import Batch
+
+_SHARE: Final = 0.02
+"""Of the time, at most, that may go into asking for states."""
+
+_TAG: Final = "__jaxdp__"
+
+
+class Place(NamedTuple):
+    """A state of a loader between two batches of an epoch; JSON but for `after`."""
+
+    batches: int
+    """How many batches of the epoch came before."""
+    state: Any
+    generators: Any
+    """What else decides the batches, such as the states of global generators."""
+    after: Batch | None = None
+    """The batch that came next."""
+
+
+class OwnState:
+    """What a loader says of its position.
+
+    Args:
+        owner: has `state_dict` and `load_state_dict`.
+        argument: how the user calls the loader, for messages.
+
+    Attributes:
+        trained: how many batches of the epoch the steps have had.
+        generators: gives what to note beside the states.
+    """
+
+    def __init__(self, owner: Any, argument: str):
+        self.owner = owner
+        self.argument = argument
+        self.trained: Callable[[], int] = lambda: 0
+        self.generators: Callable[[], Any] = lambda: None
+        self._places: collections.deque[Place] = collections.deque()
+        self._due = 0.0
+        # These two start over with every iteration, and from a state with every one
+        # after it was loaded, not with the next alone.
+        inner = owner, getattr(owner, "dataset", None)
+        self._sticky: list[Any] = [each for each in inner if _is_of_huggingface(each)]
+        self._is_loaded = False
+        self._is_new = False
+
+    def present(self) -> Any:
+        """What an epoch that began now would start from; JSON."""
+        if self._sticky:
+            return None
+        if _is_of_torchdata(self.owner) and self.owner._iterator is None:
+            return _encoded(self.owner.next_iter_state or {})  # or workers would start
+        return self._ask()
+
+    def load(self, state: Any) -> None:
+        """Takes up what `present` gave, or the state of a `Place`."""
+        self._unload()
+        if state is not None:
+            self.owner.load_state_dict(_decoded(state))
+            self._is_loaded = True
+
+    def begin(self) -> None:
+        """An epoch begins: notes of the last one are of no use."""
+        self._places.clear()
+        self._due = 0.0
+        self._is_new = True
+
+    def before(self, batches: int) -> None:
+        """Called before a batch is asked for, and `batches` of its epoch have come."""
+        while len(self._places) > 1 and self._places[1].batches < self.trained():
+            self._places.popleft()
+        start = time.perf_counter()
+        is_stale = self._is_new and self._sticky  # still the end of the last epoch
+        self._is_new = False
+        if start < self._due or is_stale:
+            return
+        state = self._ask()
+        if state is None:
+            self._due = float("inf")
+            return
+        self._places.append(Place(batches, state, self.generators()))
+        now = time.perf_counter()
+        self._due = now + (now - start) / _SHARE
+
+    def after(self, batches: int, batch: Batch) -> None:
+        """Called with the batch that came."""
+        self._unload()
+        if self._places and self._places[-1].batches == batches:
+            self._places[-1] = self._places[-1]._replace(after=batch)
+
+    def place(self, trained: int) -> dict[str, Any] | None:
+        """The newest place before the batch number `trained`, to be saved; JSON."""
+        for place in reversed(self._places):
+            if place.batches < trained and place.after is not None:
+                return {
+                    "batches": place.batches,
+                    "state": place.state,
+                    "generators": _encoded(place.generators),
+                    "after": checksum(place.after),
+                }
+        return None
+
+    def _ask(self) -> Any:
+        try:
+            return _encoded(self.owner.state_dict())
+        except _NotJson as error:
+            _say_once(
+                f"`{self.argument}`: the state of {type(self.owner).__name__} has a"
+                f" {error} in it, which can't be saved as JSON; a resumed run will"
+                " replay its batches instead"
+            )
+            return None
+
+    def _unload(self) -> None:
+        """Once an iteration goes on from a loaded state, the next is to start over."""
+        if self._is_loaded:
+            for each in self._sticky:
+                each.load_state_dict(None)
+        self._is_loaded = False
+
+
+def own_state(loader: Any, argument: str) -> OwnState | None:
+    """The `OwnState` of what a user passed as a loader, if it has one."""
+    dataset = getattr(loader, "dataset", None)
+    # Without workers a torch loader is not ahead of its iterable dataset, so that
+    # this knows where both are.
+    at_hand = getattr(loader, "num_workers", None) == 0 and hasattr(dataset, "__iter__")
+    for owner in (dataset, loader) if at_hand else (loader,):
+        if _can_tell(owner):
+            return OwnState(owner, argument)
+    return None
+
+
+def generators_of(place: dict[str, Any]) -> Any:
+    """What `OwnState.generators` gave for a saved place."""
+    return _decoded(place["generators"])
+
+
+def checksum(batch: Batch) -> int:
+    """Tells one batch from another."""
+    total = 0
+    for leaf in jax.tree.leaves(batch):
+        total = zlib.crc32(np.asarray(leaf).tobytes(), total)
+    return total
+
+
+def _can_tell(loader: Any) -> bool:
+    names = "state_dict", "load_state_dict"
+    return all(callable(getattr(loader, name, None)) for name in names)
+
+
+def _is_of_huggingface(thing: Any) -> bool:
+    return type(thing).__module__.startswith("datasets.") and _can_tell(thing)
+
+
+def _is_of_torchdata(thing: Any) -> bool:
+    return type(thing).__module__.startswith("torchdata.stateful_dataloader")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    say(message)
+
+
+class _NotJson(TypeError):
+    """Says which type."""
+
+
+def _encoded(value: Any) -> Any:
+    """A copy of `value` in JSON, with tags for what JSON does not tell apart."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_encoded(each) for each in value]
+    if kind is tuple:
+        return {_TAG: "tuple", "of": [_encoded(each) for each in value]}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: _encoded(each) for key, each in value.items()}
+        pairs = [[_encoded(key), _encoded(each)] for key, each in value.items()]
+        return {_TAG: "dict", "of": pairs}
+    if kind in (bytes, bytearray):
+        return {_TAG: kind.__name__, "of": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        of = base64.b64encode(array.tobytes()).decode()
+        what = "array" if isinstance(value, np.ndarray) else "number"
+        return {_TAG: what, "of": of, "as": [array.dtype.str, list(array.shape)]}
+    if kind.__module__ == "torch" and kind.__name__ == "Tensor":
+        tensor: Any = value
+        return {_TAG: "tensor", "of": _encoded(tensor.detach().cpu().numpy())}
+    raise _NotJson(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _decoded(value: Any) -> Any:
+    """The inverse of `_encoded`."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decoded(each) for key, each in value.items()}
+    kind, of = value[_TAG], value["of"]
+    if kind == "tuple":
+        return tuple(_decoded(of))
+    if kind == "dict":
+        return {_decoded(key): _decoded(each) for key, each in of}
+    if kind in ("bytes", "bytearray"):
+        content = base64.b64decode(of)
+        return content if kind == "bytes" else bytearray(content)
+    if kind == "tensor":
+        import torch
+
+        return torch.from_numpy(_decoded(of))
+    dtype, shape = value["as"]
+    array = np.frombuffer(bytearray(base64.b64decode(of)), dtype).reshape(shape)
+    return array if kind == "array" else array[()]
