@@ -39,7 +39,7 @@ def test_a_stopped_process_ends_the_others(crew):
     job = crew("fit", at=(1, 5, tasks.stop), start={"heartbeat_timeout": 8.0})
     codes, outputs = job.join(but=[1])
     assert codes[0] == 71
-    assert "process 1 (" in outputs[0] and "not a word of it for 8 s" in outputs[0]
+    assert re.search(r"process 1 \(.*not a word of it for \d+ s", outputs[0])
 
 
 def test_a_process_that_leaves_ends_the_others(crew):
