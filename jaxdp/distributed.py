@@ -21,6 +21,7 @@ from typing import Final
 
 import jax
 
+from .interrupts import Stopped
 from .launchers import Place, find_place, split_address
 from .lifeline import Lifeline, call_the_roll
 
@@ -212,6 +213,9 @@ def _end_with_the_others(line: Lifeline) -> None:
         exception: BaseException,
         traceback: TracebackType | None,
     ) -> None:
+        if isinstance(exception, Stopped):  # as all others are, having agreed on it
+            print_it(kind, exception, traceback)
+            return
         failure = first_line(exception)
         line.fail(failure)
         print_it(kind, exception, traceback)

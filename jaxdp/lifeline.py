@@ -133,9 +133,8 @@ class Lifeline:
     def begin_fit(self) -> None:
         """From now on no other process may go missing."""
         self._fits, self._is_fitting = self._fits + 1, True
-        gone = {**self._done, **self.lost}
-        for process, where in gone.items():
-            self._end_later(f"{self.names[process]} has ended, {where}")
+        for process, where in self._done.items():
+            self._end_later(f"{self.names[process]} has ended, {where}", self._fits)
 
     def end_fit(self, failure: str | None = None) -> None:
         """The fit has ended here; elsewhere too, unless by a `failure` of this one."""
@@ -158,7 +157,7 @@ class Lifeline:
 
         With it goes JAX's service, and JAX ends them before they can tell anything.
         """
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + 2 * GRACE
         while (
             self.place.process_id == 0 and self._connections and time.monotonic() < end
         ):
@@ -215,13 +214,12 @@ class Lifeline:
         elif "done" in message:
             self._done[process] = str(message["done"])
             if self._is_fitting:
-                self._end_later(f"{name} has ended, {message['done']}")
+                self._end_later(f"{name} has ended, {message['done']}", self._fits)
         elif "failed" in message:
-            text = f"{name} failed, {message['failed']}"
-            if message.get("fit") is None:
-                self._end(process, text)
-            elif message["fit"] == self._fits and self._is_fitting:
-                self._end_later(text)
+            text, fit = f"{name} failed, {message['failed']}", message.get("fit")
+            if fit is None:
+                self.lost.setdefault(process, text)
+            self._end_later(text, fit)
 
     def _lose(self, process: int, how: str) -> None:
         self._connections.pop(process).close()
@@ -242,12 +240,19 @@ class Lifeline:
         if not self._failing:
             self._end_process(text)
 
-    def _end_later(self, text: str) -> None:
-        """Ends this process if the fit it is in is still going on after a while."""
-        fit = self._fits
+    def _end_later(self, text: str, fit: int | None) -> None:
+        """Ends this process after a while, in which it may fail by itself.
+
+        All may have had the same error, and each may have something to do about it.
+
+        Args:
+            text: for the user.
+            fit: only if it is still in this one.
+        """
 
         def end() -> None:
-            if self._is_fitting and self._fits == fit and not self._failing:
+            is_concerned = fit is None or self._is_fitting and self._fits == fit
+            if is_concerned and not self._failing:
                 self._end_process(text)
 
         timer = threading.Timer(GRACE, end)

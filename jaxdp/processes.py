@@ -27,8 +27,9 @@ One that has died ends the others by its missing heartbeat long before that."""
 
 _SHARE_OF_TIME: Final = 200
 _LEAST_SECONDS: Final = 0.2
-"""A `Pulse` takes at most one part in so many of the time, and comes as often as so
-many seconds allow."""
+_MOST_SECONDS: Final = 5.0
+"""A `Pulse` takes about one part in so many of the time, but comes after so many
+seconds at least and at most."""
 
 
 class Processes:
@@ -176,6 +177,7 @@ class Pulse:
         self._left = 0
         self._beats = 1
         self._asked: float | None = None
+        self._took = 0.0
 
     def beat(self, wish: Any, *, now: bool = False) -> list[Any]:
         """The wishes that processes have, None left out; `[]` if nobody was asked.
@@ -202,6 +204,7 @@ class Pulse:
         if self._asked is None:
             return 1
         pause = max(_LEAST_SECONDS, self._took * _SHARE_OF_TIME)
+        pause = min(pause, _MOST_SECONDS)
         each = max(now - self._asked, 1e-6) / max(done, 1)
         return max(1, min(int(pause / each), 4 * self._beats))
 

@@ -11,6 +11,7 @@ import jax
 from .. import checkpoint, coordination, distributed, meetings
 from ..environment import versions
 from ..fingerprint import start_fingerprints
+from ..interrupts import Stopped
 from ..metrics import IN_FLIGHT
 from ..tree import leaf_path
 from .base import Callback
@@ -139,7 +140,7 @@ class Lockstep(Callback):
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         self._has_failed = True
         if (line := distributed.lifeline()) is not None:
-            agreed = isinstance(exception, SystemExit)  # a signal that all have heard
+            agreed = isinstance(exception, Stopped)  # by a signal that all have heard
             line.end_fit(None if agreed else distributed.first_line(exception))
 
     def on_fit_end(self, trainer: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_stopped_process_ends_the_others(crew):
 def test_a_process_that_leaves_ends_the_others(crew):
     codes, outputs = crew("fit", at=(1, 5, tasks.leave)).join()
     assert codes[0] == 71
-    assert "process 1 (" in outputs[0] and "has ended, " in outputs[0]
+    assert "failed, at step 5 of epoch 0: SystemExit: 0" in outputs[0]
 
 
 def test_an_error_that_all_have_and_catch_ends_nobody(crew):

@@ -166,27 +166,27 @@ def steps_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("by", "index", "hook", "code"),
+    ("by", "who", "hook", "code"),
     [
         ("SIGTERM", 0, "on_validation_start", 143),
-        ("SIGINT", 1, "on_train_batch_end", 1),
+        ("SIGINT", 1, "on_train_batch_end", 130),
     ],
 )
-def test_a_signal_to_one_stops_all(crew, tmp_path, by, index, hook, code):
+def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     folder = str(tmp_path / "saved")
     job = crew(
         "together.stopped",
         strategy="Sharded",
         into=folder,
         by=by,
-        index=index,
+        who=who,
         hook=hook,
     )
     codes, outputs = job.join()
     assert codes == [code, code], job.all_outputs()
     ends = [each[0] for each in told(outputs)]
     assert ends[0] == ends[1]
-    assert ends[0]["end"] == {143: "Preempted", 1: "Interrupted"}[code]
+    assert ends[0]["end"] == {143: "Preempted", 130: "Interrupted"}[code]
     assert ends[0]["step"] in steps_in(folder)
 
 

@@ -246,9 +246,9 @@ def straight(strategy, into):
     tell(losses=recorder.losses, weights=weights_of(run))
 
 
-def stopped(strategy, into, by="SIGTERM", index=1, hook="on_train_batch_end"):
+def stopped(strategy, into, by="SIGTERM", who=1, hook="on_train_batch_end"):
     """A signal to one process: all save the same step and exit."""
-    here = At(5, index, interrupt(by), hook)
+    here = At(5, who, interrupt(by), hook)
     run = trainer(strategy, [here, saver(into)])
     try:
         fit(run, max_epochs=1000)
