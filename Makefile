@@ -1,5 +1,5 @@
 # make demo   train on real images over eight devices, and draw what happened
-# make test   format, lint, types and the test suite
+# make test   format, lint, types, the documentation and the test suite
 # make test-all   with the slowest tests, too
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
@@ -31,7 +31,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 
 test-all: lint

@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -167,6 +168,20 @@ def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> Non
         )
 
 
+def is_shape(leaf: Any) -> bool:
+    """Whether a leaf only tells the shape and dtype of an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def check_has_arrays(model: PyTree) -> None:
+    """Raises for a model of shapes, which can be planned and nothing else."""
+    if any(map(is_shape, jax.tree.leaves(model))):
+        raise ValueError(
+            "`model` has shapes for arrays, as eqx.filter_eval_shape makes it, and only"
+            " `plan` can work with those; construct the model itself."
+        )
+
+
 def split_model(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
 ) -> tuple[PyTree, PyTree, PyTree]:
@@ -175,8 +190,12 @@ def split_model(
     Raises:
         ValueError: if nothing would be trained, or one array stands in two places.
     """
-    arrays, static = eqx.partition(model, eqx.is_array)
-    inexact, others = eqx.partition(arrays, eqx.is_inexact_array)
+    arrays, static = eqx.partition(model, lambda x: eqx.is_array(x) or is_shape(x))
+    inexact, others = eqx.partition(
+        arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
+    )
+    if filter_spec is eqx.is_inexact_array:
+        filter_spec = True  # of shapes, too
     try:
         params, frozen = eqx.partition(inexact, filter_spec)
     except ValueError as error:

@@ -451,8 +451,9 @@ class Trainer:
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
         The step is compiled on shapes alone. No weights are moved, nothing runs, and
-        the loader and the trainer stay as they are. The plan's `to_html`, `scaling` and
-        `largest_batch` say more.
+        the loader and the trainer stay as they are. The model may be made of shapes,
+        too, by `eqx.filter_eval_shape`: one that no machine here could hold. The
+        plan's `to_html`, `scaling` and `largest_batch` say more.
 
         Args:
             loader: as for `fit`; one batch of it is read, for its shapes.
@@ -485,7 +486,13 @@ class Trainer:
 
         window = [batch] * self.accumulate_grad_batches
         planner = Planner(engine_on, self.strategy, window, topology, hardware)
-        return planner.plan(devices)
+        plan = planner.plan(devices)
+        if self.reproducible:
+            plan.notes["unknown"].append(
+                "what `reproducible`='bitwise' costs: this is the plain step, and that"
+                " one works through eight virtual shards in turn, and sends other bytes"
+            )
+        return plan
 
     def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.
@@ -1080,6 +1087,7 @@ class Trainer:
     def _ready(self, batch: Batch | None = None) -> Engine:
         """The engine, its state placed, and with a `batch` its loss decided."""
         if self._engine is None:
+            checks.check_has_arrays(self._model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
             self._engine = self._new_engine(self._reproducibly(self.strategy))

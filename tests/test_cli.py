@@ -133,10 +133,16 @@ def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path):
     assert code == 1 and "must end with .safetensors or .npz" in err
     code, _, err = run(capsys, "export", tmp_path / "nothing", tmp_path / "w.npz")
     assert code == 1
-    pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors.numpy")
     from jaxdp import load_model
 
     run(capsys, "export", tmp_path / "saved", tmp_path / "w.safetensors")
+    arrays = safetensors.load_file(tmp_path / "w.safetensors")
+    assert len(arrays) == 6
+    for place, layer in enumerate(model.layers):
+        for name in ("weight", "bias"):
+            array = arrays[f"layers[{place}].{name}"]
+            np.testing.assert_array_equal(array, getattr(layer, name), strict=True)
     loaded = load_model(tmp_path / "w.safetensors", model)
     np.testing.assert_array_equal(loaded.layers[0].bias, model.layers[0].bias)
 

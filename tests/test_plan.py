@@ -19,9 +19,9 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from toys import NormNet
+from toys import NormNet, batches
 
-from jaxdp import DataParallel, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, DataParallel, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
 from jaxdp.collectives import Collectives
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
@@ -671,3 +671,29 @@ def test_profiles_are_in_order():
         assert each.flops >= each.flops_float32 > 1e13
         assert each.far_bandwidth <= each.link_bandwidth < each.memory_bandwidth
         assert 10e9 < each.memory < 1e12
+
+
+def test_a_model_of_shapes_is_planned_as_the_model_itself():
+    def make(model):
+        return Trainer(model, loss="cross_entropy", strategy=FSDP(min_size=1))
+
+    def build():
+        return eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0))
+
+    data = batches(16)
+    trainer = make(eqx.filter_eval_shape(build))
+    found, expected = (t.plan(data).to_dict() for t in (trainer, make(build())))
+    for name in ("trace_seconds", "compile_seconds"):
+        found.pop(name), expected.pop(name)
+    assert found == expected
+    for run in (trainer.fit, trainer.predict, trainer.validate):
+        with pytest.raises(ValueError, match="`model` has shapes for arrays.*only `pl"):
+            run(data)
+
+
+def test_a_plan_says_that_it_is_not_of_the_bitwise_step():
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    trainer = Trainer(model, loss="cross_entropy", reproducible="bitwise")
+    assert "`reproducible`='bitwise' costs: this is the plain" in " ".join(
+        str(trainer.plan(batches(16))).split()
+    )

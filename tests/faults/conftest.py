@@ -97,8 +97,17 @@ def table(pytestconfig):
     return Table(pytestconfig.stash.setdefault(ROWS, []))
 
 
+def merged(rows):
+    """One row for each fault and what was seen of it."""
+    counts = {}
+    for fault, tries, survived, saw in rows:
+        before = counts.get((fault, saw), (0, 0))
+        counts[fault, saw] = before[0] + tries, before[1] + survived
+    return [(fault, *count, saw) for (fault, saw), count in counts.items()]
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash.get(ROWS, [])
+    rows = merged(config.stash.get(ROWS, []))
     if not rows:
         return
     lines = ["| fault | tries | survived | what the user saw |", "|---|---|---|---|"]
