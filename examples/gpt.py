@@ -22,15 +22,7 @@ import optax
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from jaxdp import (
-    FSDP,
-    Sharded,
-    SingleDevice,
-    TensorParallel,
-    Trainer,
-    ZeRO,
-    distributed,
-)
+from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
 from jaxdp.strategies import DataParallel, tensor_rules
 
 SHORT = "To be, or not to be, that is the question:\n" * 200
@@ -128,7 +120,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(argv)
 
     jax.config.update("jax_num_cpu_devices", 8)
-    distributed.initialize()  # with other processes, if a launcher has started some
     text = args.text.read_text() if args.text.is_file() else SHORT
     vocab = sorted(set(text))
     letters = np.array([vocab.index(letter) for letter in text], np.int32)

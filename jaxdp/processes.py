@@ -257,11 +257,12 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
         for block in range(num_shards // each)
         if jax.process_index() in owners[block * each]
     ]
-    if not own:
+    without = sorted(set(range(jax.process_count())) - set().union(*owners))
+    if without:
         raise ValueError(
-            f"process {jax.process_index()} has none of the devices that the strategy"
-            f" uses, and there are {jax.process_count()} processes; each must have"
-            " some. Leave `devices` out, to use all."
+            f"process {', '.join(map(str, without))} has none of the devices that the"
+            f" strategy uses, and there are {jax.process_count()} processes; each must"
+            " have some. Leave `devices` out, to use all."
         )
     return RowBlocks(num_shards // each, tuple(own))
 

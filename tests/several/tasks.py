@@ -45,9 +45,9 @@ def run(task, index, count, port, folder, start, **options):
         find(task)(**options)
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 1
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1  # as Python does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
