@@ -124,7 +124,9 @@ class Steps(NamedTuple):
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         total = _total(groups)
-        means = vector(summed.sums, summed.facts) / total
+        # One by one: XLA turns a vector's division by one number into a product with its
+        # reciprocal in some programs, which rounds otherwise.
+        means = jnp.stack([s / total for s in vector(summed.sums, summed.facts)])
 
         state = state._replace(params=collectives.like_gradients(state.params))
         updates, opt_state = self._update(grads, state, loss=means[0])

@@ -267,3 +267,22 @@ def test_what_cannot_be_kept_is_refused():
         make(model, FSDP())
     with pytest.raises(ValueError, match=r"`reproducible` must be one of None, 'bitwi"):
         Trainer(model, reproducible=True)
+
+
+def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows():
+    """XLA may turn a division by 5 into a product with 1/5, in some programs only."""
+
+    def losses(strategy):
+        recorder = Recorder()
+        Trainer(
+            Mlp(jax.random.key(0)),
+            loss="cross_entropy",
+            metrics=["accuracy"],
+            strategy=strategy,
+            reproducible="bitwise",
+            callbacks=[recorder],
+            enable_progress_bar=False,
+        ).fit(batches(16, 5, 7, 3, 11, 13, 9, 15, 6, 10, 12, 14))
+        return recorder.losses
+
+    assert losses(SingleDevice()) == losses(Sharded(2))
