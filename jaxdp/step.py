@@ -124,7 +124,7 @@ class Steps(NamedTuple):
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         total = _total(groups)
-        # One by one: XLA turns a vector's division by one number into a product with its
+        # One by one: XLA turns a vector's division by a number into a product with the
         # reciprocal in some programs, which rounds otherwise.
         means = jnp.stack([s / total for s in vector(summed.sums, summed.facts)])
 

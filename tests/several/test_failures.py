@@ -42,6 +42,7 @@ def test_a_stopped_process_ends_the_others(crew):
     assert re.search(r"process 1 \(.*not a word of it for \d+ s", outputs[0])
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_ends_the_others(crew):
     codes, outputs = crew("fit", at=(1, 5, tasks.leave)).join()
     assert codes[0] == 71

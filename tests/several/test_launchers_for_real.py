@@ -29,6 +29,7 @@ def launch(*command, folder):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_job_which_ends_as_if_nothing_had_been(
     crew, tmp_path
 ):

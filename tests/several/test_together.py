@@ -57,6 +57,7 @@ def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, na
     assert all(other == first for other in others)  # to the bit
 
 
+@pytest.mark.slow
 def test_bitwise_holds_across_processes(crew):
     options = {"reproducible": "bitwise", "epochs": 1}
     expected = together.numbers("Sharded", **options)
@@ -70,6 +71,7 @@ def test_bitwise_holds_across_processes(crew):
                 assert each["found"][name] == values, (each["name"], name)
 
 
+@pytest.mark.slow
 def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
     together.loaders()
     (expected,) = told([capsys.readouterr().out])[0]
@@ -122,6 +124,7 @@ def test_loaders_of_their_own_may_end_at_different_times(crew):
     assert first[1:] == second[1:] == [{"good": True}]
 
 
+@pytest.mark.slow
 def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     two = {"devices": 2}
