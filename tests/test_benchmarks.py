@@ -25,6 +25,9 @@ from benchmarks import gpu, memory, models, processes, quick, report, start
 from benchmarks.peers import PEERS, Skip
 from benchmarks.works import WORKS
 
+pytestmark = pytest.mark.slow
+
+
 TOYS = {name: work.toy() for name, work in WORKS.items()}
 KINDS = ["W1", "W2", "W3", "W4", "W5"]
 

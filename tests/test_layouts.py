@@ -153,7 +153,13 @@ def resident(tree):
 
 @pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
 @pytest.mark.parametrize(
-    "name, accumulate", [("mlp", 1), ("mlp", 3), ("cnn", 1), ("transformer", 1)]
+    "name, accumulate",
+    [
+        ("mlp", 1),
+        ("mlp", 3),
+        pytest.param("cnn", 1, marks=pytest.mark.slow),
+        pytest.param("transformer", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_least_bytes_are_moved_and_held(name, strategy, accumulate):
     """The ring's floor for a sum of gradients that everyone needs, or its two halves.

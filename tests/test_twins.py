@@ -18,6 +18,9 @@ from jaxdp.callbacks import (
     WeightAveraging,
 )
 
+pytestmark = pytest.mark.slow
+
+
 DATA, VAL = batches(8, 8, 8, 8, 5), batches(8, 8, seed=1)
 MANY = optax.MultiSteps(
     optax.adam(optax.cosine_decay_schedule(1e-2, 10)), 2

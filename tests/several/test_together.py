@@ -38,7 +38,7 @@ def assert_same(found, expected, rtol=1e-5):
     ("processes", "devices", "names"),
     [
         (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
-        (4, 1, ["Sharded", "FSDP"]),
+        pytest.param(4, 1, ["Sharded", "FSDP"], marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):
@@ -90,6 +90,7 @@ def test_every_loader_gives_what_it_gives_one_process(crew, capsys):
     assert sum(map(len, asked)) <= 2 * together.ROWS + 2
 
 
+@pytest.mark.slow
 def test_workers_fetch_the_rows_of_their_process(crew, capsys):
     together.workers()
     (expected,) = told([capsys.readouterr().out])[0]
