@@ -77,6 +77,21 @@ class InFlight:
             self.wait(self._waiting.popleft())
 
 
+class TrainProgram(NamedTuple):
+    """A compiled train step, and what it was compiled for."""
+
+    compiled: jax.stages.Compiled
+    steps: int
+    """How many optimizer steps a call takes. The next two are of all of them."""
+    rows: int
+    """Padding included."""
+    micro_batches: int
+    donated: bool
+    """Whether it may overwrite the state that it is given."""
+    seconds: float
+    """What it took to trace and compile."""
+
+
 class Block(NamedTuple):
     """Optimizer steps that one dispatch takes."""
 
@@ -154,6 +169,7 @@ class Engine:
         }
         self._compilations = Compilations(quiet=abstract)
         self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
+        self._train_programs: dict[tuple[Kind, Hashable, bool], TrainProgram] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
         self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
@@ -223,6 +239,7 @@ class Engine:
         self._joins = True
         self.state = self.state
         self._compiled.clear()
+        self._train_programs.clear()
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""
@@ -284,9 +301,11 @@ class Engine:
         if (donate, skip_nonfinite) != (self.donate, self.steps.skip_nonfinite):
             self.donate = donate
             self.steps = self.steps._replace(skip_nonfinite=skip_nonfinite)
-            self._compiled = {
-                k: v for k, v in self._compiled.items() if k[0] != "train"
-            }
+            self._forget_training()
+
+    def _forget_training(self) -> None:
+        self._train_programs.clear()
+        self._compiled = {k: v for k, v in self._compiled.items() if k[0] != "train"}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -329,7 +348,10 @@ class Engine:
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
-            return self.blocks(block.windows)
+            blocks = self.blocks(block.windows)
+            if all(each.packed.shape != block.packed.shape for each in blocks):
+                self._forget_training()  # a program that nothing will run
+            return blocks
         return [block]
 
     def train(self, block: Block, window: list[Batch] | None = None) -> list[Metrics]:
@@ -452,10 +474,20 @@ class Engine:
         )
         return matmul_flops(jaxpr) / rows
 
-    def compiled_train_step(self) -> jax.stages.Compiled | None:
-        """The train step for the largest batch so far."""
-        steps = (step for key, step in self._compiled.items() if key[0] == "train")
-        return next(steps, None)
+    def train_program(self) -> TrainProgram | None:
+        """The first of the train steps that were compiled and are still in use."""
+        found = (
+            self._train_programs[key] for key in self._compiled if key[0] == "train"
+        )
+        return next(found, None)
+
+    def shapes(self) -> TrainState:
+        """The state without its values: nothing is looked at on the devices."""
+        return jax.tree.unflatten(self._flat.treedef, self._flat.shapes(self._arrays))
+
+    def places(self) -> list[int]:
+        """In which argument of a compiled step each leaf of the state crosses."""
+        return self._flat.places()
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, jax.stages.Compiled]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
@@ -474,7 +506,21 @@ class Engine:
         key = kind, packed.shape, self.can_rewind and len(packed.rows) > 1
         compiled = self._compiled.get(key)
         if compiled is None:
+            before = self._compilations.seconds
             compiled = self._compiled[key] = self._compile(kind, packed)
+            if kind == "train":
+                groups, steps = self._shapes(packed), len(packed.rows)
+                self._train_programs[key] = TrainProgram(
+                    compiled,
+                    steps,
+                    sum(
+                        math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
+                        for group in groups
+                    ),
+                    sum(len(group.counts) for group in groups),
+                    bool(self._donated(steps)),
+                    self._compilations.seconds - before,
+                )
         return compiled
 
     def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
@@ -572,9 +618,6 @@ class Engine:
                 jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group),
             )
 
-        places = {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
-        if steps > 1 and self.can_rewind:
-            places = ()
         with warnings.catch_warnings():
             if self.donate == "all":
                 # A batch has no result of its shape to become; DonateBuffers reports.
@@ -586,9 +629,15 @@ class Engine:
                 (self._arrays, self._shapes(packed)),
                 ("state", "groups"),
                 ("state", "whole"),
-                donate=places,
+                donate=self._donated(steps),
                 split=packed.split,
             )
+
+    def _donated(self, steps: int) -> tuple[int, ...]:
+        """Which arguments a program of so many steps may overwrite."""
+        if steps > 1 and self.can_rewind:
+            return ()
+        return {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
 
     def _compile_evaluate(self, packed: Packed) -> jax.stages.Compiled:
         weights, treedef = jax.tree.flatten(self.state.weights)

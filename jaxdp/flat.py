@@ -100,6 +100,20 @@ class Flat:
         small, large = self._divided(paths)
         return [", ".join(small), *large] if small else large
 
+    def places(self) -> list[int]:
+        """Which of the arrays that cross has the state's leaf number 0, 1, ..."""
+        return [
+            0 if is_small else self._place(index)
+            for index, is_small in enumerate(self._is_small)
+        ]
+
+    def shapes(self, arrays: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+        """The state's leaves without their values, of the arrays that cross."""
+        return [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=arrays[place].sharding)
+            for (shape, dtype), place in zip(self._shapes, self.places(), strict=True)
+        ]
+
     def _divided(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         pairs = list(zip(leaves, self._is_small, strict=True))
         small = [leaf for leaf, is_small in pairs if is_small]

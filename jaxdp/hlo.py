@@ -30,6 +30,16 @@ KINDS: Final = (
 )
 """The opcodes that move data between devices, without `-start`."""
 
+_NOT_PLAIN: Final = (
+    *KINDS,
+    " while(",
+    " conditional(",
+    " call(",
+    " fusion(",
+    "-start(",
+)
+"""What a computation has in its text that moves data, or calls one that may."""
+
 _BITS: Final = {"pred": 8, "token": 0, "opaque": 0}
 _NAMES: Final = {
     "pred": "bool",
@@ -293,10 +303,7 @@ class _Reader:
         self.computations, self.entry = _computations(text)
         if not self.entry:
             raise ValueError("this program has no ENTRY computation.")
-        self.by_name = {
-            computation: {each.name: each for each in instructions}
-            for computation, instructions in self.computations.items()
-        }
+        self.by_name = _ByName(self.computations)
         self.unknown_loops: list[str] = []
 
     def program(self) -> Program:
@@ -329,14 +336,21 @@ class _Reader:
                 yield from self._in_loop(computation, each, times, optional)
             elif each.opcode == "conditional":
                 for called in _called(each):
-                    yield from self._collectives(called, times, True)
+                    yield from self._inside(called, times, True)
             elif each.opcode == "fusion" and (
                 scatter := self._all_reduce_scatter(computation, each, times, optional)
             ):
                 yield scatter
             elif not each.opcode.endswith(("-done", "-update")):
                 for called in _called(each):
-                    yield from self._collectives(called, times, optional)
+                    yield from self._inside(called, times, optional)
+
+    def _inside(
+        self, called: str, times: int | None, optional: bool
+    ) -> Iterator[Collective]:
+        # Most are fusions of plain arithmetic, which need not even be parsed.
+        if any(map(self.computations.lines[called].__contains__, _NOT_PLAIN)):
+            yield from self._collectives(called, times, optional)
 
     def _in_loop(
         self, computation: str, loop: _Instruction, times: int | None, optional: bool
@@ -615,20 +629,52 @@ _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION: Final = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+class _Computations(dict[str, list[_Instruction]]):
+    """Computations by name, parsed when they are asked for: few of a program's are.
+
+    Args:
+        lines: their texts by name.
+    """
+
+    def __init__(self, lines: Mapping[str, str]):
+        super().__init__()
+        self.lines = lines
+
+    def __missing__(self, name: str) -> list[_Instruction]:
+        found = self[name] = [
+            _instruction(match, line)
+            for line in self.lines[name].split("\n")
+            if (match := _INSTRUCTION.match(line))
+        ]
+        return found
+
+
+class _ByName(dict[str, dict[str, _Instruction]]):
+    """The instructions of computations by name."""
+
+    def __init__(self, computations: _Computations):
+        super().__init__()
+        self._computations = computations
+
+    def __missing__(self, name: str) -> dict[str, _Instruction]:
+        found = self[name] = {each.name: each for each in self._computations[name]}
+        return found
+
+
+def _computations(text: str) -> tuple[_Computations, str]:
     """All computations by name, and the name of the first one to run."""
-    found: dict[str, list[_Instruction]] = {}
-    entry, here = "", None
+    found: dict[str, str] = {}
+    entry, here, lines = "", None, []
     for line in text.split("\n"):
         if here is None:
             if match := _COMPUTATION.match(line):
-                here = found.setdefault(match[2], [])
-                entry = match[2] if match[1] else entry
+                here, lines = match[2], []
+                entry = here if match[1] else entry
         elif line.startswith("}"):
-            here = None
-        elif match := _INSTRUCTION.match(line):
-            here.append(_instruction(match, line))
-    return found, entry
+            found[here], here = "\n".join(lines), None
+        else:
+            lines.append(line)
+    return _Computations(found), entry
 
 
 def _instruction(match: re.Match[str], line: str) -> _Instruction:
@@ -648,6 +694,9 @@ def _matched(text: str) -> str:
     """`text` up to the bracket that closes its first one; quotes are skipped."""
     opening = text[0]
     closing = {"(": ")", "{": "}", "[": "]"}[opening]
+    end = text.find(closing) + 1
+    if end and opening not in text[1:end] and '"' not in text[:end]:
+        return text[:end]
     depth = 0
     for match in re.finditer(rf'"(?:[^"\\]|\\.)*"|\{opening}|\{closing}', text):
         depth += {opening: 1, closing: -1}.get(match[0], 0)
@@ -698,6 +747,8 @@ def _aliased(header: str) -> dict[int, str]:
 
 def _called(each: _Instruction) -> list[str]:
     """Computations that an instruction runs; not those that combine two scalars."""
+    if "=%" not in each.attributes and "={%" not in each.attributes:
+        return []
     found = re.findall(
         r"\b(?:calls|body|condition|true_computation|false_computation)=%([\w.\-]+)",
         each.attributes,

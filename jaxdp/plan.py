@@ -48,6 +48,8 @@ class Plan:
         strategy: as it prints.
         rows: rows of the global batch that a step computes, padding included.
         micro_batches: how many batches a step takes.
+        steps: how many steps the program takes at a time. Its batch is theirs together;
+            operations and collectives are a step's.
         memory: bytes per device.
         flops: operations of the matrix products and convolutions in a step, on all
             devices together, as traced; None if the strategy does not let one look.
@@ -60,7 +62,8 @@ class Plan:
         could_split: leaves that are whole everywhere and could be split over the
             devices that rows are split over, the largest first.
         estimate: seconds, if the hardware is known.
-        trace_seconds, compile_seconds: what it took.
+        trace_seconds, compile_seconds: what it took; the first is None when the second
+            is both together.
         notes: what is exact, what is indicative and what is not known.
     """
 
@@ -71,6 +74,7 @@ class Plan:
     strategy: str
     rows: int
     micro_batches: int
+    steps: int
     memory: Memory
     flops: float | None
     flops_compiled: float | None
@@ -80,11 +84,11 @@ class Plan:
     not_overwritten: tuple[str, ...]
     could_split: tuple[Split, ...]
     estimate: Estimate | None
-    trace_seconds: float
+    trace_seconds: float | None
     compile_seconds: float
     notes: dict[str, list[str]]
 
-    def __init__(self, planner: "Planner", **found: Any):
+    def __init__(self, planner: "Planner | None", **found: Any):
         self._planner = planner
         self.__dict__.update(found)
 
@@ -110,14 +114,15 @@ class Plan:
             raise ValueError(
                 f"`keep` must be 'rows_per_device' or 'rows'; got {keep!r}."
             )
-        shards = self._planner.num_shards(self.num_devices)
+        planner = self._compiling()
+        shards = planner.num_shards(self.num_devices)
         each = math.ceil(self.rows / self.micro_batches / shards)
         found = []
         for count in counts:
-            rows = each * self._planner.num_shards(count)
+            rows = each * planner.num_shards(count)
             if keep == "rows":
                 rows = self.rows // self.micro_batches
-            plan = self._planner.plan(count, rows)
+            plan = planner.plan(count, rows)
             time = plan.estimate.worst if plan.estimate else None
             found.append(
                 Row(
@@ -142,12 +147,13 @@ class Plan:
         Returns:
             Rows; 0 if not even one row per shard fits.
         """
-        limit = self._planner.limit(memory)
-        shards = self._planner.num_shards(self.num_devices)
+        planner = self._compiling()
+        limit = planner.limit(memory)
+        shards = planner.num_shards(self.num_devices)
 
         def peak(per_shard: int) -> float:
             try:
-                plan = self._planner.plan(self.num_devices, per_shard * shards)
+                plan = planner.plan(self.num_devices, per_shard * shards)
             except jax.errors.JaxRuntimeError as error:
                 # TPU's compiler refuses what the chip's memory does not hold.
                 if "RESOURCE_EXHAUSTED" in str(error):
@@ -157,6 +163,14 @@ class Plan:
 
         start = max(1, math.ceil(self.rows / self.micro_batches / shards))
         return largest(peak, limit, start) * shards
+
+    def _compiling(self) -> "Planner":
+        if self._planner is None:
+            raise RuntimeError(
+                "this plan was read from the step that runs, and can't be asked about"
+                " others; make one with `trainer.plan(loader)`."
+            )
+        return self._planner
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON takes it."""
@@ -168,6 +182,7 @@ class Plan:
             "strategy": self.strategy,
             "rows": self.rows,
             "micro_batches": self.micro_batches,
+            "steps": self.steps,
             "memory": self.memory._asdict(),
             "flops": self.flops,
             "flops_compiled": self.flops_compiled,
@@ -324,50 +339,18 @@ class Planner:
             # Its inputs tell the leaves apart. The step that runs takes small ones
             # joined, which needs some other bytes.
             engine.join_small_leaves()
-            runs = engine.compiled_for("train", block.packed)
-        donated = engine.donate != "none"
-        reading = Reading(engine.state, block.packed, strategy, compiled, runs, donated)
-        profile = self._profile(stand_ins)
-        flops = None
-        if traced:
-            flops = float(matmul_flops(traced[-1].jaxpr))
-        platform = _platform(self.here[0]) if stand_ins is None else stand_ins.platform
-        count = len(self.here) if stand_ins is None else len(stand_ins.devices)
-        name = (
-            f"{count} x {self.here[0].device_kind}"
-            if stand_ins is None
-            else stand_ins.name
-        )
-        flops_compiled = _cost(compiled, "flops")
-        estimate = None
-        if profile is not None:
-            estimate = readings.estimate(
-                profile,
-                reading,
-                (flops or (flops_compiled or 0) * count) / count,
-                _cost(compiled, "bytes accessed"),
-            )
-        return Plan(
+            engine.compiled_for("train", block.packed)
+        reading = Reading(engine.shapes(), strategy, engine.train_program(), compiled)
+        return _planned(
             self,
-            device=name,
-            platform=platform,
-            num_devices=count,
-            mesh=reading.mesh,
+            reading,
+            self.here if stand_ins is None else stand_ins.devices,
+            stand_ins,
+            self._profile(stand_ins),
             strategy=repr(strategy),
-            rows=reading.rows,
-            micro_batches=reading.micro_batches,
-            memory=reading.memory(),
-            flops=flops,
-            flops_compiled=flops_compiled,
-            traffic=reading.traffic(),
-            leaves=tuple(reading.leaves),
-            bounds=reading.bounds(),
-            not_overwritten=reading.not_overwritten,
-            could_split=reading.could_split(),
-            estimate=estimate,
+            flops=float(matmul_flops(traced[-1].jaxpr)) if traced else None,
             trace_seconds=trace_seconds,
             compile_seconds=compile_seconds,
-            notes=_notes(reading, platform, stand_ins, flops, profile),
         )
 
     def _stand_ins(self, count: int | None) -> devices_of.StandIns | None:
@@ -387,6 +370,86 @@ class Planner:
         if stand_ins is not None:
             return stand_ins.hardware
         return devices_of.hardware_of(self.here[0])
+
+
+def of_running(engine: Any) -> Plan | None:
+    """The plan of the step that an engine has compiled and runs.
+
+    Nothing is compiled or traced for it, so it has the compiler's count of operations
+    alone, and can't be asked about other devices.
+
+    Args:
+        engine: one with a state.
+
+    Returns:
+        None before there is a step, and for a step that is not XLA's.
+    """
+    runs = engine.train_program()
+    if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
+        return None
+    state = engine.shapes()
+    reading = Reading(state, engine.strategy, runs, places=engine.places())
+    here = sorted(state.step.sharding.device_set, key=lambda device: device.id)
+    return _planned(
+        None,
+        reading,
+        here,
+        None,
+        devices_of.hardware_of(here[0]),
+        strategy=repr(engine.strategy),
+        flops=None,
+        trace_seconds=None,
+        compile_seconds=runs.seconds,
+    )
+
+
+def _planned(
+    planner: Planner | None,
+    reading: Reading,
+    devices: Sequence[Any],
+    stand_ins: devices_of.StandIns | None,
+    profile: Hardware | None,
+    *,
+    flops: float | None,
+    **found: Any,
+) -> Plan:
+    """What a reading says, as a plan."""
+    count = len(devices)
+    if stand_ins is None:
+        name = f"{count} x {devices[0].device_kind}"
+        platform = _platform(devices[0])
+    else:
+        name, platform = stand_ins.name, stand_ins.platform
+    flops_compiled = _cost(reading.compiled, "flops")
+    estimate = None
+    if profile is not None:
+        estimate = readings.estimate(
+            profile,
+            reading,
+            (flops or (flops_compiled or 0) * count) / count,
+            _cost(reading.compiled, "bytes accessed"),
+        )
+    return Plan(
+        planner,
+        device=name,
+        platform=platform,
+        num_devices=count,
+        mesh=reading.mesh,
+        rows=reading.rows,
+        micro_batches=reading.micro_batches,
+        steps=reading.steps,
+        memory=reading.memory(),
+        flops=flops,
+        flops_compiled=flops_compiled,
+        traffic=reading.traffic(),
+        leaves=tuple(reading.leaves),
+        bounds=reading.bounds(),
+        not_overwritten=reading.not_overwritten,
+        could_split=reading.could_split(),
+        estimate=estimate,
+        notes=_notes(reading, platform, stand_ins, flops, profile),
+        **found,
+    )
 
 
 def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
@@ -456,9 +519,14 @@ def _notes(
         " out; allocators add fragmentation and libraries their workspaces",
         "which inputs are overwritten, and every collective of the compiled program",
     ]
+    indicative, unknown = [], []
     if flops is not None:
         exact.append("operations of matrix products and convolutions, as traced")
-    indicative, unknown = [], []
+    else:
+        indicative.append(
+            "operations, as the compiler counts them: the bodies of loops once, and"
+            " what libraries compute perhaps not at all"
+        )
     if stand_ins is not None and platform == "cpu":
         indicative.append(
             "temporary memory and collectives are those of XLA's CPU compiler. GPU and"

@@ -8,6 +8,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+SUFFIX: Final = ".plan.html"
+"""Of the page that `CSVLogger` writes beside its table."""
+
 MOST_LEAVES: Final = 40
 """Leaves in the picture and in the text's list; the page's table has all."""
 
@@ -42,8 +45,7 @@ def text(plan: Any) -> str:
     """The report for a terminal."""
     memory = plan.memory
     lines = [
-        f"Plan for {plan.device}: {plan.strategy}, {plan.rows} rows per step"
-        + (f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""),
+        f"Plan for {plan.device}: {_headline(plan)}",
         "",
         "Memory per device",
     ]
@@ -80,8 +82,7 @@ def text(plan: Any) -> str:
         lines += ["", *_estimate(plan)]
     lines += [
         "",
-        f"Traced in {plan.trace_seconds:.1f} s, compiled in"
-        f" {plan.compile_seconds:.1f} s.",
+        _times(plan),
     ]
     for kind, notes in plan.notes.items():
         lines += [f"{_CAPTION[kind].capitalize()}:"] if notes else []
@@ -95,10 +96,7 @@ def page(plan: Any) -> str:
     title = f"Plan for {plan.device}"
     body = [
         f"<h1>{_e(title)}</h1>",
-        f"<p>{_e(plan.strategy)}, {plan.rows} rows per step"
-        + (f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else "")
-        + f". Traced in {plan.trace_seconds:.1f} s, compiled in"
-        f" {plan.compile_seconds:.1f} s.</p>",
+        f"<p>{_e(_headline(plan))}. {_times(plan)}</p>",
         "<div class='facts'>",
         _fact(_bytes(memory.peak), "peak memory per device"),
         _fact(_bytes(plan.wire_bytes), "sent per device and step"),
@@ -186,6 +184,21 @@ def page(plan: Any) -> str:
         f"<title>{_e(title)}</title><style>{_STYLE}</style></head><body><main>"
         + "\n".join(body)
         + "</main></body></html>\n"
+    )
+
+
+def _headline(plan: Any) -> str:
+    batches = f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""
+    steps = f", {plan.steps} steps at a time" if plan.steps > 1 else ""
+    return f"{plan.strategy}, {plan.rows} rows per step{batches}{steps}"
+
+
+def _times(plan: Any) -> str:
+    if plan.trace_seconds is None:
+        return f"Traced and compiled in {plan.compile_seconds:.1f} s."
+    return (
+        f"Traced in {plan.trace_seconds:.1f} s, compiled in"
+        f" {plan.compile_seconds:.1f} s."
     )
 
 
@@ -361,7 +374,8 @@ def scaling_svg(scaling: Any) -> str:
         y = (index // columns) * 250
         parts += _panel(x, y, title, color, [row.devices for row in rows], values)
     height = 250 * math.ceil(len(panels) / columns)
-    return _svg(430 * columns, height, parts, "The step on other numbers of devices")
+    title = "The step on other numbers of devices"
+    return _svg(430 * columns, height, parts, title, is_file=True)
 
 
 def _panel(
@@ -425,9 +439,17 @@ def _panel(
     return parts
 
 
-def _svg(width: float, height: float, parts: Iterable[str], title: str) -> str:
+def _svg(
+    width: float,
+    height: float,
+    parts: Iterable[str],
+    title: str,
+    *,
+    is_file: bool = False,
+) -> str:
+    names = " xmlns='http://www.w3.org/2000/svg'" if is_file else ""
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}'"
+        f"<svg{names} viewBox='0 0 {width} {height}'"
         f" width='{width}' role='img'><title>{_e(title)}</title><style>text{{font:12px"
         " system-ui,sans-serif;fill:#222}.head{font-weight:600}.on{fill:#fff}</style>"
         + "".join(parts)
@@ -487,7 +509,9 @@ def _operations(plan: Any, short: bool = False) -> str:
     if plan.flops is None:
         total = plan.flops_compiled * plan.num_devices
         return (
-            _si(total) if short else f"{_si(total)} per step, as the compiler counts."
+            _si(total) + "FLOP"
+            if short
+            else f"{_si(total)}FLOP per step, as the compiler counts."
         )
     if short:
         return _si(plan.flops) + "FLOP"

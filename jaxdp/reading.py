@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -136,36 +136,36 @@ class Reading:
 
     Args:
         state: of shapes.
-        packed: the batches.
         strategy: as it compiles.
-        compiled: the step with every leaf of the state as an input of its own.
-        runs: the step as it runs, for its memory.
-        donated: whether it may overwrite the state.
+        runs: the step as it runs, a `TrainProgram` of the engine's.
+        compiled: the same step with every leaf of the state as an argument of its own,
+            which tells leaves apart; by default the one that runs.
+        places: in which argument each leaf of the state crosses into `compiled`, if
+            not each in its own.
     """
 
     def __init__(
         self,
         state: Any,
-        packed: Any,
         strategy: Any,
-        compiled: Any,
         runs: Any,
-        donated: bool,
+        compiled: Any = None,
+        places: Sequence[int] | None = None,
     ):
         self.state = state
-        self.compiled = compiled
-        self.runs = runs
+        self.runs = runs.compiled
+        self.compiled = compiled = self.runs if compiled is None else compiled
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
         self.num_shards: int = strategy.num_shards
-        self.rows = sum(
-            math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
-            for group in packed.groups
-        )
-        self.micro_batches = sum(len(group.counts) for group in packed.groups)
+        if set(self.row_axes) <= set(self.mesh):
+            self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
+        self.steps: int = runs.steps
+        self.rows = runs.rows // runs.steps
+        self.micro_batches = runs.micro_batches // runs.steps
         self.program = hlo.read(compiled.as_text())
-        self.analysis = runs.memory_analysis()
+        self.analysis = self.runs.memory_analysis()
 
         named = [
             (_GROUPS.get(field, "other"), leaf_path(path) or field, leaf)
@@ -175,31 +175,39 @@ class Reading:
         self.num_state = len(named)
         inputs, _ = compiled.input_shardings
         _, group_shardings = inputs
+        (_, groups), _ = compiled.args_info
         batch = [
-            ("batch", leaf_path(path[1:] if len(packed.groups) == 1 else path), leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(packed.groups)
+            ("batch", leaf_path(path[1:] if len(groups) == 1 else path), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(groups)
         ]
         shardings = [leaf.sharding for _, _, leaf in named]
         shardings += jax.tree.leaves(group_shardings)
-        arguments = len(named) + len(batch)
+        places = list(range(len(named)) if places is None else places)
+        self.num_arrays = max(places) + 1
+        arguments = self.num_arrays + len(batch)
+        places += range(self.num_arrays, arguments)
         # The program lacks the arguments that nothing depends on, and numbers the rest.
         executable = getattr(compiled, "_executable", None)
         kept = sorted(getattr(executable, "_kept_var_idx", range(arguments)))
         self.kept = kept
         overwritten = {kept[number] for number in self.program.aliased}
         self.leaves = [
-            _leaf(*each, sharding, index in overwritten)
-            for index, (each, sharding) in enumerate(
-                zip(named + batch, shardings, strict=True)
+            _leaf(*each, sharding, place in overwritten)
+            for place, each, sharding in zip(
+                places, named + batch, shardings, strict=True
             )
         ]
-        self.donated = donated
+        self.leaves_in: dict[int, list[Leaf]] = {}
+        for place, leaf in zip(places, self.leaves, strict=True):
+            self.leaves_in.setdefault(place, []).append(leaf)
+        self.donated: bool = runs.donated
         self.not_overwritten = tuple(
             f"{leaf.group}: {leaf.path}"
             for leaf in self.leaves[: self.num_state]
-            if donated and leaf.bytes and not leaf.overwritten
+            if self.donated and leaf.bytes and not leaf.overwritten
         )
         self.params = [leaf for leaf in self.leaves if leaf.group == "parameters"]
+        self.paths = {leaf.path for leaf in self.params}
 
     def memory(self) -> Memory:
         def held(group: str) -> int:
@@ -251,9 +259,9 @@ class Reading:
                 dtype,
                 part,
                 len(listed),
-                times,
-                sum(each.operand_bytes for each in listed) * (times or 1),
-                sum(each.wire_bytes for each in listed) * (times or 1),
+                times if times is None else math.ceil(times / self.steps),
+                sum(each.operand_bytes for each in listed) * (times or 1) // self.steps,
+                sum(each.wire_bytes for each in listed) * (times or 1) / self.steps,
                 overlapped,
                 optional,
             )
@@ -358,17 +366,27 @@ class Reading:
         """
         size = math.prod(operand.array.shape)
         inputs = [self.kept[i] for i in self.program.inputs_of(operand.name)]
-        leaves = [self.leaves[i] for i in inputs] if each.kind == "all-gather" else []
         results = self.program.outputs_of(each.name, index)
-        states = [self.leaves[i] for i in results if i < self.num_state]
         if not results:
             alike = [leaf for leaf in self.params if leaf.shape == operand.array.shape]
             return [alike[0].path] if len(alike) == 1 and _phase(each) else []
-        for leaf in leaves + states:
-            if leaf.group != "other" and size in self._sizes(leaf):
-                return [self._parameter(leaf)]
+        states = [i for i in results if i < self.num_arrays]
+        gathered = inputs if each.kind == "all-gather" else []
+        for place in gathered + states:
+            held = [
+                self._parameter(leaf)
+                for leaf in self.leaves_in[place]
+                if leaf.group != "other" and size in self._sizes(leaf)
+            ]
+            if len(self.leaves_in[place]) > 1:
+                # Small leaves that cross together: those of one size are not told
+                # apart, and a single number may be anything.
+                held = [path for path in held if path in self.paths]
+            if held:
+                return list(dict.fromkeys(held))
         if size <= _FEW and len(states) < len(results):
             return ["metrics"]
+        states = [leaf for place in states for leaf in self.leaves_in[place]]
         # Compilers join gradients, and the sums of metrics, into one array.
         joined = dict.fromkeys(map(self._parameter, states))
         joined = [leaf for leaf in self.params if leaf.path in joined]

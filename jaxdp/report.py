@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from . import plan_page
 from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"
@@ -28,6 +29,10 @@ _PARTS: Final = {
     "model_state": "model state",
     "opt_state": "optimizer",
 }
+_PLANNED: Final = {
+    "peak bytes per device": lambda plan: float(plan["memory"]["peak"]),
+    "bytes sent per step": lambda plan: float(plan["wire_bytes"]),
+}
 _LARGER_IS_BETTER: Final = ("accuracy", "top_", "auc", "f1", "iou", "mfu", "per_s")
 
 Points = list[tuple[float, float]]
@@ -42,6 +47,8 @@ class Run(NamedTuple):
     columns: dict[str, Points]
     """Values by the name of their column, as `(step, value)`."""
     xlabel: str = "optimizer step"
+    plan: str | None = None
+    """The page of the plan that was logged."""
 
     def last(self, name: str) -> float:
         """The latest value of a column; NaN if it has none."""
@@ -92,7 +99,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if table.with_suffix(".json").is_file():
         record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
     name = str(path if path.is_dir() else path.with_suffix(""))
-    return Run(name, record, columns)
+    plan, planned = None, table.with_suffix(plan_page.SUFFIX)
+    if planned.is_file():
+        plan = planned.read_text(encoding="utf-8")
+    return Run(name, record, columns, plan=plan)
 
 
 def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
@@ -119,11 +129,12 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
     Args:
         run: what is known of it.
         path: of the file; folders are made.
-        plan: what `trainer.plan` gave, to be shown too.
+        plan: what `trainer.plan` gave, to be shown instead of the logged one.
 
     Returns:
         The path.
     """
+    plan = run.plan if plan is None else plan
     sections = [
         _tiles(run),
         _section("Curves", _curves([run])),
@@ -171,6 +182,10 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     for name in ("examples_per_s", "mfu"):
         if _THROUGHPUT + name in names:
             shown[name] = [_mean(run.columns.get(_THROUGHPUT + name)) for run in runs]
+    for label, value_of in _PLANNED.items():
+        planned = [run.record.get("plan") for run in runs]
+        if any(planned):
+            shown[label] = [value_of(plan) if plan else math.nan for plan in planned]
     rows = [["", *_names(runs)]]
     rows.append(["status", *(str(r.record.get("status", "unknown")) for r in runs)])
     for name, values in shown.items():
@@ -414,12 +429,14 @@ def _plan(plan: Any) -> str:
     """The page that the plan writes itself, in a frame."""
     if plan is None:
         return ""
-    if not hasattr(plan, "to_html"):
-        return f"<pre>{html.escape(str(plan))}</pre>"
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "plan.html")
-        plan.to_html(path)
-        page = Path(path).read_text(encoding="utf-8")
+    page = str(plan)
+    if hasattr(plan, "to_html"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "plan.html")
+            plan.to_html(path)
+            page = Path(path).read_text(encoding="utf-8")
+    elif not page.startswith("<!DOCTYPE html>"):
+        return f"<pre>{html.escape(page)}</pre>"
     return f'<iframe class="plan" srcdoc="{html.escape(page, quote=True)}"></iframe>'
 
 

@@ -216,6 +216,7 @@ class Trainer:
         self._interrupts = Interrupts(self.processes)
         self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
+        self._planned: tuple[Any, Plan | None] | None = None
         self._batches_done = 0
         self._batches_seen = 0
         self._validated_at = 0
@@ -739,7 +740,7 @@ class Trainer:
 
         Args:
             path: of the file, or a folder to write `report.html` into.
-            plan: what `trainer.plan` gave, to be shown too.
+            plan: what `trainer.plan` gave, to be shown instead of `running_plan`.
 
         Returns:
             The path of the file.
@@ -759,7 +760,7 @@ class Trainer:
         else:
             record["layout"] = layout(self.state)
             run = run_of_history(str(self.default_root_dir), self.history, record)
-        return str(write_report(run, file, plan))
+        return str(write_report(run, file, plan or self.running_plan()))
 
     def flops_per_example(self, batch: Batch) -> float:
         """Operations per row of a training step: products and convolutions.
@@ -775,7 +776,23 @@ class Trainer:
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        return None if self._engine is None else self._engine.compiled_train_step()
+        program = None if self._engine is None else self._engine.train_program()
+        return None if program is None else program.compiled
+
+    def running_plan(self) -> "Plan | None":
+        """The plan of the train step that is compiled and runs, or None before one.
+
+        It costs no compilation, unlike `plan`, which knows more: operations as traced,
+        and other devices. Loggers show it.
+        """
+        from .plan import of_running
+
+        compiled = self.compiled_train_step()
+        if self._engine is None or compiled is None:
+            return None
+        if self._planned is None or self._planned[0] is not compiled:
+            self._planned = compiled, of_running(self._engine)
+        return self._planned[1]
 
     def state_arrays(self) -> dict[str, jax.Array]:
         """The arrays that the compiled step takes of `state`, in its order.

@@ -25,6 +25,7 @@ from jaxdp.callbacks import live_plot as live_plot_module
 from jaxdp.callbacks.loggers import scalars
 from jaxdp.callbacks.monitor import LAG
 from jaxdp.callbacks.run_facts import optimizer_text
+from jaxdp.plan_page import _bytes
 
 
 def make_trainer(*callbacks, **options):
@@ -236,7 +237,10 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     trainer = make_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
     trainer.fit(batches(8, 8))
     names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
-    assert names == {"metrics.csv", "metrics.json", "curves.png"}
+    assert names == {
+        *("metrics.csv", "metrics.json", "metrics.plan.html"),
+        "curves.png",
+    }
 
 
 @pytest.mark.parametrize(
@@ -295,7 +299,7 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
 
     class Shows(Callback):
         def on_train_epoch_end(self, trainer, metrics):
-            logger.log_text("plan", "4 bytes per device")
+            logger.log_text("note", "4 bytes per device")
 
     logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
     trainer = make_trainer(logger, Shows())
@@ -306,7 +310,10 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
         for tag in read.Tags()["tensors"]
         if read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
     }
-    assert texts["plan"] == "4 bytes per device"
+    assert texts["note"] == "4 bytes per device"
+    plan = trainer.running_plan()
+    assert texts["plan"] == f"```\n{plan}\n```"
+    assert f"peak {_bytes(plan.memory.peak):>33}" in texts["plan"]
     assert "| width | 64 |" in texts["hyperparameters"]
     assert "scale_by_schedule" in texts["hyperparameters"]
     assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
@@ -345,9 +352,45 @@ def test_the_record_says_how_a_run_failed(tmp_path):
     assert record["status"] == "RuntimeError: the cable was pulled"
 
 
+def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8))
+    plan = json.loads((tmp_path / "metrics.json").read_text())["plan"]
+    found = trainer.compiled_train_step().memory_analysis()
+    assert plan["memory"]["temporary"] == found.temp_size_in_bytes
+    assert plan["memory"]["arguments"] == found.argument_size_in_bytes
+    page = (tmp_path / "metrics.plan.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "http" not in page
+    assert f"{plan['memory']['peak']:,}" in page
+
+
+def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplog):
+    class Odd(jax.stages.Compiled):
+        """A compiled step that writes itself in another language."""
+
+        __slots__ = ()
+
+        def as_text(self):
+            return "(module)"
+
+    class Engine(SingleDevice):
+        def compile(self, *arguments, **options):
+            compiled = super().compile(*arguments, **options)
+            compiled.__class__ = Odd
+            return compiled
+
+    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = Trainer(**trainer.arguments | {"strategy": Engine()})
+    history = trainer.fit(batches(8, 8))
+    assert len(history["loss"]) == 1
+    assert "CSVLogger: the plan could not be read: ValueError" in caplog.text
+    assert not (tmp_path / "metrics.plan.html").exists()
+
+
 def test_the_record_goes_with_its_table(tmp_path):
     for seed in range(2):
         make_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
+    assert (tmp_path / "metrics.1.plan.html").exists()
     seeds = [
         json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
         for name in ("metrics.1.json", "metrics.json")

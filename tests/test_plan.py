@@ -103,6 +103,54 @@ def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
     assert all(leaf.overwritten for leaf in plan.leaves if leaf.group != "batch")
 
 
+@pytest.mark.parametrize("name", ["Sharded(8)", "Pmap(4)", "Split(8)"])
+def test_the_step_that_runs_has_its_plan_without_another_compilation(name, monkeypatch):
+    trained = trainer(STRATEGIES[name]())
+    assert trained.running_plan() is None
+    plan = trained.plan([batch()])
+    trained.fit([batch()] * 2, max_epochs=1)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    running = trained.running_plan()
+    assert running is trained.running_plan()
+    assert running.memory == plan.memory
+    assert running.leaves == plan.leaves
+    assert running.could_split == plan.could_split
+    assert (running.rows, running.steps) == (plan.rows, 1)
+    assert running.wire_bytes == plan.wire_bytes
+    sent = [
+        sorted((each.kind, each.axes, each.wire_bytes) for each in found.traffic)
+        for found in (plan, running)
+    ]
+    assert sent[0] == sent[1]
+    assert [each.ratio for each in running.bounds[1:]] == [1, 1]
+    assert "as the compiler counts" in str(running)
+    with pytest.raises(RuntimeError, match="make one with `trainer.plan"):
+        running.largest_batch(1e9)
+
+
+def test_a_program_of_several_steps_is_told_by_the_step():
+    trained = trainer(Sharded(4), steps_per_execution=4, accumulate_grad_batches=2)
+    trained.fit([batch()] * 8, max_epochs=1)
+    plan, running = trained.plan([batch()]), trained.running_plan()
+    assert (running.steps, running.rows, running.micro_batches) == (4, 128, 2)
+    assert running.wire_bytes == plan.wire_bytes
+    (each,) = running.traffic
+    assert each.times == 1 and each.operand_bytes == plan.traffic[0].operand_bytes
+    assert running.memory.batch == 4 * plan.memory.batch
+    found = trained.compiled_train_step().memory_analysis()
+    assert running.memory.temporary == found.temp_size_in_bytes
+    assert "128 rows per step in 2 batches, 4 steps at a time" in str(running)
+
+
+def test_rows_that_interact_are_planned_at_their_true_size():
+    def loss_fn(model, x, y):
+        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+    trained = trainer(Sharded(4), loss=None, loss_fn=loss_fn)
+    trained.fit([batch(30)])
+    assert trained.running_plan().rows == 30
+
+
 @pytest.mark.parametrize("shards", [2, 8])
 def test_data_parallelism_sends_its_lower_bound(shards):
     for strategy in (Sharded(shards), Pmap(shards)):

@@ -37,7 +37,7 @@ class Notes(Callback):
         self.logger, self.fails = logger, fails
 
     def on_train_epoch_end(self, trainer, metrics):
-        self.logger.log_text("plan", "4 < 5 bytes")
+        self.logger.log_text("note", "4 < 5 bytes")
         if self.fails:
             raise RuntimeError("the cable was pulled")
 
@@ -112,8 +112,12 @@ def test_wandb_has_the_run(tmp_path, offline):
     assert float(last["val_loss"]) == pytest.approx(history["val_loss"][0])
     assert any("plan/path" in row for row in rows)
     assert any("history/path" in row for row in rows)
-    (text,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
-    assert "4 &lt; 5 bytes" in text.read_text()
+    texts = {
+        path.name.split("_")[0]: path.read_text()
+        for path in tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
+    }
+    assert "4 &lt; 5 bytes" in texts["note"]
+    assert f"{trainer.running_plan().memory.peak:,}" in texts["plan"]
     (image,) = tmp_path.glob("wandb/offline-run-*/files/media/images/*.png")
     assert image.read_bytes().startswith(b"\x89PNG")
     assert codes == [0] and logger.run is None
@@ -172,8 +176,9 @@ def test_mlflow_has_the_run(tmp_path, mlflow):
     assert val_loss.step == 4
     assert val_loss.value == pytest.approx(history["val_loss"][0])
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert files == {"plan.txt", "history.png"}
-    assert any((tmp_path / "mlartifacts").rglob("plan.txt"))
+    assert files == {"note.txt", "plan.txt", "plan.html", "history.png"}
+    (text,) = (tmp_path / "mlartifacts").rglob("plan.txt")
+    assert text.read_text() == str(trainer.running_plan())
 
 
 def test_mlflow_goes_on_with_a_run_that_is_resumed(tmp_path, mlflow):

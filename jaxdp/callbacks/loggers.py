@@ -15,6 +15,7 @@ from typing import IO, Any, Final
 
 import numpy as np
 
+from .. import plan_page
 from ..history import to_png
 from ..layout import layout
 from .base import Callback
@@ -35,7 +36,8 @@ class Logger(Callback):
     some steps late so that the device never waits, and flushed at the end of an epoch
     or fit. After every epoch its training means follow as `epoch_<name>` and the
     validation means as `val_<name>`. What the run was made of is recorded once per
-    fit: hyperparameters, versions of packages, hardware. Only one process of a run
+    fit: hyperparameters, versions of packages, hardware, and after the first step the
+    plan of the program that runs (`Trainer.running_plan`). Only one process of a run
     logs.
 
     A run that is resumed goes on where the checkpoint was saved: what was logged after
@@ -62,6 +64,7 @@ class Logger(Callback):
         self._late = LateReads()
         self._fitting = False
         self._active = False
+        self._lacks_plan = False
         self._validation: tuple[int, dict[str, float]] | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -72,8 +75,12 @@ class Logger(Callback):
     def log_run(self, facts: Facts) -> None:
         """Records what a run is made of, after `open`. See `run_facts.Facts`."""
 
+    def log_plan(self, plan: Any) -> None:
+        """Shows the `jaxdp.plan.Plan` of the step that runs, once per fit."""
+        self.log_text("plan", str(plan))
+
     def log_text(self, name: str, text: str) -> None:
-        """Shows a text, such as a plan, under `name`; during a fit."""
+        """Shows a text under `name`; during a fit."""
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
@@ -90,6 +97,9 @@ class Logger(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._active = bool(trainer.is_global_zero)
+        self._lacks_plan = self._active and (
+            self._shows("log_plan") or self._shows("log_text")
+        )
         self._fitting = True
         self._late, self._validation, self._error = LateReads(), None, None
         # In all processes: what looks at the state may run a program.
@@ -111,6 +121,9 @@ class Logger(Callback):
             self._late.push(step, (trainer.current_epoch, step), metrics)
         if self._late:
             self._log_steps(self._late.ready(step))
+        if self._lacks_plan:
+            self._lacks_plan = False
+            self._log_plan(trainer)
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._fitting and self._active:
@@ -164,9 +177,28 @@ class Logger(Callback):
 
     def _log_history(self, trainer: Any) -> None:
         """The curves of the epochs, where figures can be shown."""
-        shows = type(self).log_figure is not Logger.log_figure
-        if shows and trainer.history.epochs and find_spec("matplotlib"):
+        if (
+            self._shows("log_figure")
+            and trainer.history.epochs
+            and find_spec("matplotlib")
+        ):
             self.log_figure("history", trainer.history.plot())
+
+    def _log_plan(self, trainer: Any) -> None:
+        """Reads the program's text, while the device is busy with the first step."""
+        try:
+            plan = trainer.running_plan()
+        except Exception as error:
+            # Compilers change how they write; that is no reason to end a run.
+            kind = type(self).__name__
+            announce(trainer, kind, f"the plan could not be read: {error!r}")
+            return
+        if plan is not None:
+            self.log_plan(plan)
+
+    def _shows(self, what: str) -> bool:
+        """Whether a subclass has given the method `what` something to do."""
+        return getattr(type(self), what) is not getattr(Logger, what)
 
     def _log_steps(self, past: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
         for (epoch, step), metrics in past:
@@ -193,8 +225,8 @@ class CSVLogger(Logger):
     table in its way keeps it, as `metrics.1.csv` and so on, and says so.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
-    the run, and how it ended. `python -m jaxdp report <dirpath>` and `... compare` read
-    both.
+    the run, what its step takes, and how it ended; `metrics.plan.html` is the plan as a
+    page. `python -m jaxdp report <dirpath>` and `... compare` read them.
 
     Args:
         dirpath: folder of the table; None means `trainer.default_root_dir`.
@@ -254,6 +286,14 @@ class CSVLogger(Logger):
         self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
         self._write_record()
 
+    def log_plan(self, plan: Any) -> None:
+        assert self._path is not None
+        # The record has a layout of its own.
+        found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
+        self._record["plan"] = found
+        self._write_record()
+        plan.to_html(self._path.with_suffix(plan_page.SUFFIX))
+
     def close(self) -> None:
         self._close_file()
         error = self._error
@@ -290,8 +330,9 @@ class CSVLogger(Logger):
         if self._restored is None or columns[:2] != ["epoch", "step"]:
             kept = _free_name(path)
             os.replace(path, kept)
-            if path.with_suffix(".json").exists():
-                os.replace(path.with_suffix(".json"), kept.with_suffix(".json"))
+            for suffix in (".json", plan_page.SUFFIX):
+                if path.with_suffix(suffix).exists():
+                    os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
         count = self._restored.get("rows")
@@ -340,8 +381,9 @@ class TensorBoardLogger(Logger):
     """Logs for TensorBoard: `tensorboard --logdir <dirpath>`.
 
     Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
-    horizontal axis is the number of optimizer steps. What the run is made of is under
-    TEXT, and the curves of the epochs under IMAGES. Needs the extra `loggers`.
+    horizontal axis is the number of optimizer steps. What the run is made of and its
+    plan are under TEXT, the curves of the epochs under IMAGES. Needs the extra
+    `loggers`.
 
     Args:
         dirpath: folder of the event files; None means `trainer.default_root_dir`.
@@ -385,6 +427,9 @@ class TensorBoardLogger(Logger):
         self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
         rest = {k: v for k, v in flat(facts).items() if "/" in k}
         self.log_text("environment", markdown(rest))
+
+    def log_plan(self, plan: Any) -> None:
+        self.log_text("plan", f"```\n{plan}\n```")
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text as Markdown under `name`; during a fit."""

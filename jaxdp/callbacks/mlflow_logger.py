@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..plan_page import page
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
 
@@ -104,6 +105,12 @@ class MLFlowLogger(Logger):
                 params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
                 tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
             )
+
+    def log_plan(self, plan: Any) -> None:
+        """Keeps the plan as the page `plan.html` and as the text `plan.txt`."""
+        super().log_plan(plan)
+        with _quietly():
+            self._client.log_text(self.run_id, page(plan), "plan.html")
 
     def log_text(self, name: str, text: str) -> None:
         """Keeps a text as the file `<name>.txt`; during a fit."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..history import to_png
+from ..plan_page import page
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
 
@@ -79,6 +80,13 @@ class WandbLogger(Logger):
 
     def log_run(self, facts: Facts) -> None:
         self.run.config.update(flat(facts), allow_val_change=True)
+
+    def log_plan(self, plan: Any) -> None:
+        """Shows the plan's page under `plan`, and its figures in the run's summary."""
+        memory = plan.memory._asdict() | {"sent": round(plan.wire_bytes)}
+        found = {f"plan/{name}_bytes": size for name, size in memory.items()}
+        self.run.summary.update(found)
+        self.run.log({"plan": _wandb().Html(page(plan))})
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text under `name`; during a fit."""
