@@ -16,11 +16,17 @@ from .trainer import Trainer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options, others = parser.parse_known_args(given[:end])
+    others += given[end + 1 :]
     if options.command is None:
         parser.print_help()
         return 2
+    if options.command is _plan:
+        options.arguments = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         return options.command(options) or 0
     except (FileNotFoundError, ValueError, ImportError, _Stopped) as error:
@@ -58,21 +64,32 @@ def _parser() -> argparse.ArgumentParser:
         help="say what a script's training will take, without training",
         description="Runs SCRIPT up to its first `fit` (or `steps`), and plans instead:"
         " memory, communication, operations and time of a train step. What the script"
-        " does before, it does.",
+        " does before, it does. The options below may stand before or after SCRIPT;"
+        " all others are handed to it, and so is whatever comes after `--`.",
+        usage="%(prog)s [options] SCRIPT [the script's own arguments]",
+        allow_abbrev=False,
     )
-    plan.add_argument("script", help="a Python file that calls `Trainer.fit`")
     plan.add_argument(
-        "--devices", type=int, help="for so many devices; none need be here"
+        "script", metavar="SCRIPT", help="a Python file that calls `Trainer.fit`"
     )
     plan.add_argument(
-        "--topology", help="for hardware that is not here: h100x64, v5p-2048, ..."
+        "--devices",
+        type=int,
+        metavar="N",
+        help="for so many devices; none need be here",
     )
-    plan.add_argument("--hardware", help="whose peaks to estimate time with: h100, ...")
+    plan.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="for hardware that is not here: h100x64, v5p-2048, ...",
+    )
+    plan.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="whose peaks to estimate time with: h100, ...",
+    )
     plan.add_argument("--html", metavar="FILE", help="write the plan as a page too")
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
-    plan.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="for the script, after its name"
-    )
     plan.set_defaults(command=_plan)
 
     report = commands.add_parser(

@@ -75,6 +75,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         tables = sorted(path.glob("*.csv"))
         table = tables[0] if len(tables) == 1 else table
     if not table.is_file():
+        if not path.exists():
+            raise FileNotFoundError(
+                f"`{path}`: there is no such folder. A run is a folder that"
+                " `CSVLogger(dirpath)` wrote to, or its table."
+            )
         near = sorted(path.rglob("*.csv"))[:5] if path.is_dir() else []
         listed = f" There are {', '.join(map(str, near))}." if near else ""
         raise FileNotFoundError(

@@ -97,7 +97,7 @@ def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
     sys.modules.pop("neighbour", None)
     options = ["plan", "--devices", 4, "--json", tmp_path / "p.json"]
     code, out, _ = run(
-        capsys, *options, "--html", tmp_path / "p.html", script, "--fast", "1"
+        capsys, *options, script, "--html", tmp_path / "p.html", "--fast", "1"
     )
     assert code == 0 and "4" in out
     plan = json.loads((tmp_path / "p.json").read_text())
@@ -117,6 +117,19 @@ def test_a_script_that_does_not_train_is_told(capsys, tmp_path, text, message):
     assert code == 1 and message in err
     code, _, err = run(capsys, "plan", tmp_path / "missing.py")
     assert code == 1 and "there is no such file" in err
+    code, _, err = run(capsys, "report", tmp_path / "missing")
+    assert code == 1 and "there is no such folder" in err
+
+
+def test_what_is_not_the_plans_own_is_the_scripts(capsys, tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    own = ["--dev", "1", "b"], ["--devices", "8"]
+    _, out, _ = run(capsys, "plan", script, *own[0], "--devices", 4, "--", *own[1])
+    assert out.strip() == str(own[0] + own[1])
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "doctor", "--slow")
+    assert "unrecognized arguments: --slow" in capsys.readouterr().err
 
 
 def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path):
