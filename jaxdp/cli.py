@@ -2,16 +2,21 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import runpy
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .environment import versions
 from .trainer import Trainer
+
+_MOST_COLUMNS = 48
+"""Of a cell in a table; longer ones go on in the next line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -247,8 +252,15 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    wrapped = [
+        line
+        for row in rows
+        for line in itertools.zip_longest(
+            *(textwrap.wrap(cell, _MOST_COLUMNS) or [""] for cell in row), fillvalue=""
+        )
+    ]
+    widths = [max(map(len, column)) for column in zip(*wrapped, strict=True)]
+    for row in wrapped:
         cells = zip(row, widths, strict=True)
         print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
 

@@ -123,7 +123,7 @@ def page(plan: Any) -> str:
         f" {memory.overwritten:,} lie where arguments lay; the peak is arguments +"
         " results - overwritten + temporary.</p>",
         f"<h2>Communication</h2><p>A device sends {_bytes(plan.wire_bytes)} per step,"
-        f" in {sum(each.count for each in plan.traffic)} collectives.</p>",
+        f" in {_counted(sum(each.count for each in plan.traffic), 'collective')}.</p>",
         _table(
             ("collective", "over", "dtype", "times", "holds", "sends", "moves"),
             [_traffic(each) for each in plan.traffic],
@@ -447,13 +447,14 @@ def _svg(
     *,
     is_file: bool = False,
 ) -> str:
-    names = " xmlns='http://www.w3.org/2000/svg'" if is_file else ""
+    start = (
+        "<svg xmlns='http://www.w3.org/2000/svg'" if is_file else "<div class=wide><svg"
+    )
     return (
-        f"<svg{names} viewBox='0 0 {width} {height}'"
+        f"{start} viewBox='0 0 {width} {height}'"
         f" width='{width}' role='img'><title>{_e(title)}</title><style>text{{font:12px"
-        " system-ui,sans-serif;fill:#222}.head{font-weight:600}.on{fill:#fff}</style>"
-        + "".join(parts)
-        + "</svg>"
+        " system-ui,sans-serif;fill:currentColor}.head{font-weight:600}.on{fill:#fff}"
+        "</style>" + "".join(parts) + "</svg>" + ("" if is_file else "</div>")
     )
 
 
@@ -564,6 +565,10 @@ def _table(
     )
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _fact(value: str, caption: str) -> str:
     return f"<div><b>{_e(value)}</b><span>{_e(caption)}</span></div>"
 
@@ -620,5 +625,9 @@ table{border-collapse:collapse;font-size:.87em;margin:.6em 0}
 th,td{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #eee;
 vertical-align:top;font-variant-numeric:tabular-nums}
 th{color:#555;font-weight:600}
-svg{max-width:100%;height:auto;display:block;margin:.8em 0}
+td+td{white-space:nowrap}
+svg{max-width:100%;min-width:720px;height:auto;display:block;margin:.8em 0}
+@media (prefers-color-scheme:dark){body{color:#e6e9ee;background:#14171c}
+h2,th,td{border-color:#333a45}.facts div{background:#1c2027}
+.facts span,th{color:#98a2b3}}
 """

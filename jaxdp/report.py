@@ -426,7 +426,7 @@ def _layout(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"{total}{share_bar(held, labels)}<p class=note>A box is an array. Grey: every"
         " device has all of it. Colours: each device has its part.</p>"
-        f'<div class="scroll">{table}</div>{note}'
+        f'<div class="scroll rows">{table}</div>{note}'
     )
 
 
@@ -560,7 +560,9 @@ table{border-collapse:collapse;font-size:12.5px;width:100%}
 th,td{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);
 vertical-align:top;overflow-wrap:anywhere}
 th{color:var(--soft);font-weight:600;position:sticky;top:0;background:var(--card)}
+.rows td,.rows th{white-space:nowrap}
 .facts{display:grid;grid-template-columns:2fr 1fr 1fr;gap:24px}
+.facts .scroll{max-height:none}
 .facts td:first-child{white-space:nowrap;color:var(--soft)}
 @media (max-width:800px){.facts{grid-template-columns:1fr}
 .charts{grid-template-columns:1fr}}

@@ -74,7 +74,8 @@ def optimizer_text(update: Any) -> str:
     """The stages of an optax optimizer with their numbers, as far as they show.
 
     optax keeps them in closures: `clip_by_global_norm(max_norm=1.0),
-    scale_by_adam(b1=0.9, b2=0.999, eps=1e-08), scale(step_size=-0.001)`.
+    scale_by_adam(b1=0.9, b2=0.999, eps=1e-08), scale(step_size=-0.001)`, or
+    `scale_by_schedule(step_size_fn=cosine_decay_schedule(init_value=0.001, ...))`.
     """
     stages: list[str] = []
     _add_stages(update, stages, set())
@@ -89,7 +90,7 @@ def _add_stages(update: Any, stages: list[str], seen: set[int]) -> None:
     inner = _transformations(inside)
     own = [f"{name}={float(v):g}" for name, v in inside.items() if _is_number(v)]
     own += [
-        f"{name}={value.__qualname__.split('.<locals>')[0]}"
+        f"{name}={_function_text(value)}"
         for name, value in inside.items()
         if name in ("step_size_fn", "inner_factory") and hasattr(value, "__qualname__")
     ]
@@ -105,6 +106,26 @@ def _add_stages(update: Any, stages: list[str], seen: set[int]) -> None:
         stages.append(f"{maker}({', '.join(own)})")
     for stage in inner:
         _add_stages(stage, stages, seen)
+
+
+def _function_text(function: Any) -> str:
+    """A schedule with its numbers: `cosine_decay_schedule(init_value=0.001, ...)`."""
+    maker, inside = _closure(function)
+    if maker == "scale_by_learning_rate" and callable(inside.get("learning_rate")):
+        return _function_text(inside["learning_rate"])  # times -1
+    found = {name: _value_text(value) for name, value in inside.items()}
+    told = ", ".join(f"{name}={text}" for name, text in found.items() if text)
+    return f"{maker}({told})" if told else maker
+
+
+def _value_text(value: Any) -> str:
+    if _is_number(value):
+        return f"{float(value):g}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k}: {_value_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return _function_text(value) if hasattr(value, "__qualname__") else ""
 
 
 def _is_number(value: Any) -> bool:
