@@ -4,8 +4,9 @@
     torchrun --nproc-per-node=2 examples/fashion_mnist.py --data DIR
 
 DIR holds FashionMNIST/raw/train-images-idx3-ubyte and the other three files, as
-torchvision leaves them (by default $JAXDP_DATA_DIR, or data). Ten epochs take some
-minutes on a CPU and reach a test accuracy of 0.84 or better.
+torchvision's FashionMNIST(DIR, download=True) leaves them; without --data it is
+$JAXDP_DATA_DIR, or data. Ten epochs take some minutes on a CPU and reach a test
+accuracy of 0.84 or better.
 """
 
 import argparse

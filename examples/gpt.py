@@ -106,7 +106,8 @@ def choose(strategy: str, model: GPT) -> DataParallel:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--strategy", default="sharded")
+    kinds = ["single", "sharded", "zero", "fsdp", "tensor"]
+    parser.add_argument("--strategy", default="sharded", choices=kinds)
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--remat", action="store_true")
@@ -114,8 +115,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--text", type=Path, default=text)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=64, help="stretches per step")
-    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}.items()
-    for name, default in sizes:
+    sizes = {"context": 64, "width": 128, "depth": 4, "sampled": 300}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(argv)
 
@@ -140,8 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     history = trainer.fit(DataLoader(train, size, shuffle=True), max_steps=args.steps)
     tested = trainer.validate(DataLoader(val, size))
     print(f"{trainer.strategy}, {args.precision}: val_loss {tested['val_loss']:.3f}")
-    start = [vocab.index(letter) for letter in text[:1]]
-    sampled = sample(trainer.model, start, args.sampled, jax.random.key(1))
+    sampled = sample(trainer.model, [letters[0]], args.sampled, jax.random.key(1))
     print(written := "".join(vocab[letter] for letter in sampled))
     return {"trainer": trainer, "history": history, **tested, "text": written}
 
