@@ -448,7 +448,9 @@ def _svg(
     is_file: bool = False,
 ) -> str:
     start = (
-        "<svg xmlns='http://www.w3.org/2000/svg'" if is_file else "<div class=wide><svg"
+        "<svg xmlns='http://www.w3.org/2000/svg' style='background:#fff;color:#222'"
+        if is_file
+        else "<div class=wide><svg"
     )
     return (
         f"{start} viewBox='0 0 {width} {height}'"
