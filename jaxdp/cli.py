@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         help="for so many devices; none need be here",
     )
     plan.add_argument(
+        "--hosts", type=int, metavar="N", help="on so many hosts, in equal parts"
+    )
+    plan.add_argument(
         "--topology",
         metavar="NAME",
         help="for hardware that is not here: h100x64, v5p-2048, ...",
@@ -149,6 +152,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> None:
     wanted = {
         "devices": options.devices,
+        "hosts": options.hosts,
         "topology": options.topology,
         "hardware": options.hardware,
     }

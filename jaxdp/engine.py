@@ -145,7 +145,8 @@ class Engine:
                 "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
                 " compiles its steps; call the model by hand to debug it."
             )
-        self._joins, num_shards = not abstract, strategy.num_shards
+        self._is_abstract, self._joins = abstract, not abstract
+        num_shards = strategy.num_shards
         self.steps = steps
         self.strategy = strategy
         self.donate = "state"
@@ -230,6 +231,10 @@ class Engine:
 
     def _shapes(self, packed: Packed) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
+        if self._is_abstract:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), packed.groups
+            )
         if not packed.split or self._blocks.count == 1:
             return packed.groups
         return [self._blocks.whole(group) for group in packed.groups]

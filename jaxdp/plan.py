@@ -13,9 +13,11 @@ import jax
 import numpy as np
 
 from . import hardware as devices_of
+from . import hosts as hosts_of
 from . import reading as readings
 from .flops import matmul_flops
 from .hardware import Hardware
+from .hosts import Hosts
 from .reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
 from .step import Batch
 
@@ -56,6 +58,7 @@ class Plan:
         flops_compiled: operations per device that the compiler counts, loop bodies
             once; None where it does not tell.
         traffic: collectives, the most bytes first.
+        hosts: what each host loads, sends to others and writes. A host is a process.
         leaves: every leaf of the state and the batch.
         bounds: lower bounds beside what was found.
         not_overwritten: paths of leaves that were donated and are copied all the same.
@@ -79,6 +82,7 @@ class Plan:
     flops: float | None
     flops_compiled: float | None
     traffic: tuple[Traffic, ...]
+    hosts: Hosts
     leaves: tuple[Leaf, ...]
     bounds: tuple[Bound, ...]
     not_overwritten: tuple[str, ...]
@@ -188,6 +192,7 @@ class Plan:
             "flops_compiled": self.flops_compiled,
             "wire_bytes": self.wire_bytes,
             "traffic": [each._asdict() for each in self.traffic],
+            "hosts": self.hosts._asdict(),
             "bounds": [each._asdict() | {"ratio": each.ratio} for each in self.bounds],
             "not_overwritten": self.not_overwritten,
             "could_split": [each._asdict() for each in self.could_split],
@@ -258,6 +263,7 @@ class Planner:
         topology: str | None = None,
         hardware: str | Hardware | None = None,
     ):
+        self.devices_per_host: int | None = None
         self.engine_on = engine_on
         self.strategy = strategy
         self.window = [jax.tree.map(_no_memory, batch) for batch in window]
@@ -269,6 +275,21 @@ class Planner:
             if here is not None
             else [getattr(strategy, "device", jax.devices()[0])]
         )
+
+    def spread(self, num_devices: int | None, hosts: int) -> None:
+        """From now on there are as many devices on each host as `hosts` leave of these.
+
+        Args:
+            num_devices: those of the strategy by default.
+            hosts: how many.
+        """
+        count = len(self.here) if num_devices is None else num_devices
+        if count % hosts:
+            raise ValueError(
+                f"`hosts`={hosts} does not divide the {count} devices; each host has as"
+                " many as the others."
+            )
+        self.devices_per_host = count // hosts
 
     def num_shards(self, num_devices: int | None) -> int:
         """Into how many parts so many devices split the rows."""
@@ -340,11 +361,14 @@ class Planner:
             # joined, which needs some other bytes.
             engine.join_small_leaves()
             engine.compiled_for("train", block.packed)
-        reading = Reading(engine.shapes(), strategy, engine.train_program(), compiled)
+        devices = self.here if stand_ins is None else stand_ins.devices
+        program = engine.train_program()
+        owner = self._owners(devices, stand_ins)
+        reading = Reading(engine.shapes(), strategy, owner, program, compiled)
         return _planned(
             self,
             reading,
-            self.here if stand_ins is None else stand_ins.devices,
+            devices,
             stand_ins,
             self._profile(stand_ins),
             strategy=repr(strategy),
@@ -352,6 +376,15 @@ class Planner:
             trace_seconds=trace_seconds,
             compile_seconds=compile_seconds,
         )
+
+    def _owners(
+        self, devices: Sequence[Any], stand_ins: devices_of.StandIns | None
+    ) -> dict[Any, int]:
+        """The host of each device."""
+        per_host = self.devices_per_host
+        if per_host is None and stand_ins is not None and self.topology is None:
+            per_host = jax.local_device_count() if jax.process_count() > 1 else None
+        return hosts_of.owners(devices, per_host)
 
     def _stand_ins(self, count: int | None) -> devices_of.StandIns | None:
         """None for the devices that are here."""
@@ -387,9 +420,11 @@ def of_running(engine: Any) -> Plan | None:
     runs = engine.train_program()
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
-    state = engine.shapes()
-    reading = Reading(state, engine.strategy, runs, places=engine.places())
-    here = sorted(state.step.sharding.device_set, key=lambda device: device.id)
+    state, strategy = engine.shapes(), engine.strategy
+    mesh = getattr(strategy, "mesh", None)
+    here = list(state.step.sharding.device_set if mesh is None else mesh.devices.flat)
+    owner = hosts_of.owners(here)
+    reading = Reading(state, strategy, owner, runs, places=engine.places())
     return _planned(
         None,
         reading,
@@ -442,6 +477,7 @@ def _planned(
         flops=flops,
         flops_compiled=flops_compiled,
         traffic=reading.traffic(),
+        hosts=reading.hosts(),
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,

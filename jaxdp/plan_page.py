@@ -61,6 +61,7 @@ def text(plan: Any) -> str:
         f"Communication: a device sends {_bytes(plan.wire_bytes)} per step",
     ]
     lines += ["  " + line for line in _columns(map(_traffic, plan.traffic))]
+    lines += _hosts(plan)
     lines += ["", "Lower bounds of this layout"]
     lines += [
         f"  {each.ratio:6.3f} x  {_bytes(each.found):>10} of {_bytes(each.least):>10}"
@@ -128,6 +129,7 @@ def page(plan: Any) -> str:
             ("collective", "over", "dtype", "times", "holds", "sends", "moves"),
             [_traffic(each) for each in plan.traffic],
         ),
+        *_hosts_section(plan),
         "<h2>Lower bounds of this layout</h2>",
         _table(
             ("", "least", "found", "ratio"),
@@ -466,6 +468,7 @@ def _traffic(each: Any) -> tuple[str, ...]:
     extras = [
         word
         for word, is_so in (
+            ("between hosts", each.crosses),
             ("beside computation", each.overlapped),
             ("in a branch", each.optional),
             ("in a loop of unknown length", each.times is None),
@@ -481,6 +484,40 @@ def _traffic(each: Any) -> tuple[str, ...]:
         _bytes(each.wire_bytes),
         each.part + (f" ({', '.join(extras)})" if extras else ""),
     )
+
+
+def _hosts_table(hosts: Any) -> list[tuple[str, str]]:
+    return [
+        ("rows that it loads per step", f"{hosts.rows}, {_bytes(hosts.batch_bytes)}"),
+        (
+            "sent to other hosts per step",
+            f"{_bytes(hosts.sent_bytes)}, where a ring visits host after host",
+        ),
+        (
+            "written per checkpoint",
+            f"{_bytes(hosts.checkpoint_bytes)} of {_bytes(hosts.checkpoint_total)},"
+            " before compression",
+        ),
+    ]
+
+
+def _hosts_title(hosts: Any) -> str:
+    return f"Each of {hosts.count} hosts, with {_counted(hosts.devices, 'device')}"
+
+
+def _hosts(plan: Any) -> list[str]:
+    if plan.hosts.count == 1:
+        return []
+    rows = _hosts_table(plan.hosts)
+    lines = [f"  {name:<30}{value}" for name, value in rows]
+    return ["", _hosts_title(plan.hosts), *lines]
+
+
+def _hosts_section(plan: Any) -> list[str]:
+    if plan.hosts.count == 1:
+        return []
+    rows = _hosts_table(plan.hosts)
+    return [f"<h2>{_hosts_title(plan.hosts)}</h2>", _table(("", ""), rows)]
 
 
 def _donation(plan: Any) -> str:

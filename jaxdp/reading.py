@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from . import hlo
+from . import hlo, hosts
 from .hardware import Hardware
+from .hosts import Hosts, Owners
 from .tree import leaf_path
 
 MOST_OPERANDS: Final = 3
@@ -91,6 +92,8 @@ class Traffic(NamedTuple):
     """What a device sends by the best ring algorithm."""
     overlapped: bool
     optional: bool
+    crosses: bool
+    """Whether it is between devices of several hosts."""
 
 
 class Bound(NamedTuple):
@@ -137,6 +140,7 @@ class Reading:
     Args:
         state: of shapes.
         strategy: as it compiles.
+        owner: the host of each device, in the order of the mesh.
         runs: the step as it runs, a `TrainProgram` of the engine's.
         compiled: the same step with every leaf of the state as an argument of its own,
             which tells leaves apart; by default the one that runs.
@@ -148,6 +152,7 @@ class Reading:
         self,
         state: Any,
         strategy: Any,
+        owner: Owners,
         runs: Any,
         compiled: Any = None,
         places: Sequence[int] | None = None,
@@ -161,6 +166,8 @@ class Reading:
         self.num_shards: int = strategy.num_shards
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
+        self.owner = owner
+        self.hosts_of_places = list(owner.values())
         self.steps: int = runs.steps
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
@@ -182,6 +189,7 @@ class Reading:
         ]
         shardings = [leaf.sharding for _, _, leaf in named]
         shardings += jax.tree.leaves(group_shardings)
+        self.shardings = shardings
         places = list(range(len(named)) if places is None else places)
         self.num_arrays = max(places) + 1
         arguments = self.num_arrays + len(batch)
@@ -249,6 +257,7 @@ class Reading:
                     each.times,
                     each.overlapped,
                     each.optional,
+                    hosts.crosses(each.groups, self.hosts_of_places),
                 )
                 found.setdefault(key, []).append(each)
         traffic = [
@@ -262,21 +271,48 @@ class Reading:
                 times if times is None else math.ceil(times / self.steps),
                 sum(each.operand_bytes for each in listed) * (times or 1) // self.steps,
                 sum(each.wire_bytes for each in listed) * (times or 1) / self.steps,
-                overlapped,
-                optional,
+                *rest,
             )
-            for (
-                kind,
-                axes,
-                size,
-                dtype,
-                part,
-                times,
-                overlapped,
-                optional,
-            ), listed in (found.items())
+            for (kind, axes, size, dtype, part, times, *rest), listed in found.items()
         ]
         return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
+
+    def hosts(self) -> Hosts:
+        """What falls to the busiest host."""
+        found = list(zip(self.leaves, self.shardings, strict=True))
+        state, batch = found[: self.num_state], found[self.num_state :]
+        rows, loaded, written = 0.0, [], []
+        for leaf, sharding in batch:
+            shares = hosts.loaded(sharding, leaf.shape, self.owner)
+            loaded.append(_shared(leaf.bytes / self.steps, shares))
+            rows = rows or self.rows * max(shares.values())  # of the first leaf
+        alike: dict[Any, dict[int, float]] = {}
+        for leaf, sharding in state:
+            replicas = len(self.owner) // leaf.parts
+            together = any(size % replicas == 0 for size in leaf.shard)
+            key = leaf.spec, leaf.parts, together
+            if key not in alike:
+                alike[key] = hosts.written(sharding, leaf.shape, together, self.owner)
+            written.append(_shared(leaf.bytes, alike[key]))
+        sent = [
+            _shared(
+                (each.times or 1) / self.steps,
+                hosts.sent(
+                    each.kind, each.groups, each.wire_bytes, self.hosts_of_places
+                ),
+            )
+            for each in self.program.collectives
+        ]
+        count = len(set(self.hosts_of_places))
+        return Hosts(
+            count,
+            max(map(self.hosts_of_places.count, range(count))),
+            round(rows),
+            round(_most(loaded)),
+            _most(sent),
+            round(_most(written)),
+            sum(leaf.bytes for leaf, _ in state),
+        )
 
     def bounds(self) -> tuple[Bound, ...]:
         shards = self.num_shards
@@ -463,6 +499,19 @@ def estimate(
         busy / worst if worst else 1.0,
         memory.peak <= profile.memory,
     )
+
+
+def _shared(factor: float, shares: Mapping[int, float]) -> dict[int, float]:
+    return {host: factor * share for host, share in shares.items()}
+
+
+def _most(loads: Sequence[Mapping[int, float]]) -> float:
+    """The largest sum that any host has."""
+    total: dict[int, float] = {}
+    for load in loads:
+        for host, size in load.items():
+            total[host] = total.get(host, 0.0) + size
+    return max(total.values(), default=0.0)
 
 
 def _phase(each: hlo.Collective) -> str:

@@ -28,7 +28,7 @@ from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
 from .console import say
-from .data import windows
+from .data import rows_of, windows
 from .engine import Block, Engine, Kind, wait
 from .history import History
 from .interrupts import Interrupts, Preempted
@@ -444,6 +444,7 @@ class Trainer:
         *,
         topology: str | None = None,
         hardware: "str | Hardware | None" = None,
+        hosts: int | None = None,
     ) -> "Plan":
         """What a train step will take: memory, communication, operations, time.
 
@@ -464,6 +465,9 @@ class Trainer:
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.hardware.Hardware`. That of the devices, if known, by default.
+            hosts: how many hosts the devices are on, in equal parts: processes, each of
+                which loads its rows and writes its part of checkpoints. A topology
+                knows, and so do the devices of a job of several processes.
         """
         from .plan import Planner
 
@@ -474,6 +478,11 @@ class Trainer:
                     f"`devices`={devices} and `topology`={topology!r} were both given;"
                     " a topology has its number of devices in its name."
                 )
+        if hosts is not None and topology is not None:
+            raise ValueError(
+                f"`hosts`={hosts} and `topology`={topology!r} were both given; a"
+                " topology has its own hosts."
+            )
         batch = open_loader(loader, "loader", self.seed).peek()
         options = checks.step_options(self.callbacks, self.donate, self.skip_nonfinite)
         known = self._engine and self._engine.steps.objective or self._objective
@@ -487,7 +496,13 @@ class Trainer:
 
         window = [batch] * self.accumulate_grad_batches
         planner = Planner(engine_on, self.strategy, window, topology, hardware)
-        plan = planner.plan(devices)
+        if hosts is not None:
+            checks.check_count("hosts", hosts)
+            planner.spread(devices, hosts)
+        rows = None
+        if self.data == "local" and self.processes.count > 1:
+            rows = rows_of(batch) * self.processes.count  # each has other ones
+        plan = planner.plan(devices, rows)
         if self.reproducible:
             plan.notes["unknown"].append(
                 "what `reproducible`='bitwise' costs: this is the plain step, and that"

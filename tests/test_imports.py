@@ -21,6 +21,7 @@ ORDER = [
         "hardware",
         "history",
         "hlo",
+        "hosts",
         "launchers",
         "losses",
         "metrics",

@@ -19,12 +19,22 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices
 from toys import NormNet, batches
 
-from jaxdp import FSDP, DataParallel, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import (
+    FSDP,
+    DataParallel,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Trainer,
+)
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
 from jaxdp.collectives import Collectives
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
+from jaxdp.hosts import sent
 from jaxdp.plan import largest
 from jaxdp.strategies.base import find_devices
 
@@ -61,6 +71,8 @@ def trainer(strategy=None, model=None, **options):
         **options,
     )
 
+
+HALVES = [("layers[1].weight", P("model", None))]
 
 STRATEGIES = {
     "Sharded(8)": lambda: Sharded(8),
@@ -168,6 +180,69 @@ def test_data_parallelism_sends_its_lower_bound(shards):
         assert "6 leaves" in traffic.part
         assert "metrics" in traffic.part
         assert "backward" in traffic.part
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "rows"),
+    [
+        (lambda: Sharded(8), 2, 32),
+        (lambda: FSDP(min_size=0), 4, 16),
+        (lambda: TensorParallel({"data": 4, "model": 2}, HALVES), 4, 16),
+        # The devices of two hosts work on the same rows.
+        (lambda: TensorParallel({"data": 2, "model": 4}, HALVES), 4, 32),
+    ],
+)
+def test_each_host_has_the_share_of_its_devices(strategy, hosts, rows):
+    planned = trainer(strategy())
+    plan = planned.plan([batch(64)], hosts=hosts)
+    found = plan.hosts
+    assert (found.count, found.devices, found.rows) == (hosts, 8 // hosts, rows)
+    assert found.batch_bytes == rows * (16 + 1) * 4 + 4
+    written = dict.fromkeys(range(hosts), 0)
+    for leaf in jax.tree.leaves(planned.state._replace(key=None)):
+        slices = get_replica_slices(leaf, 0, use_replica_parallel=True)
+        for each in slices.replica_slices:
+            (device,) = each.unsliced_data.devices()
+            size = math.prod(slices.local_shape) * leaf.dtype.itemsize
+            written[device.id * hosts // 8] += size
+    written[0] += 8  # the key
+    assert found.checkpoint_bytes == max(written.values())
+    assert found.checkpoint_total == sum(written.values())
+
+
+def test_collectives_between_hosts_are_told_from_those_inside():
+    planned = trainer(TensorParallel({"data": 4, "model": 2}, HALVES))
+    assert not any(each.crosses for each in planned.plan([batch()]).traffic)
+    plan = planned.plan([batch()], hosts=4)
+    assert {each.crosses for each in plan.traffic} == {True, False}
+    along = [each for each in plan.traffic if each.axes is not None]
+    assert [each.crosses for each in along] == ["data" in each.axes for each in along]
+    # Two rings, one for each device of a host, go round over all hosts.
+    rings = sum(each.wire_bytes for each in along if each.axes == ("data",))
+    assert plan.hosts.sent_bytes >= 2 * rings > 0
+    faked = trainer().plan([batch()], devices=64, hosts=8)
+    assert faked.hosts.count == faked.hosts.devices == 8
+    assert faked.hosts.sent_bytes == faked.wire_bytes
+    assert "Each of 8 hosts, with 8 devices" in str(faked)
+    assert "(between hosts)" in str(faked)
+    assert faked.to_dict()["hosts"]["rows"] == 8
+    assert "hosts, with" not in str(trainer().plan([batch()]))
+
+
+def test_what_goes_from_each_to_each_leaves_a_host_in_part():
+    # Of four devices' three parts, those for the two on the other host.
+    assert sent("all-to-all", [(0, 1, 2, 3)], 30.0, [0, 0, 1, 1]) == {0: 40, 1: 40}
+    assert sent("all-reduce", [(0, 1), (2, 3)], 30.0, [0, 0, 1, 1]) == {}
+    assert sent("all-reduce", [(0, 2), (1, 3)], 30.0, [0, 0, 1, 1]) == {0: 60, 1: 60}
+
+
+def test_hosts_have_equally_many_devices():
+    with pytest.raises(ValueError, match="`hosts`=3 does not divide the 8 devices"):
+        trainer().plan([batch()], hosts=3)
+    with pytest.raises(ValueError, match="a topology has its own hosts"):
+        trainer().plan([batch()], topology="h100x16", hosts=2)
+    with pytest.raises(ValueError, match="`hosts` must be 1 or more"):
+        trainer().plan([batch()], hosts=0)
 
 
 def test_operations_are_those_of_the_matrix_products():
