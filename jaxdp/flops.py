@@ -5,14 +5,16 @@ from typing import Any
 
 import jax
 
+from .hlo import times_of
+
 
 def matmul_flops(jaxpr: Any) -> int:
     """Operations of all matrix products and convolutions, a multiply-add as two.
 
     Counted in the traced program, before any compiler: the same on every backend, with
     the bodies of scans as often as they run, and without what is element by element.
-    Of a `cond` the costlier branch counts, of a `while_loop` one turn, since how many
-    there are is not known.
+    Of a `cond` the costlier branch counts, of a `while_loop` one turn, unless its scope
+    says how many there are; see `jaxdp.hlo.repeated`.
 
     Args:
         jaxpr: what `jax.make_jaxpr(function)(*arguments)` gave.
@@ -53,6 +55,8 @@ def _equation(equation: Any) -> int:
     inside = sum(map(matmul_flops, _inside(equation)))
     if name == "scan":
         return params["length"] * inside
+    if name == "while":
+        return inside * (times_of(str(equation.source_info.name_stack)) or 1)
     if name == "shard_map":
         # Its body is what one device does.
         axes = params.get("manual_axes", params["mesh"].axis_names)

@@ -201,6 +201,20 @@ def read(text: str) -> Program:
     return _Reader(text).program()
 
 
+def repeated(times: int) -> str:
+    """What to name the scope (`jax.named_scope`) of a loop that runs so many times.
+
+    For a `jax.lax.while_loop` whose length a program does not tell.
+    """
+    return f"runs_{times}_times"
+
+
+def times_of(path: str) -> int | None:
+    """How often a loop runs, if its innermost scope has a name by `repeated`."""
+    match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
+    return int(match[1]) if match else None
+
+
 def parse_groups(text: str, num_partitions: int) -> tuple[tuple[int, ...], ...]:
     """Groups from what stands behind `replica_groups=`, in any of the spellings.
 
@@ -469,6 +483,8 @@ class _Reader:
             r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.attributes
         ):
             return int(match[1])
+        if (named := times_of(_path(loop))) is not None:
+            return named
         body, condition = _name(loop, "body"), _name(loop, "condition")
         test = self._through(condition, self._root(condition).name)
         if test is None or test[1].opcode != "compare":

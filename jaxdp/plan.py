@@ -295,7 +295,9 @@ class Planner:
         """Into how many parts so many devices split the rows."""
         if num_devices is None or num_devices == len(self.here):
             return self.strategy.num_shards
-        return self.strategy.num_shards * num_devices // len(self.here) or 1
+        stand_ins = self._stand_ins(num_devices)
+        assert stand_ins is not None
+        return self.strategy.on(stand_ins.devices).num_shards
 
     def limit(self, memory: int | float | None) -> int:
         """Bytes that a program may take."""
@@ -338,12 +340,14 @@ class Planner:
         traced: list[Any] = []
         compile_seconds = 0.0
 
-        def build(program: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        def build(
+            program: Any, arguments: tuple[Any, ...], options: Any = None
+        ) -> jax.stages.Compiled:
             nonlocal compile_seconds
             traced.append(program.trace(*arguments))
             lowered = traced[-1].lower()
             begun = time.perf_counter()
-            compiled = lowered.compile()
+            compiled = lowered.compile(options)
             compile_seconds = time.perf_counter() - begun
             return compiled
 

@@ -166,6 +166,7 @@ class Reading:
         self.num_shards: int = strategy.num_shards
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
+        self.is_whole: bool = getattr(strategy, "state_is_whole", False)
         self.owner = owner
         self.hosts_of_places = list(owner.values())
         self.steps: int = runs.steps
@@ -356,7 +357,7 @@ class Reading:
                 leaf.bytes_per_device - leaf.bytes_per_device // n,
             )
             for leaf in self.leaves[: self.num_state]
-            if n > 1 and leaf.parts == 1 and leaf.group != "other"
+            if n > 1 and leaf.parts == 1 and leaf.group != "other" and not self.is_whole
             for axis in [
                 next((i for i, size in enumerate(leaf.shape) if size % n == 0), None)
             ]

@@ -495,20 +495,15 @@ class Trainer:
             return engine
 
         window = [batch] * self.accumulate_grad_batches
-        planner = Planner(engine_on, self.strategy, window, topology, hardware)
+        strategy = self._reproducibly(self.strategy)
+        planner = Planner(engine_on, strategy, window, topology, hardware)
         if hosts is not None:
             checks.check_count("hosts", hosts)
             planner.spread(devices, hosts)
         rows = None
         if self.data == "local" and self.processes.count > 1:
             rows = rows_of(batch) * self.processes.count  # each has other ones
-        plan = planner.plan(devices, rows)
-        if self.reproducible:
-            plan.notes["unknown"].append(
-                "what `reproducible`='bitwise' costs: this is the plain step, and that"
-                " one works through eight virtual shards in turn, and sends other bytes"
-            )
-        return plan
+        return planner.plan(devices, rows)
 
     def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.

@@ -17,7 +17,6 @@ ORDER = [
         "compilation_cache",
         "environment",
         "fingerprint",
-        "flops",
         "hardware",
         "history",
         "hlo",
@@ -33,6 +32,7 @@ ORDER = [
     [
         "allocator",
         "flat",
+        "flops",
         "interrupts",
         "layout",
         "lifeline",

@@ -34,6 +34,7 @@ from jaxdp import (
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
 from jaxdp.collectives import Collectives
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
+from jaxdp.hlo import repeated, times_of
 from jaxdp.hosts import sent
 from jaxdp.plan import largest
 from jaxdp.strategies.base import find_devices
@@ -814,9 +815,45 @@ def test_a_model_of_shapes_is_planned_as_the_model_itself():
             run(data)
 
 
-def test_a_plan_says_that_it_is_not_of_the_bitwise_step():
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    trainer = Trainer(model, loss="cross_entropy", reproducible="bitwise")
-    assert "`reproducible`='bitwise' costs: this is the plain" in " ".join(
-        str(trainer.plan(batches(16))).split()
-    )
+@pytest.mark.parametrize("devices", [2, 8])
+def test_the_bitwise_step_is_planned_with_its_turns(devices):
+    bitwise = {"reproducible": "bitwise"}
+    trained = trainer(Sharded(devices), **bitwise)
+    plan = trained.plan([batch()])
+    trained.fit([batch()])
+    found = trained.compiled_train_step().memory_analysis()
+    assert plan.memory.temporary == found.temp_size_in_bytes
+    assert plan.memory.arguments == found.argument_size_in_bytes
+    assert plan.rows == 64
+    plain = trainer(Sharded(devices)).plan([batch()])
+    assert plan.flops == plain.flops
+    assert plan.memory.batch == plain.memory.batch
+    # In each turn every device sends what it found, all of it small, to every other.
+    turns = 8 // devices
+    gradients = turns * (devices - 1) * PARAMS
+    assert 0 < plan.wire_bytes - gradients <= turns * (devices - 1) * 64
+    assert plan.notes["unknown"] == plain.notes["unknown"]
+    assert plan.could_split == ()
+    assert trained.running_plan().wire_bytes == plan.wire_bytes
+    predicted = trainer(Sharded(8), **bitwise).plan([batch()], devices=devices)
+    assert comparable(predicted.to_dict()) == comparable(plan.to_dict())
+    with pytest.raises(ValueError, match="Use 1, 2, 4 or 8 devices"):
+        trained.plan([batch()], devices=16)
+
+
+def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
+    def loss_fn(model, x, y):
+        def turn(carry):
+            index, x = carry
+            return index + 1, jax.lax.pmean(jnp.tanh(x), "data")
+
+        with jax.named_scope(repeated(5)):
+            bound = 5 + jnp.minimum(0, y.sum())  # nobody knows that this is 5
+            x = jax.lax.while_loop(lambda c: c[0] < bound, turn, (0, x))[1]
+        prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
+        return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
+
+    plan = trainer(Pmap(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
+    (inside,) = (each for each in plan.traffic if each.times == 5)
+    assert inside.operand_bytes == 5 * 16 * 16 * 4
+    assert times_of("jit(f)/runs_2_times/while/body/add") is None

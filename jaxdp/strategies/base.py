@@ -84,12 +84,18 @@ class DataParallel(abc.ABC):
             A callable with the arguments of `step` less the first.
         """
 
-    def build(self, program: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def build(
+        self,
+        program: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any] | None = None,
+    ) -> jax.stages.Compiled:
         """What `compile` ends with: a jitted program made ready for its arguments.
 
-        `Trainer.plan` looks at programs here before they are compiled.
+        `Trainer.plan` looks at programs here before they are compiled. `options` are
+        XLA's.
         """
-        return self.lower(program, arguments).compile()
+        return self.lower(program, arguments).compile(options)
 
     def lower(self, program: Any, arguments: tuple[Any, ...]) -> Any:
         """A program before it is compiled. Of several processes, each notes its text:

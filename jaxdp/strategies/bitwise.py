@@ -21,6 +21,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ..collectives import Collectives, Share
 from ..console import say
+from ..hlo import repeated
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from .base import DataParallel, Role, each, put_rows
@@ -49,6 +50,9 @@ class Bitwise(DataParallel):
     """
 
     num_shards = SHARDS
+    row_axes = (_AXIS,)
+    state_is_whole = True
+    """And stays so: plans need not ask for another layout."""
 
     def __init__(self, strategy: DataParallel):
         if isinstance(strategy, SingleDevice):
@@ -72,6 +76,12 @@ class Bitwise(DataParallel):
 
     def place(self, state: TrainState) -> TrainState:
         return self.strategy.place(state)
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        return self.strategy.state_shardings(state)
+
+    def on(self, devices: Sequence[Any]) -> "Bitwise":
+        return Bitwise(self.strategy.on(devices))
 
     def gather(self, tree: PyTree) -> PyTree:
         return self.strategy.gather(tree)
@@ -147,7 +157,7 @@ class Bitwise(DataParallel):
             out_shardings=NamedSharding(self.mesh, whole),
             donate_argnums=donate,
         )
-        return self.lower(jitted, arguments).compile(_OPTIONS)
+        return self.build(jitted, arguments, _OPTIONS)
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
@@ -239,7 +249,7 @@ class VirtualShards(Collectives):
         def run(turn: Array, found: list[Array]) -> list[Array]:
             # A loop of its own, of one turn: nothing is fused with what comes after.
             once = jaxpr_as_fun(traced)
-            return _loop(turn, turn + 1 + zero, lambda turn, _: once(turn), found)
+            return _loop(1, turn, zero, lambda turn, _: once(turn), found)
 
         if results == "rows":
             kept = [jnp.zeros((self.turns, *x.shape), x.dtype) for x in leaves]
@@ -250,7 +260,7 @@ class VirtualShards(Collectives):
                 pairs = zip(kept, found, strict=True)
                 return [k.at[turn].set(x) for k, x in pairs], found
 
-            kept, _ = _loop(jnp.int32(0), self.turns + zero, keep, (kept, found))
+            kept, _ = _loop(self.turns, jnp.int32(0), zero, keep, (kept, found))
             return treedef.unflatten(kept)
         sums = [_Sum(leaf, self.devices) for leaf in leaves]
 
@@ -262,13 +272,13 @@ class VirtualShards(Collectives):
 
         totals = [each.zero() for each in sums]
         first = jnp.int32(0)
-        totals, found = _loop(first, self.turns + zero, add, (totals, found))
+        totals, found = _loop(self.turns, first, zero, add, (totals, found))
 
         def gather(_: Array, __: list[Array]) -> list[Array]:
             # In a loop again: what comes after it sees the same on any device count.
             return [each.whole(total) for each, total in zip(sums, totals, strict=True)]
 
-        return treedef.unflatten(_loop(first, 1 + zero, gather, found))
+        return treedef.unflatten(_loop(1, first, zero, gather, found))
 
     def _whole(
         self,
@@ -359,10 +369,18 @@ def _stack(leaf: Array) -> Array:
 
 
 def _loop(
-    start: Array, stop: Array, body: Callable[[Array, Any], Any], first: Any
+    times: int,
+    start: Array,
+    zero: Array,
+    body: Callable[[Array, Any], Any],
+    first: Any,
 ) -> Any:
+    """`body` so many times, from `start` on; `zero` is what the compiler can't know."""
+
     def run(carry: Any) -> Any:
         turn, value = carry
         return turn + 1, body(turn, value)
 
-    return jax.lax.while_loop(lambda c: c[0] < stop, run, (start, first))[1]
+    stop = start + times + zero
+    with jax.named_scope(repeated(times)):  # for plans
+        return jax.lax.while_loop(lambda c: c[0] < stop, run, (start, first))[1]
