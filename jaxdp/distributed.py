@@ -11,10 +11,13 @@ alone, the same script trains alone.
 """
 
 import atexit
+import ctypes
+import faulthandler
 import importlib.metadata
 import multiprocessing
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -102,6 +105,7 @@ def initialize(
     _lifeline = Lifeline(place, roll, heartbeat_timeout, _abandon)
     _lifeline.start()
     _end_with_the_others(_lifeline)
+    _put_off_aborts()
     bind = roll.bind_address or None
     jax.distributed.initialize(
         roll.address,
@@ -237,6 +241,20 @@ def _end_with_the_others(line: Lifeline) -> None:
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = tell_and_end
+
+
+def _put_off_aborts() -> None:
+    """Leaves the lifeline time to say who has died, before C++ ends this process.
+
+    When a process dies, gloo and JAX's service abort others, from threads of their own
+    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
+    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
+    """
+    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
+    if os.name == "posix" and ours and not faulthandler.is_enabled():
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def first_line(exception: BaseException) -> str:

@@ -31,6 +31,8 @@ class Meetings:
         where: what this process is about to do, or does.
         since: when it came to that, by `time.monotonic`.
         is_waiting: whether it waits for others.
+        timeout: seconds to wait for them.
+        warn_after: seconds after which it is said for whom.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,8 @@ class Meetings:
         self.where = ""
         self.since = time.monotonic()
         self.is_waiting = False
+        self.timeout = 600.0
+        self.warn_after = 30.0
         self._number = 0
         self._entries: list[Entry] = []
 
@@ -46,22 +50,23 @@ class Meetings:
         self.where, self.since = where, time.monotonic()
         self._entries.append((where, facts or {}))
 
-    def meet(self, timeout: float, warn_after: float) -> None:
+    def meet(self, what: str = "") -> None:
         """Waits for all others to come, having noted the same since the last time.
 
         Args:
-            timeout: seconds to wait.
-            warn_after: seconds after which it is said for whom.
+            what: they meet for, where it is nothing that has been noted.
 
         Raises:
             RuntimeError: if they have not, or somebody does not come.
         """
         entries, self._entries = self._entries, []
+        if what:
+            entries.append((what, {}))
         self._number += 1
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         if not coordination.barrier(f"jaxdp.meet/{self._number}/{digest}", _FAST):
-            self._ask(digest, entries, started, timeout, warn_after)
+            self._ask(digest, entries, started)
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
 
@@ -72,14 +77,7 @@ class Meetings:
         card = {"number": self._number, "text": text}
         coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
 
-    def _ask(
-        self,
-        digest: str,
-        entries: Sequence[Entry],
-        started: float,
-        timeout: float,
-        warn_after: float,
-    ) -> None:
+    def _ask(self, digest: str, entries: Sequence[Entry], started: float) -> None:
         mine = {"number": self._number, "digest": digest, "entries": entries}
         coordination.put(f"jaxdp.meet/come/{coordination.index()}", json.dumps(mine))
         everyone = set(range(coordination.count()))
@@ -97,13 +95,14 @@ class Meetings:
             if not missing and not differing:
                 return
             waited = time.monotonic() - started
-            if waited > min(timeout, warn_after) and not warned or waited > timeout:
+            is_late = waited > self.timeout
+            if is_late or waited > self.warn_after and not warned:
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"
                     f" {waited:.0f} s for {listed('process', missing)}"
                     + _excuses(missing, self._number)
                 )
-                if waited > timeout:
+                if is_late:
                     raise RuntimeError(
                         f"{text}. `Lockstep(timeout=...)` is how long to wait."
                     )

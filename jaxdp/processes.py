@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import coordination
+from . import coordination, meetings
 
 _LIMIT: Final = 3600.0
-"""Seconds to wait for the others, who may be reading a large checkpoint or compiling.
-One that has died ends the others by its missing heartbeat long before that."""
+"""Seconds to wait for what process 0 does alone, such as reading a large checkpoint.
+If it has died, that ends the others long before."""
 
 _SHARE_OF_TIME: Final = 200
 _LEAST_SECONDS: Final = 0.2
@@ -82,15 +82,12 @@ class _Several(Processes):
     def all(self, what: str, value: Any) -> list[Any]:
         number, old = next(self._calls), self._keys
         self._keys = []
-        self._set(f"{number}/{self.index}", [what, value])
-        if not coordination.barrier(f"jaxdp/{number}", _LIMIT):
-            raise TimeoutError(f"not all processes have come to {what!r} in an hour.")
+        self._set(f"{number}/{self.index}", value)
+        meetings.here().meet(what)
         texts = coordination.read_all(f"jaxdp/{number}")
         for key in old:  # whoever has come here has read them
             coordination.remove(key)
-        answers = [json.loads(texts[str(index)]) for index in range(self.count)]
-        self._check_together([name for name, _ in answers])
-        return [answer for _, answer in answers]
+        return [json.loads(texts[str(index)]) for index in range(self.count)]
 
     def first(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
@@ -106,7 +103,13 @@ class _Several(Processes):
             return value
         text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
         where, kind, value = json.loads(text)
-        self._check_together([where, *[what] * self.index])
+        if where != what:
+            raise RuntimeError(
+                "the processes are in different places of the program: process 0 at"
+                f" {where!r}, process {self.index} at {what!r}. All must call the same"
+                " methods of the trainer in the same order, also those that only one"
+                " of them needs."
+            )
         if not kind:
             return value
         raise _error_of(kind, errors)(f"{value} (said process 0)")
@@ -136,18 +139,6 @@ class _Several(Processes):
     def _set(self, key: str, value: Any) -> None:
         coordination.put(f"jaxdp/{key}", json.dumps(value))
         self._keys.append(f"jaxdp/{key}")
-
-    def _check_together(self, places: Sequence[str]) -> None:
-        if len(set(places)) > 1:
-            by_place = []
-            for place in dict.fromkeys(places):
-                who = [str(i) for i, other in enumerate(places) if other == place]
-                by_place.append(f"process {', '.join(who)} at {place!r}")
-            raise RuntimeError(
-                "the processes are in different places of the program:"
-                f" {'; '.join(by_place)}. All must call the same methods of the trainer"
-                " in the same order, also those that only one of them needs."
-            )
 
 
 def find_processes() -> Processes:

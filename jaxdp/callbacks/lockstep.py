@@ -87,6 +87,8 @@ class Lockstep(Callback):
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
+        here = meetings.here()
+        here.timeout, here.warn_after = self.timeout, self.warn_after
         if trainer.is_fitting:
             if (line := distributed.lifeline()) is not None:
                 line.begin_fit()
@@ -177,7 +179,7 @@ class Lockstep(Callback):
             line.where = f"at {where}"
         here = meetings.here()
         here.note(where, facts)
-        here.meet(self.timeout, self.warn_after)
+        here.meet()
 
     def _compare_states(self, trainer: Any) -> None:
         assert self._fingerprints is not None

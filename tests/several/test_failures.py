@@ -12,10 +12,9 @@ def test_a_killed_process_ends_the_others(crew, index):
     codes, outputs = job.join()
     assert codes[index] == -9
     for other in {0, 1, 2} - {index}:
-        assert codes[other] in (71, -6)
-        # JAX's own end is sometimes quicker, if it is process 0.
-        told = re.search(rf"jaxdp: process {index} \(.* died", outputs[other])
-        assert told or codes[other] == -6 and index == 0
+        # An error of JAX's is sometimes quicker, if it is process 0.
+        assert codes[other] == 71 or codes[other] == 1 and index == 0
+        assert re.search(rf"jaxdp: process {index} \(.* died", outputs[other])
 
 
 @pytest.mark.parametrize("index", [0, 1])
