@@ -11,6 +11,7 @@ alone, the same script trains alone.
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import importlib.metadata
@@ -19,7 +20,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Final
 
@@ -121,6 +122,24 @@ def initialize(
     )
     # JAX's backends wait for each other too, and not for long. Now all are here.
     jax.devices()
+
+
+@contextlib.contextmanager
+def together(doing: str) -> Iterator[None]:
+    """While this lasts no other process may leave, or fail alone."""
+    line = _lifeline
+    if line is None or line.is_fitting:
+        yield
+        return
+    line.where = f"in {doing}"
+    line.begin_fit()
+    try:
+        yield
+    except BaseException as error:
+        line.end_fit(None if isinstance(error, Stopped) else first_line(error))
+        raise
+    line.end_fit()
+    line.where = f"after {doing}"
 
 
 def lifeline() -> Lifeline | None:

@@ -43,6 +43,9 @@ class Processes:
     index: int = 0
     count: int = 1
 
+    def step(self, where: str) -> None:
+        """Raises on all unless they are about to do the same step of a loop."""
+
     def all(self, what: str, value: Any) -> list[Any]:
         """Every process's `value`, a JSON value, in their order.
 
@@ -79,12 +82,15 @@ class _Several(Processes):
         self._calls = itertools.count()
         self._keys: list[str] = []
 
+    def step(self, where: str) -> None:
+        meetings.here().step(where)
+
     def all(self, what: str, value: Any) -> list[Any]:
-        number, old = next(self._calls), self._keys
-        self._keys = []
-        self._set(f"{number}/{self.index}", value)
-        meetings.here().meet(what)
-        texts = coordination.read_all(f"jaxdp/{number}")
+        here, old = meetings.here(), self._keys
+        self._keys, folder = [], f"all/{here.number}"
+        self._set(f"{folder}/{self.index}", value)
+        here.meet(what)
+        texts = coordination.read_all(f"jaxdp/{folder}")
         for key in old:  # whoever has come here has read them
             coordination.remove(key)
         return [json.loads(texts[str(index)]) for index in range(self.count)]
@@ -92,16 +98,16 @@ class _Several(Processes):
     def first(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
     ) -> Any:
-        number = next(self._calls)
+        key = f"first/{next(self._calls)}"
         if self.index == 0:
             try:
                 value = function()
             except Exception as error:
-                self._set(f"{number}/0", [what, type(error).__name__, str(error)])
+                self._set(key, [what, type(error).__name__, str(error)])
                 raise
-            self._set(f"{number}/0", [what, "", value])
+            self._set(key, [what, "", value])
             return value
-        text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
+        text = coordination.get(f"jaxdp/{key}", _LIMIT)
         where, kind, value = json.loads(text)
         if where != what:
             raise RuntimeError(

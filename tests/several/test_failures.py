@@ -48,6 +48,13 @@ def test_a_process_that_leaves_ends_the_others(crew):
     assert "failed, at step 5 of epoch 0: SystemExit: 0" in outputs[0]
 
 
+def test_a_process_that_leaves_before_a_test_ends_the_others(crew):
+    codes, outputs = crew("leave_a_test").join()
+    assert codes[0] == 71
+    said = r"jaxdp: process 1 \(.* has ended, after test. Process 0, in test, can't"
+    assert re.search(said, outputs[0])
+
+
 def test_an_error_that_all_have_and_catch_ends_nobody(crew):
     codes, outputs = crew("catch_it").join()
     assert codes == [0, 0]

@@ -38,6 +38,21 @@ def test_a_process_in_another_phase_is_found(crew):
     assert any("different" in output for output in outputs)
 
 
+def test_evaluations_that_differ_are_found(crew):
+    codes, outputs = crew("evaluate_apart").join()
+    assert codes == [0, 0]
+    for output in outputs:
+        found = re.findall("^found .* wrong: (.*)$", output, re.M)
+        assert found == [
+            "process 0: the start of test; process 1: the start of predict.",
+            "process 0: batch 5 of test; process 1: the end of test.",
+            "process 0: batch 5 of predict; process 1: the end of predict.",
+        ]
+    # And they can go on together.
+    ends = [re.findall("test_loss .*", output) for output in outputs]
+    assert ends[0] == ends[1] != []
+
+
 def test_parameters_that_drift_apart_are_found(crew):
     codes, outputs = crew(
         "fit",
