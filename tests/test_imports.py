@@ -28,6 +28,7 @@ ORDER = [
         "plan_page",
         "tree",
     ],
+    ["meetings"],
     ["processes"],
     [
         "allocator",
@@ -36,7 +37,6 @@ ORDER = [
         "interrupts",
         "layout",
         "lifeline",
-        "meetings",
         "objective",
         "precision",
         "reading",
