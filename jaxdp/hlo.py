@@ -319,6 +319,7 @@ class _Reader:
             raise ValueError("this program has no ENTRY computation.")
         self.by_name = _ByName(self.computations)
         self.unknown_loops: list[str] = []
+        self._taken: dict[str, dict[int, list[str]]] = {}
 
     def program(self) -> Program:
         parameters = [
@@ -592,8 +593,13 @@ class _Reader:
         ends = [u.name for u in users if u.opcode.endswith("-done")]
         if ends:
             name, users = ends[0], self._users.get(ends[0], ())
-        taking = [u for u in users if u.opcode == "get-tuple-element"]
-        return [u.name for u in taking if _index(u) == index] if taking else [name]
+        if name not in self._taken:
+            taken = self._taken[name] = {}
+            for user in users:
+                if user.opcode == "get-tuple-element":
+                    taken.setdefault(_index(user), []).append(user.name)
+        taken = self._taken[name]
+        return taken.get(index, []) if taken else [name]
 
     @functools.cached_property
     def _users(self) -> dict[str, list[_Instruction]]:

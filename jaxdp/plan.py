@@ -480,7 +480,7 @@ def _planned(
         memory=reading.memory(),
         flops=flops,
         flops_compiled=flops_compiled,
-        traffic=reading.traffic(),
+        traffic=reading.traffic,
         hosts=reading.hosts(),
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
@@ -594,7 +594,7 @@ def _notes(
             f"how often {len(reading.program.unknown_loops)} loops with collectives"
             " run; these are counted once"
         )
-    if any(each.axes is None for each in reading.traffic()):
+    if any(each.axes is None for each in reading.traffic):
         unknown.append("the mesh axes of collectives between other groups of devices")
     unknown.append("memory of the program itself, of collectives' libraries and of JAX")
     return {"exact": exact, "indicative": indicative, "unknown": unknown}

@@ -1,5 +1,6 @@
 """A compiled train step, put into words: memory, collectives, lower bounds, time."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -217,6 +218,8 @@ class Reading:
         )
         self.params = [leaf for leaf in self.leaves if leaf.group == "parameters"]
         self.paths = {leaf.path for leaf in self.params}
+        self._known_sizes: dict[Leaf, tuple[int, int]] = {}
+        self._known_parameters: dict[str, str] = {}
 
     def memory(self) -> Memory:
         def held(group: str) -> int:
@@ -244,6 +247,7 @@ class Reading:
             + found.temp_size_in_bytes,
         )
 
+    @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Collectives alike in everything but their bytes, together."""
         found: dict[Any, list[hlo.Collective]] = {}
@@ -332,7 +336,7 @@ class Reading:
                 "bytes sent per device: every gradient summed over the devices of the"
                 " rows, 2(n-1)/n of it",
                 gradients,
-                sum(each.wire_bytes for each in self.traffic()),
+                sum(each.wire_bytes for each in self.traffic),
             ),
             Bound(
                 "bytes that go in: the state and the batch, once",
@@ -435,15 +439,21 @@ class Reading:
 
     def _sizes(self, leaf: Leaf) -> tuple[int, int]:
         """Elements of a leaf on one device, and gathered over the rows' devices."""
-        item = leaf.bytes // max(1, math.prod(leaf.shape))
-        return math.prod(leaf.shard), int(self._gathered_bytes(leaf)) // max(1, item)
+        if leaf not in self._known_sizes:
+            item = max(1, leaf.bytes // max(1, math.prod(leaf.shape)))
+            gathered = int(self._gathered_bytes(leaf)) // item
+            self._known_sizes[leaf] = math.prod(leaf.shard), gathered
+        return self._known_sizes[leaf]
 
     def _parameter(self, leaf: Leaf) -> str:
         """The parameter whose path a leaf of the optimizer's ends with."""
         if leaf.group != "optimizer state":
             return leaf.path
-        ends = [each.path for each in self.params if leaf.path.endswith(each.path)]
-        return max(ends, key=len, default=leaf.path)
+        if leaf.path not in self._known_parameters:
+            ends = [path for path in self.paths if leaf.path.endswith(path)]
+            found = max(ends, key=len, default=leaf.path)
+            self._known_parameters[leaf.path] = found
+        return self._known_parameters[leaf.path]
 
 
 def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:
@@ -480,7 +490,7 @@ def estimate(
     least = memory.arguments + memory.results + 2 * memory.temporary
     touched = (least if accessed is None else accessed) / profile.memory_bandwidth
     communication = 0.0
-    for each in reading.traffic():
+    for each in reading.traffic:
         near = profile.domain is None or each.group_size <= profile.domain
         speed = profile.link_bandwidth if near else profile.far_bandwidth
         if not near and profile.domain:
