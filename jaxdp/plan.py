@@ -357,6 +357,8 @@ class Planner:
         with warnings.catch_warnings():
             # Told by `not_overwritten`, with names.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            # A compiler without its devices can't take up what it compiled before.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation")
             (block,) = engine.blocks([window])
             (block,) = engine.prepare_training(block)
             compiled = engine.compiled_for("train", block.packed)
