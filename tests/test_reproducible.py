@@ -233,6 +233,14 @@ def test_rows_that_interact_are_computed_whole_by_every_device(caplog):
     assert all(found == scalars[0] for found in scalars)
 
 
+def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
+    """Its mode "ema" notes that the first batch has been."""
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode="ema")
+    trainer, recorder = make(model, Sharded(2), state=state)
+    trainer.fit(batches(16))
+    assert np.isfinite(recorder.losses).all()
+
+
 def test_one_key_for_a_batch_is_the_same_key_on_any_count():
     def loss_fn(model, x, y, key):
         noise = 0.1 * jax.random.normal(key, x.shape)

@@ -41,11 +41,11 @@ class NormNet(eqx.Module):
     norm: eqx.nn.BatchNorm
     last: eqx.nn.Linear
 
-    def __init__(self, key, axis_name="batch"):
+    def __init__(self, key, axis_name="batch", mode="batch"):
         keys = jax.random.split(key)
         # No bias: BatchNorm takes it out again, and Adam would follow rounding errors.
         self.first = eqx.nn.Linear(4, 8, use_bias=False, key=keys[0])
-        self.norm = eqx.nn.BatchNorm(8, axis_name=axis_name, mode="batch")
+        self.norm = eqx.nn.BatchNorm(8, axis_name=axis_name, mode=mode)
         self.last = eqx.nn.Linear(8, 3, key=keys[1])
 
     def __call__(self, x, state):
