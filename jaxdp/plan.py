@@ -53,6 +53,8 @@ class Plan:
             devices together, as traced; None if the strategy does not let one look.
         flops_compiled: operations per device that the compiler counts, loop bodies
             once; None where it does not tell.
+        bubble: what share of the time in split layers devices wait for one another's
+            results, by the strategy's schedule; the operations count it as work.
         traffic: collectives, the most bytes first.
         leaves: every leaf of the state and the batch.
         bounds: lower bounds beside what was found.
@@ -74,6 +76,7 @@ class Plan:
     memory: Memory
     flops: float | None
     flops_compiled: float | None
+    bubble: float
     traffic: tuple[Traffic, ...]
     leaves: tuple[Leaf, ...]
     bounds: tuple[Bound, ...]
@@ -171,6 +174,7 @@ class Plan:
             "memory": self.memory._asdict(),
             "flops": self.flops,
             "flops_compiled": self.flops_compiled,
+            "bubble": self.bubble,
             "wire_bytes": self.wire_bytes,
             "traffic": [each._asdict() for each in self.traffic],
             "bounds": [each._asdict() | {"ratio": each.ratio} for each in self.bounds],
@@ -359,6 +363,7 @@ class Planner:
             memory=reading.memory(),
             flops=flops,
             flops_compiled=flops_compiled,
+            bubble=strategy.bubble,
             traffic=reading.traffic(),
             leaves=tuple(reading.leaves),
             bounds=reading.bounds(),

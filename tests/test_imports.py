@@ -41,6 +41,7 @@ ORDER = [
         "reading",
         "remat",
         "report",
+        "stack",
     ],
     ["distributed"],
     ["step"],

@@ -42,6 +42,10 @@ class DataParallel(abc.ABC):
     """A batch is split into this many equal parts. The trainer pads batches to a
     multiple of it, or asks `compile` for a step with whole batches everywhere."""
 
+    bubble: float = 0.0
+    """What share of the time in split layers devices wait for one another's results,
+    by the schedule. `Trainer.plan` tells."""
+
     program_digests: tuple[str, ...] = ()
     """Of the programs built so far, in a job of several processes."""
 
