@@ -95,7 +95,7 @@ class Saving:
         Raises:
             SaveFailed: if it could not be written; nothing is left of it then.
         """
-        self._thread.join()
+        self.wait()
         if self._error is not None and (alone or self._processes.count == 1):
             raise _save_failed(self.path, self._error) from self._error
         if not alone:
@@ -107,6 +107,10 @@ class Saving:
             then(self.path)
         return self.path
 
+    def wait(self) -> None:
+        """Waits until the rest of the work is done, well or not."""
+        self._thread.join()
+
     def _wait(self) -> None:
         with _quiet_orbax():
             try:
@@ -115,6 +119,9 @@ class Saving:
                 self._checkpointer.close()
             except BaseException as error:
                 self._error = error
+
+
+_latest: Saving | None = None
 
 
 def start_saving(
@@ -141,8 +148,13 @@ def start_saving(
     """
     import orbax.checkpoint as ocp
 
+    global _latest
     path, processes = os.path.abspath(path), find_processes()
     processes.first(f"saving {path}", lambda: _check_is_new(path))
+    if processes.count > 1 and _latest is not None:
+        # Orbax's processes wait for each other by the name of the folder alone: at two
+        # folders of one name at once, for ever.
+        _latest.wait()
     named = _named(state)
     described = _described(named, meta)
     arguments = ocp.args.Composite(
@@ -162,7 +174,8 @@ def start_saving(
             checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
-    return Saving(path, checkpointer, then, processes)
+    _latest = Saving(path, checkpointer, then, processes)
+    return _latest
 
 
 def restore(

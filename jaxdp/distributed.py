@@ -11,12 +11,16 @@ alone, the same script trains alone.
 """
 
 import atexit
+import contextlib
+import ctypes
+import faulthandler
 import importlib.metadata
 import multiprocessing
 import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Final
 
@@ -102,6 +106,7 @@ def initialize(
     _lifeline = Lifeline(place, roll, heartbeat_timeout, _abandon)
     _lifeline.start()
     _end_with_the_others(_lifeline)
+    _put_off_aborts()
     bind = roll.bind_address or None
     jax.distributed.initialize(
         roll.address,
@@ -117,6 +122,24 @@ def initialize(
     )
     # JAX's backends wait for each other too, and not for long. Now all are here.
     jax.devices()
+
+
+@contextlib.contextmanager
+def together(doing: str) -> Iterator[None]:
+    """While this lasts no other process may leave, or fail alone."""
+    line = _lifeline
+    if line is None or line.is_fitting:
+        yield
+        return
+    line.where = f"in {doing}"
+    line.begin_fit()
+    try:
+        yield
+    except BaseException as error:
+        line.end_fit(None if isinstance(error, Stopped) else first_line(error))
+        raise
+    line.end_fit()
+    line.where = f"after {doing}"
 
 
 def lifeline() -> Lifeline | None:
@@ -237,6 +260,20 @@ def _end_with_the_others(line: Lifeline) -> None:
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = tell_and_end
+
+
+def _put_off_aborts() -> None:
+    """Leaves the lifeline time to say who has died, before C++ ends this process.
+
+    When a process dies, gloo and JAX's service abort others, from threads of their own
+    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
+    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
+    """
+    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
+    if os.name == "posix" and ours and not faulthandler.is_enabled():
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def first_line(exception: BaseException) -> str:

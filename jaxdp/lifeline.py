@@ -104,6 +104,7 @@ class Lifeline:
     Attributes:
         where: what this process is doing, for the others to tell if it dies.
         lost: why each process is gone that should not be.
+        is_fitting: whether it now needs all others.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Lifeline:
         self._connections = roll.connections
         self._end_process = end
         self._fits = 0
-        self._is_fitting = False
+        self.is_fitting = False
         self._failing = False
         self._heard_at: dict[int, tuple[float, str]] = {}
         self._done: dict[int, str] = {}
@@ -132,15 +133,15 @@ class Lifeline:
 
     def begin_fit(self) -> None:
         """From now on no other process may go missing."""
-        self._fits, self._is_fitting = self._fits + 1, True
+        self._fits, self.is_fitting = self._fits + 1, True
         for process, where in self._done.items():
             self._end_later(f"{self.names[process]} has ended, {where}", self._fits)
 
     def end_fit(self, failure: str | None = None) -> None:
         """The fit has ended here; elsewhere too, unless by a `failure` of this one."""
-        if self._is_fitting and failure is not None:
+        if self.is_fitting and failure is not None:
             self._tell({"failed": f"{self.where}: {failure}", "fit": self._fits})
-        self._is_fitting = False
+        self.is_fitting = False
 
     def fail(self, failure: str) -> None:
         """Tells all others that this process ends now, and by what.
@@ -213,7 +214,7 @@ class Lifeline:
             self._end(int(message["dead"]), str(message["text"]))
         elif "done" in message:
             self._done[process] = str(message["done"])
-            if self._is_fitting:
+            if self.is_fitting:
                 self._end_later(f"{name} has ended, {message['done']}", self._fits)
         elif "failed" in message:
             text, fit = f"{name} failed, {message['failed']}", message.get("fit")
@@ -251,7 +252,7 @@ class Lifeline:
         """
 
         def end() -> None:
-            is_concerned = fit is None or self._is_fitting and self._fits == fit
+            is_concerned = fit is None or self.is_fitting and self._fits == fit
             if is_concerned and not self._failing:
                 self._end_process(text)
 

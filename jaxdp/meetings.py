@@ -27,10 +27,14 @@ class Meetings:
     """Those of one process, in the order in which all processes have them.
 
     Attributes:
+        number: how many there were.
         waited: seconds spent waiting for others so far.
         where: what this process is about to do, or does.
         since: when it came to that, by `time.monotonic`.
         is_waiting: whether it waits for others.
+        timeout: seconds to wait for them.
+        warn_after: seconds after which it is said for whom.
+        every: how many steps of loops may pass without a meeting, this one included.
     """
 
     def __init__(self) -> None:
@@ -38,7 +42,11 @@ class Meetings:
         self.where = ""
         self.since = time.monotonic()
         self.is_waiting = False
-        self._number = 0
+        self.timeout = 600.0
+        self.warn_after = 30.0
+        self.every = 1
+        self._steps = 0
+        self.number = 0
         self._entries: list[Entry] = []
 
     def note(self, where: str, facts: Mapping[str, str] | None = None) -> None:
@@ -46,22 +54,30 @@ class Meetings:
         self.where, self.since = where, time.monotonic()
         self._entries.append((where, facts or {}))
 
-    def meet(self, timeout: float, warn_after: float) -> None:
+    def step(self, where: str, facts: Mapping[str, str] | None = None) -> None:
+        """Notes a step of a loop, and meets the others if it is this one's turn."""
+        self.note(where, facts)
+        self._steps += 1
+        if self._steps >= self.every:
+            self.meet()
+
+    def meet(self, what: str = "") -> None:
         """Waits for all others to come, having noted the same since the last time.
 
         Args:
-            timeout: seconds to wait.
-            warn_after: seconds after which it is said for whom.
+            what: they meet for, where it is nothing that has been noted.
 
         Raises:
             RuntimeError: if they have not, or somebody does not come.
         """
-        entries, self._entries = self._entries, []
-        self._number += 1
+        entries, self._entries, self._steps = self._entries, [], 0
+        if what:
+            entries.append((what, {}))
+        self.number += 1
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
-        if not coordination.barrier(f"jaxdp.meet/{self._number}/{digest}", _FAST):
-            self._ask(digest, entries, started, timeout, warn_after)
+        if not coordination.barrier(f"jaxdp.meet/{self.number}/{digest}", _FAST):
+            self._ask(digest, entries, started)
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
 
@@ -69,41 +85,35 @@ class Meetings:
         """Lets the others know why this process has not come yet."""
         seconds = time.monotonic() - self.since
         text = f"{self.where}, busy with {busy_with} for {seconds:.0f} s"
-        card = {"number": self._number, "text": text}
+        card = {"number": self.number, "text": text}
         coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
 
-    def _ask(
-        self,
-        digest: str,
-        entries: Sequence[Entry],
-        started: float,
-        timeout: float,
-        warn_after: float,
-    ) -> None:
-        mine = {"number": self._number, "digest": digest, "entries": entries}
+    def _ask(self, digest: str, entries: Sequence[Entry], started: float) -> None:
+        mine = {"number": self.number, "digest": digest, "entries": entries}
         coordination.put(f"jaxdp.meet/come/{coordination.index()}", json.dumps(mine))
         everyone = set(range(coordination.count()))
         pause, warned = 0.02, False
         while True:
             cards = _cards("come")
-            here = {p: c for p, c in cards.items() if c["number"] == self._number}
+            here = {p: c for p, c in cards.items() if c["number"] == self.number}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
                 raise RuntimeError(_difference(here))
             # Whoever has left for the next one has met us here.
             missing = {
-                p for p in everyone if cards.get(p, mine)["number"] < self._number
+                p for p in everyone if cards.get(p, mine)["number"] < self.number
             } | (everyone - set(cards))
             if not missing and not differing:
                 return
             waited = time.monotonic() - started
-            if waited > min(timeout, warn_after) and not warned or waited > timeout:
+            is_late = waited > self.timeout
+            if is_late or waited > self.warn_after and not warned:
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"
                     f" {waited:.0f} s for {listed('process', missing)}"
-                    + _excuses(missing, self._number)
+                    + _excuses(missing, self.number)
                 )
-                if waited > timeout:
+                if is_late:
                     raise RuntimeError(
                         f"{text}. `Lockstep(timeout=...)` is how long to wait."
                     )

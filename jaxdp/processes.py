@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import coordination
+from . import coordination, meetings
 
 _LIMIT: Final = 3600.0
-"""Seconds to wait for the others, who may be reading a large checkpoint or compiling.
-One that has died ends the others by its missing heartbeat long before that."""
+"""Seconds to wait for what process 0 does alone, such as reading a large checkpoint.
+If it has died, that ends the others long before."""
 
 _SHARE_OF_TIME: Final = 200
 _LEAST_SECONDS: Final = 0.2
@@ -42,6 +42,9 @@ class Processes:
 
     index: int = 0
     count: int = 1
+
+    def step(self, where: str) -> None:
+        """Raises on all unless they are about to do the same step of a loop."""
 
     def all(self, what: str, value: Any) -> list[Any]:
         """Every process's `value`, a JSON value, in their order.
@@ -79,34 +82,40 @@ class _Several(Processes):
         self._calls = itertools.count()
         self._keys: list[str] = []
 
+    def step(self, where: str) -> None:
+        meetings.here().step(where)
+
     def all(self, what: str, value: Any) -> list[Any]:
-        number, old = next(self._calls), self._keys
-        self._keys = []
-        self._set(f"{number}/{self.index}", [what, value])
-        if not coordination.barrier(f"jaxdp/{number}", _LIMIT):
-            raise TimeoutError(f"not all processes have come to {what!r} in an hour.")
-        texts = coordination.read_all(f"jaxdp/{number}")
+        here, old = meetings.here(), self._keys
+        self._keys, folder = [], f"all/{here.number}"
+        self._set(f"{folder}/{self.index}", value)
+        here.meet(what)
+        texts = coordination.read_all(f"jaxdp/{folder}")
         for key in old:  # whoever has come here has read them
             coordination.remove(key)
-        answers = [json.loads(texts[str(index)]) for index in range(self.count)]
-        self._check_together([name for name, _ in answers])
-        return [answer for _, answer in answers]
+        return [json.loads(texts[str(index)]) for index in range(self.count)]
 
     def first(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
     ) -> Any:
-        number = next(self._calls)
+        key = f"first/{next(self._calls)}"
         if self.index == 0:
             try:
                 value = function()
             except Exception as error:
-                self._set(f"{number}/0", [what, type(error).__name__, str(error)])
+                self._set(key, [what, type(error).__name__, str(error)])
                 raise
-            self._set(f"{number}/0", [what, "", value])
+            self._set(key, [what, "", value])
             return value
-        text = coordination.get(f"jaxdp/{number}/0", _LIMIT)
+        text = coordination.get(f"jaxdp/{key}", _LIMIT)
         where, kind, value = json.loads(text)
-        self._check_together([where, *[what] * self.index])
+        if where != what:
+            raise RuntimeError(
+                "the processes are in different places of the program: process 0 at"
+                f" {where!r}, process {self.index} at {what!r}. All must call the same"
+                " methods of the trainer in the same order, also those that only one"
+                " of them needs."
+            )
         if not kind:
             return value
         raise _error_of(kind, errors)(f"{value} (said process 0)")
@@ -136,18 +145,6 @@ class _Several(Processes):
     def _set(self, key: str, value: Any) -> None:
         coordination.put(f"jaxdp/{key}", json.dumps(value))
         self._keys.append(f"jaxdp/{key}")
-
-    def _check_together(self, places: Sequence[str]) -> None:
-        if len(set(places)) > 1:
-            by_place = []
-            for place in dict.fromkeys(places):
-                who = [str(i) for i, other in enumerate(places) if other == place]
-                by_place.append(f"process {', '.join(who)} at {place!r}")
-            raise RuntimeError(
-                "the processes are in different places of the program:"
-                f" {'; '.join(by_place)}. All must call the same methods of the trainer"
-                " in the same order, also those that only one of them needs."
-            )
 
 
 def find_processes() -> Processes:

@@ -507,12 +507,9 @@ class Trainer:
             returns: exactly the rows that came, in their order.
         """
         source = self._open(loader, "loader", "predict")
-        inputs = (inputs_of(batch) for batch in source.epoch(0))
-        done: list[PyTree] = []
-        with self._interrupts:
-            for prediction in self._ready().predict(inputs, gather=gather):
-                done.append(prediction)
-                self._interrupts.check()
+        inputs = (inputs_of(batch) for batch in self._in_step(source, "predict"))
+        with self._interrupts, distributed.together("predict"):
+            done = list(self._ready().predict(inputs, gather=gather))
         if not done:
             raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
@@ -976,6 +973,17 @@ class Trainer:
             for window, rows in list(rest)[-engine.ahead :]:
                 self._count(window, rows)
 
+    def _in_step(
+        self, source: Source, doing: str, limit: int | None = None
+    ) -> Iterator[Any]:
+        """The batches of a pass, all processes taking the same ones; signals heard."""
+        self.processes.all(f"the start of {doing}", None)
+        for number, batch in enumerate(itertools.islice(source.epoch(0), limit)):
+            self.processes.step(f"batch {number} of {doing}")
+            yield batch
+            self._interrupts.check()
+        self.processes.all(f"the end of {doing}", None)
+
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._phase("validation"):
@@ -987,13 +995,11 @@ class Trainer:
     ) -> dict[str, float]:
         hooks.on_validation_start(self)
         totals, batch_idx = new_totals(), -1
-        with self._interrupts:
-            batches = itertools.islice(source.epoch(0), limit)
-            for batch_idx, batch in enumerate(batches):
+        with self._interrupts, distributed.together(prefix):
+            for batch_idx, batch in enumerate(self._in_step(source, prefix, limit)):
                 engine = self._ready(batch)
                 totals = engine.evaluate(batch, totals, batch_idx)
                 hooks.on_validation_batch_end(self, batch_idx)
-                self._interrupts.check()
         if batch_idx < 0:
             raise ValueError(source.gave_nothing())
         means = means_of(np.asarray(totals), engine.facts["evaluate"].names)

@@ -28,6 +28,7 @@ ORDER = [
         "plan_page",
         "tree",
     ],
+    ["meetings"],
     ["processes"],
     [
         "allocator",
@@ -35,7 +36,6 @@ ORDER = [
         "interrupts",
         "layout",
         "lifeline",
-        "meetings",
         "objective",
         "precision",
         "reading",

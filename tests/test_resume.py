@@ -11,7 +11,7 @@ import pytest
 from toys import Mlp, Recorder, batches, rows
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.callbacks import ModelCheckpoint, Timer
 
 DATA = batches(16, 16, 5)
 
@@ -80,6 +80,35 @@ def test_a_run_goes_on_on_other_devices(tmp_path, before, after):
     np.testing.assert_allclose(
         first.losses + second.losses, whole.losses, rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("limit", ["max_time", "Timer"])
+def test_a_run_that_the_clock_has_ended_goes_on(tmp_path, limit):
+    """Wherever that was: at its third step, unless the machine is slow."""
+
+    class Slow(Recorder):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            super().on_train_batch_end(trainer, metrics, batch_idx)
+            time.sleep(0.6 if trainer.global_step == 3 else 0.0)
+
+    def saver():
+        return ModelCheckpoint(tmp_path, every_n_epochs=1, save_last=True)
+
+    whole, first, second = Recorder(), Slow(), Recorder()
+    expected = make(whole)
+    expected.fit(batches(16, 16, 5, 16), max_epochs=3)
+    timers = [Timer(0.5, verbose=False)] if limit == "Timer" else []
+    settings = {"max_time": 0.5} if limit == "max_time" else {}
+    trainer = make(first, saver(), *timers)
+    trainer.fit(batches(16, 16, 5, 16), max_epochs=3, **settings)
+    assert 1 <= trainer.global_step <= 3
+    timers = [Timer(verbose=False)] if limit == "Timer" else []
+    again = make(second, saver(), *timers)
+    again.fit(batches(16, 16, 5, 16), max_epochs=3, ckpt_path="last")
+    assert first.losses + second.losses == whole.losses
+    assert_same(again, expected)
+    if limit == "Timer":
+        assert timers[0].time_elapsed() > 0.5
 
 
 def test_words_say_which_checkpoint(tmp_path):

@@ -74,7 +74,6 @@ class Lockstep(Callback):
         self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self.timeout = timeout
         self.warn_after = warn_after
-        self._noted = 0
         self._programs: tuple[str, ...] = ()
         self._fingerprints: tuple[int, Callable[[], dict[str, str]]] | None = None
         self._has_compared_model = False
@@ -87,6 +86,9 @@ class Lockstep(Callback):
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
+        here = meetings.here()
+        here.timeout, here.warn_after = self.timeout, self.warn_after
+        here.every = self.every_n_steps
         if trainer.is_fitting:
             if (line := distributed.lifeline()) is not None:
                 line.begin_fit()
@@ -106,7 +108,8 @@ class Lockstep(Callback):
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
         rows["rows before it"] = str(trainer.examples_seen)
-        self._note(trainer, where, rows)
+        if coordination.is_there():
+            meetings.here().step(where, self._facts(trainer, where, rows))
 
     def on_boundary(self, trainer: Any) -> None:
         if not coordination.is_there():
@@ -131,9 +134,6 @@ class Lockstep(Callback):
     def on_validation_start(self, trainer: Any) -> None:
         self._meet(trainer, f"validation after step {trainer.global_step}")
 
-    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
-        self._note(trainer, f"the end of validation batch {batch_idx}", {})
-
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of validation after step {trainer.global_step}")
 
@@ -154,30 +154,25 @@ class Lockstep(Callback):
             line.end_fit()
             line.where = f"after a fit of {trainer.global_step} steps"
 
-    def _note(self, trainer: Any, where: str, facts: Mapping[str, str]) -> None:
-        """Meets the others, if it is the turn of this step."""
-        if not coordination.is_there():
-            return
-        self._noted += 1
-        if self._noted % self.every_n_steps == 0:
-            self._meet(trainer, where, facts)
-        else:
-            meetings.here().note(where, facts)
-
     def _meet(
         self, trainer: Any, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
-        if not coordination.is_there():
-            return
-        programs = trainer.program_digests
-        if programs is not self._programs:
-            self._programs = programs
-            facts = {**(facts or {}), "the compiled programs": ", ".join(programs)}
+        if coordination.is_there():
+            here = meetings.here()
+            here.note(where, self._facts(trainer, where, facts))
+            here.meet()
+
+    def _facts(
+        self, trainer: Any, where: str, facts: Mapping[str, str] | None
+    ) -> dict[str, str]:
+        """What to compare, and the programs if there are others than before."""
         if (line := distributed.lifeline()) is not None:
             line.where = f"at {where}"
-        here = meetings.here()
-        here.note(where, facts)
-        here.meet(self.timeout, self.warn_after)
+        found, programs = dict(facts or {}), trainer.program_digests
+        if programs is not self._programs:
+            self._programs = programs
+            found["the compiled programs"] = ", ".join(programs)
+        return found
 
     def _compare_states(self, trainer: Any) -> None:
         assert self._fingerprints is not None

@@ -245,6 +245,41 @@ def be_elsewhere():
     trainer.validate(loader) if jax.process_index() else trainer.fit(loader)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Has no length that could be compared."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(rows(self.count))
+
+
+def evaluate_apart():
+    """Not the same passes, and passes that are not equally long."""
+    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    stream = torch.utils.data.DataLoader(Stream(mine(64, 40)), 8)
+    for call in (
+        mine(lambda: trainer.test(loader), lambda: trainer.predict(loader)),
+        lambda: trainer.test(stream),
+        lambda: trainer.predict(stream),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            say("found", error)
+    say("test_loss", trainer.test(loader)["test_loss"])
+
+
+def leave_a_test():
+    trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    trainer.test(loader)
+    if jax.process_index() == 0:
+        trainer.test(loader)
+
+
 def nothing():
     say("here")
 

@@ -345,6 +345,13 @@ def files(into):
         )
         victim.write_bytes(b"rubbish" + victim.read_bytes()[7:])
     found["damaged"] = refusal(other.load, path)
+    both = [f"{into}/a", f"{into}/b"]
+    often = {"every_n_train_steps": 1, "save_top_k": -1}
+    run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
+    fit(run, max_epochs=2)
+    found["two folders at once"] = [
+        sum(name.isdecimal() for name in os.listdir(folder)) for folder in both
+    ]
     found["SingleDevice"] = refusal(trainer, "SingleDevice")
     found["one process's devices"] = refusal(
         Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
