@@ -7,38 +7,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from toys import Recorder, batches
+from toys import Deep, DeepBlock, Recorder, batches
 
 from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer, hlo
 from jaxdp.strategies import tensor_rules
-
-
-class Block(eqx.Module):
-    linear: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, width, key, rate=0.2):
-        self.linear = eqx.nn.Linear(width, width, key=key)
-        self.dropout = eqx.nn.Dropout(rate)
-
-    def __call__(self, x, *, key=None):
-        return x + self.dropout(jnp.tanh(self.linear(x)), key=key)
-
-
-class Net(eqx.Module):
-    first: eqx.nn.Linear
-    blocks: Stack
-    last: eqx.nn.Linear
-
-    def __init__(self, number=8):
-        keys = jax.random.split(jax.random.key(0), number + 2)
-        self.first = eqx.nn.Linear(4, 8, key=keys[0])
-        self.last = eqx.nn.Linear(8, 3, key=keys[1])
-        self.blocks = Stack([Block(8, key) for key in keys[2:]])
-
-    def __call__(self, x, *, key=None):
-        return self.last(self.blocks(self.first(x), key=key))
-
 
 # Rows that neither pipelines nor micro-batches divide.
 DATA = batches(24, 24, 13)
@@ -49,7 +21,7 @@ def train(strategy, *, data=DATA, epochs=3, **options):
     if "loss_fn" not in options:
         options["loss"] = "cross_entropy"
     trainer = Trainer(
-        Net(), optax.adam(1e-2), strategy=strategy, callbacks=[recorder],
+        Deep(), optax.adam(1e-2), strategy=strategy, callbacks=[recorder],
         enable_progress_bar=False, **options,
     )  # fmt: skip
     trainer.fit(data, data[::2], max_epochs=epochs)
@@ -133,7 +105,7 @@ def test_a_checkpoint_goes_to_another_layout(single, tmp_path):
     path = started.save(tmp_path / "saved")
     recorder = Recorder()
     resumed = Trainer(
-        Net(), optax.adam(1e-2), strategy=FSDP(), loss="cross_entropy",
+        Deep(), optax.adam(1e-2), strategy=FSDP(), loss="cross_entropy",
         callbacks=[recorder], enable_progress_bar=False,
     )  # fmt: skip
     resumed.load(path)
@@ -142,7 +114,7 @@ def test_a_checkpoint_goes_to_another_layout(single, tmp_path):
 
 
 def test_the_plan_tells_the_bubble():
-    model = eqx.filter_eval_shape(Net)
+    model = eqx.filter_eval_shape(Deep)
     trainer = Trainer(model, loss="cross_entropy", strategy=Pipeline(4, 5))
     plan = trainer.plan(DATA)
     assert plan.bubble == plan.to_dict()["bubble"] == 3 / 8
@@ -151,7 +123,7 @@ def test_the_plan_tells_the_bubble():
 
 
 def test_frozen_blocks_are_split_too():
-    model = Net()
+    model = Deep()
     spec = jax.tree.map(eqx.is_inexact_array, model)
     spec = eqx.tree_at(
         lambda m: m.blocks, spec, jax.tree.map(lambda _: False, model.blocks)
@@ -167,7 +139,7 @@ def test_frozen_blocks_are_split_too():
 
 def test_a_stack_is_its_blocks_in_turn():
     keys = jax.random.split(jax.random.key(0), 3)
-    blocks = [Block(8, key) for key in keys]
+    blocks = [DeepBlock(8, key) for key in keys]
     stack, x = Stack(blocks), jnp.arange(8.0)
     assert len(stack) == 3
     expected = x
@@ -201,16 +173,16 @@ def test_what_cannot_be_staged_says_why():
     with pytest.raises(
         ValueError, match=r"4 stages .* do not divide the 6 blocks of b"
     ):
-        Trainer(Net(6), strategy=Pipeline(4, 2)).fit(DATA)
+        Trainer(Deep(6), strategy=Pipeline(4, 2)).fit(DATA)
 
 
 def test_blocks_that_differ_cannot_be_stacked():
     keys = jax.random.split(jax.random.key(0))
     with pytest.raises(ValueError, match=r"`blocks` must have one block at least"):
         Stack([])
-    for other in (Block(4, keys[1]), Block(8, keys[1], 0.5), eqx.nn.Identity()):
+    for other in (DeepBlock(4, keys[1]), DeepBlock(8, keys[1], 0.5), eqx.nn.Identity()):
         with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
-            Stack([Block(8, keys[0]), other])
+            Stack([DeepBlock(8, keys[0]), other])
     shapes = [{"a": jnp.ones(2)}, {"a": jnp.ones(3)}]
     with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
         Stack(shapes)
