@@ -52,7 +52,10 @@ def test_the_numbers_are_those_of_one_device(single, strategy):
     "options",
     [
         {"accumulate_grad_batches": 2, "remat": "blocks.stacked"},
-        {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+        pytest.param(
+            {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["accumulation", "bf16"],
 )

@@ -57,6 +57,7 @@ def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, na
     assert all(other == first for other in others)  # to the bit
 
 
+@pytest.mark.slow
 def test_stages_of_blocks_may_be_in_several_processes(crew):
     job = crew(
         "together.all_numbers",
