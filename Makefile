@@ -14,6 +14,8 @@ DEFAULT_PYTHON := python3.11
 PYTHON ?= $(DEFAULT_PYTHON)
 # How many tests run at a time.
 JOBS ?= 2
+# A file's tests stay in one process, which has compiled what they share.
+PARALLEL := -n $(JOBS) --dist loadfile
 # What is installed besides what jaxdp needs: an extra of setup.cfg.
 EXTRA := test
 TORCH := torch==2.13.0
@@ -32,10 +34,10 @@ demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: lint docs
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest $(PARALLEL)
 
 faults: $(READY)
 	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \

@@ -38,13 +38,13 @@ class Lockstep(Callback):
     every trainer has this guard, as its first callback; pass one to change it.
 
     When a fit starts, versions, arguments, the model, its parameters and the compiled
-    step are compared. Then the processes meet before every step, validation batch and
-    end of an epoch, each saying what it is about to do. If that differs, all of them
+    step are compared. Then the processes meet before every step, batch of an evaluation
+    and end of a pass, each saying what it is about to do. If that differs, all of them
     raise a RuntimeError that says which process is where. Steps in flight go on
     meanwhile: nothing waits for the device.
 
     Args:
-        every_n_steps: how often they meet, in steps and validation batches. What
+        every_n_steps: how often they meet, in steps and batches of evaluations. What
             differs in between is found at the next meeting.
         fingerprint_every_n_steps: how often the state is compared, bit by bit; None
             leaves it out. Only what every process holds a copy of can differ.
