@@ -14,12 +14,13 @@ import argparse
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import numpy as np
 import optax
 
-from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO, hlo
-from jaxdp.strategies import tensor_rules
+from jaxdp import Pipeline, Sharded, SingleDevice, Stack, TensorParallel, Trainer, hlo
+from jaxdp.strategies import FSDP, ZeRO, tensor_rules
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT  # noqa: E402
@@ -36,6 +37,7 @@ def rows(model):
     yield "`FSDP()`", {"strategy": FSDP()}
     tensor = TensorParallel(pairs, tensor_rules(model))
     yield f"`TensorParallel({pairs}, ...)`", {"strategy": tensor}
+    yield "`Pipeline(4, 8)`", {"strategy": Pipeline(4, 8)}
     yield (
         "`FSDP()`, `accumulate_grad_batches=4`",
         {"strategy": FSDP(), "accumulate_grad_batches": 4},
@@ -48,6 +50,8 @@ def rows(model):
 
 
 def measure(model, x, y, options):
+    if isinstance(options["strategy"], Pipeline):
+        model = eqx.tree_at(lambda gpt: gpt.blocks, model, [Stack(model.blocks)])
     micro_batches = options.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         model, optax.adamw(1e-3), loss="cross_entropy", enable_progress_bar=False,

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .history import History
+from .stack import Stack
 from .step import TrainState
 from .strategies import (
     FSDP,
     DataParallel,
+    Pipeline,
     Pmap,
     Sharded,
     SingleDevice,
@@ -38,10 +40,12 @@ __all__ = [
     "Callback",
     "DataParallel",
     "History",
+    "Pipeline",
     "Plan",
     "Pmap",
     "Sharded",
     "SingleDevice",
+    "Stack",
     "TensorParallel",
     "TrainState",
     "Trainer",

@@ -51,6 +51,10 @@ class Collectives:
         It draws one key for all of them, or takes a mean over them by itself.
         """
 
+    def arrange(self, model: PyTree) -> PyTree:
+        """The model as it is to be called here: the same function of a row."""
+        return model
+
     def gather(self, params: PyTree) -> PyTree:
         """Whole parameters from the shares held here, before they are used."""
         return params

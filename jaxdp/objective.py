@@ -150,7 +150,7 @@ class LossFnObjective:
         names = _axis_names(model)
         call = functools.partial(self.loss_fn, model, *arguments, **keywords)
         names = names if len(names) > 1 else ()
-        with _constants_in_state(bound_axes):
+        with _constants_in_state():
             try:
                 result = _binding(names, bound_axes, call)
             except NameError as error:
@@ -260,19 +260,19 @@ def apply(
         return batched(x, rows.keys)
 
     others = tuple(name for name in names if name != own)
-    with _constants_in_state(bound_axes):
+    with _constants_in_state():
         return _binding(others, bound_axes, all_rows)
 
 
 @contextlib.contextmanager
-def _constants_in_state(bound_axes: tuple[str, ...]) -> Iterator[None]:
+def _constants_in_state() -> Iterator[None]:
     """Lets a model put constants into its `eqx.nn.State` under `jax.shard_map`.
 
     There the old value's type carries the mesh and a constant's does not, so that
     Equinox 0.13 refuses `state.set(index, jnp.array(False))`, as BatchNorm does, as a
     change of type. While tracing, the constant takes on the type of the old value.
     """
-    if not bound_axes:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
         yield
         return
     original = eqx.nn.State.set

@@ -57,6 +57,8 @@ class Plan:
             devices together, as traced; None if the strategy does not let one look.
         flops_compiled: operations per device that the compiler counts, loop bodies
             once; None where it does not tell.
+        bubble: what share of the time in split layers devices wait for one another's
+            results, by the strategy's schedule; the operations count it as work.
         traffic: collectives, the most bytes first.
         hosts: what each host loads, sends to others and writes. A host is a process.
         leaves: every leaf of the state and the batch.
@@ -81,6 +83,7 @@ class Plan:
     memory: Memory
     flops: float | None
     flops_compiled: float | None
+    bubble: float
     traffic: tuple[Traffic, ...]
     hosts: Hosts
     leaves: tuple[Leaf, ...]
@@ -190,6 +193,7 @@ class Plan:
             "memory": self.memory._asdict(),
             "flops": self.flops,
             "flops_compiled": self.flops_compiled,
+            "bubble": self.bubble,
             "wire_bytes": self.wire_bytes,
             "traffic": [each._asdict() for each in self.traffic],
             "hosts": self.hosts._asdict(),
@@ -346,6 +350,7 @@ class Planner:
             nonlocal compile_seconds
             traced.append(program.trace(*arguments))
             lowered = traced[-1].lower()
+            strategy.rewrite(lowered)
             begun = time.perf_counter()
             compiled = lowered.compile(options)
             compile_seconds = time.perf_counter() - begun
@@ -482,6 +487,7 @@ def _planned(
         memory=reading.memory(),
         flops=flops,
         flops_compiled=flops_compiled,
+        bubble=reading.bubble,
         traffic=reading.traffic,
         hosts=reading.hosts(),
         leaves=tuple(reading.leaves),

@@ -559,6 +559,8 @@ def _operations(plan: Any, short: bool = False) -> str:
         f"{_si(plan.flops)}FLOP per step in matrix products and convolutions,"
         f" {_si(plan.flops / plan.num_devices)}FLOP per device,"
         f" {_si(plan.flops / plan.rows)}FLOP per row."
+        + f" Stages wait for {plan.bubble:.1%} of the blocks' time."
+        * bool(plan.bubble)
     )
 
 

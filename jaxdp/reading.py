@@ -168,6 +168,7 @@ class Reading:
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
         self.is_whole: bool = getattr(strategy, "state_is_whole", False)
+        self.bubble: float = strategy.bubble
         self.owner = owner
         self.hosts_of_places = list(owner.values())
         self.steps: int = runs.steps

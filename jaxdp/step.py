@@ -220,7 +220,7 @@ class Steps(NamedTuple):
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = remat_submodules(self._model(params, buffers), self.remat)
                 batch = cast_batch(model, micro.batch, self.precision)
-                model = computing(model, self.precision)
+                model = collectives.arrange(computing(model, self.precision))
                 rows = _rows(collectives, step_key, micro)
                 found = objective(model, model_state, batch, rows, _bound(collectives))
                 _check_depends(found.values["loss"], params)
@@ -266,7 +266,7 @@ class Steps(NamedTuple):
         model = self._whole_model(collectives, weights)
         batch = cast_batch(model, micro.batch, self.precision)
         found = objective(
-            computing(eqx.nn.inference_mode(model), self.precision),
+            self._inference(collectives, model),
             weights.model_state,
             batch,
             rows,
@@ -285,7 +285,7 @@ class Steps(NamedTuple):
         micro = _first(groups[0])
         model = self._whole_model(collectives, weights)
         prediction, _ = objectives.apply(
-            computing(eqx.nn.inference_mode(model), self.precision),
+            self._inference(collectives, model),
             weights.model_state,
             micro.batch,
             _rows(collectives, _key_outside_training(weights), micro),
@@ -323,6 +323,10 @@ class Steps(NamedTuple):
         return self._model(
             collectives.gather(weights.params), collectives.gather(weights.buffers)
         )
+
+    def _inference(self, collectives: Collectives, model: PyTree) -> PyTree:
+        model = computing(eqx.nn.inference_mode(model), self.precision)
+        return collectives.arrange(model)
 
 
 def first_state(

@@ -42,6 +42,7 @@ ORDER = [
         "reading",
         "remat",
         "report",
+        "stack",
     ],
     ["distributed"],
     ["step"],

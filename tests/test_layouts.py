@@ -367,6 +367,124 @@ def test_a_stack_of_gradients_is_split_as_its_parameter():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+class UNet(eqx.Module):
+    """Noise in (1, 8, 8) images, at a time, by two resolutions and a skip between."""
+
+    time: eqx.nn.MLP
+    down: list[eqx.nn.Conv2d]
+    norms: list[eqx.nn.GroupNorm]
+    middle: eqx.nn.MultiheadAttention
+    up: eqx.nn.ConvTranspose2d
+    last: eqx.nn.Conv2d
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 6)
+        self.time = eqx.nn.MLP("scalar", 16, 16, 1, key=keys[0])
+        self.down = [
+            eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[1]),
+            eqx.nn.Conv2d(16, 16, 3, stride=2, padding=1, key=keys[2]),
+        ]
+        self.norms = [eqx.nn.GroupNorm(4, 16), eqx.nn.GroupNorm(4, 16)]
+        self.middle = eqx.nn.MultiheadAttention(2, 16, key=keys[3])
+        self.up = eqx.nn.ConvTranspose2d(16, 16, 4, 2, padding=1, key=keys[4])
+        self.last = eqx.nn.Conv2d(32, 1, 3, padding=1, key=keys[5])
+
+    def __call__(self, x, t):
+        h = self.norms[0](self.down[0](x) + self.time(t)[:, None, None])
+        skipped = jax.nn.silu(h)
+        h = jax.nn.silu(self.norms[1](self.down[1](skipped)))
+        places = h.reshape(16, -1).T
+        h = h + self.middle(places, places, places).T.reshape(h.shape)
+        return self.last(jnp.concatenate([self.up(h), skipped]))
+
+
+def diffusion(model, x, keys):
+    """For each row: a time and noise of its own, and how well the noise is found."""
+
+    def of_row(x, key):
+        for_time, for_noise = jax.random.split(key)
+        t = jax.random.uniform(for_time)
+        noise = jax.random.normal(for_noise, x.shape)
+        return (
+            (model(jnp.sqrt(1 - t) * x + jnp.sqrt(t) * noise, t) - noise) ** 2
+        ).mean()
+
+    return jax.vmap(of_row)(x, keys)
+
+
+class VisionTransformer(eqx.Module):
+    """(3, 8, 8) -> 10, by patches of 2 x 2, a token for the class, and two blocks."""
+
+    patches: eqx.nn.Conv2d
+    token: jax.Array
+    places: jax.Array
+    blocks: list[Block]
+    head: eqx.nn.Sequential
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 6)
+        self.patches = eqx.nn.Conv2d(3, 32, 2, stride=2, key=keys[0])
+        self.token = jax.random.normal(keys[1], (1, 32))
+        self.places = jax.random.normal(keys[2], (17, 32))
+        self.blocks = [Block(32, key) for key in keys[3:5]]
+        linear = eqx.nn.Linear(32, 10, key=keys[5])
+        self.head = eqx.nn.Sequential([eqx.nn.LayerNorm(32), linear])
+
+    def __call__(self, x, key=None):
+        x = self.patches(x).reshape(32, -1).T
+        x = jnp.concatenate([self.token, x]) + self.places
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if key is None else jax.random.fold_in(key, index))
+        return self.head(x[0])
+
+
+@functools.cache
+def large(name):
+    """A model, batches for it, how it is trained, and what one device makes of it."""
+    random = np.random.default_rng(0)
+    if name == "unet":
+        data = [random.normal(size=(size, 1, 8, 8)) for size in (16, 16, 5)]
+        model, arguments = UNet(jax.random.key(0)), {"loss_fn": diffusion}
+    else:
+        data = [
+            (random.normal(size=(size, 3, 8, 8)), random.integers(0, 10, size))
+            for size in (16, 16, 5)
+        ]
+        model, arguments = VisionTransformer(jax.random.key(0)), {}
+    arguments["optimizer"] = optax.adamw(1e-3)
+    return model, data, arguments, train(model, data, SingleDevice(), **arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("unet", FSDP),
+        ("vit", "tensor"),
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("unet", ZeRO),
+                ("unet", "tensor"),
+                ("vit", ZeRO),
+                ("vit", FSDP),
+            )
+        ],
+    ],
+)
+def test_models_of_many_kinds_of_layers_give_the_numbers_of_one_device(name, strategy):
+    model, data, arguments, expected = large(name)
+    if strategy == "tensor":
+        rules = tensor_rules(model)
+        if name == "unet":
+            rules += [
+                ("down[0].*", PartitionSpec("model")),  # by channels that come out
+                ("up.weight", PartitionSpec(None, "model")),  # by those that go in
+            ]
+        strategy = functools.partial(TensorParallel, {"data": 4, "model": 2}, rules)
+    _, found = train(model, data, strategy(), **arguments)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_a_model_smaller_than_the_number_of_devices_is_whole(strategy):
     model = eqx.nn.Linear(4, 1, key=jax.random.key(0))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import Callback
+from jaxdp import Callback, Stack
 
 
 class Mlp(eqx.Module):
@@ -41,16 +41,45 @@ class NormNet(eqx.Module):
     norm: eqx.nn.BatchNorm
     last: eqx.nn.Linear
 
-    def __init__(self, key, axis_name="batch"):
+    def __init__(self, key, axis_name="batch", mode="batch"):
         keys = jax.random.split(key)
         # No bias: BatchNorm takes it out again, and Adam would follow rounding errors.
         self.first = eqx.nn.Linear(4, 8, use_bias=False, key=keys[0])
-        self.norm = eqx.nn.BatchNorm(8, axis_name=axis_name, mode="batch")
+        self.norm = eqx.nn.BatchNorm(8, axis_name=axis_name, mode=mode)
         self.last = eqx.nn.Linear(8, 3, key=keys[1])
 
     def __call__(self, x, state):
         x, state = self.norm(self.first(x), state)
         return self.last(jax.nn.relu(x)), state
+
+
+class DeepBlock(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, width, key, rate=0.2):
+        self.linear = eqx.nn.Linear(width, width, key=key)
+        self.dropout = eqx.nn.Dropout(rate)
+
+    def __call__(self, x, *, key=None):
+        return x + self.dropout(jnp.tanh(self.linear(x)), key=key)
+
+
+class Deep(eqx.Module):
+    """4 -> blocks with dropout in a stack -> 3."""
+
+    first: eqx.nn.Linear
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self, number=8):
+        keys = jax.random.split(jax.random.key(0), number + 2)
+        self.first = eqx.nn.Linear(4, 8, key=keys[0])
+        self.last = eqx.nn.Linear(8, 3, key=keys[1])
+        self.blocks = Stack([DeepBlock(8, key) for key in keys[2:]])
+
+    def __call__(self, x, *, key=None):
+        return self.last(self.blocks(self.first(x), key=key))
 
 
 def rows(count, seed=0):

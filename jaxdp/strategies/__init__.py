@@ -1,6 +1,7 @@
 """Strategies: where things live and how the step is compiled."""
 
 from .base import DataParallel
+from .pipeline import Pipeline
 from .pmap import Pmap
 from .sharded import Layout, Sharded
 from .single_device import SingleDevice
@@ -11,6 +12,7 @@ __all__ = [
     "FSDP",
     "DataParallel",
     "Layout",
+    "Pipeline",
     "Pmap",
     "Sharded",
     "SingleDevice",

@@ -42,6 +42,10 @@ class DataParallel(abc.ABC):
     """A batch is split into this many equal parts. The trainer pads batches to a
     multiple of it, or asks `compile` for a step with whole batches everywhere."""
 
+    bubble: float = 0.0
+    """What share of the time in split layers devices wait for one another's results,
+    by the schedule. `Trainer.plan` tells."""
+
     program_digests: tuple[str, ...] = ()
     """Of the programs built so far, in a job of several processes."""
 
@@ -101,11 +105,15 @@ class DataParallel(abc.ABC):
         """A program before it is compiled. Of several processes, each notes its text:
         `Lockstep` compares them."""
         lowered = program.trace(*arguments).lower()
+        self.rewrite(lowered)
         if jax.process_count() > 1:
             text = lowered.as_text().encode()
             digest = hashlib.blake2b(text, digest_size=6).hexdigest()
             self.program_digests = (*self.program_digests, digest)
         return lowered
+
+    def rewrite(self, lowered: Any) -> None:
+        """Changes a program in place before it is compiled; here, not at all."""
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding that `place` gives each leaf of `state`, from shapes alone.

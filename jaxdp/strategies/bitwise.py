@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
@@ -34,8 +35,8 @@ SHARDS: Final = 8
 
 _AXIS: Final = "shards"
 _OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
-"""XLA merges equal operations once more, and earlier, in programs for several devices,
-and then fuses others: with 2 devices a LayerNorm had other bits than with 1."""
+"""XLA merges equal operations at other times in programs for several devices, and then
+fuses others: with 2 devices a LayerNorm had other bits than with 1."""
 
 _SMALL: Final = 4096
 """Elements up to which a sum is gathered by every device, not shared out."""
@@ -158,6 +159,9 @@ class Bitwise(DataParallel):
             donate_argnums=donate,
         )
         return self.build(jitted, arguments, _OPTIONS)
+
+    def rewrite(self, lowered: Any) -> None:
+        _merge_equal_operations(lowered)
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
@@ -360,6 +364,18 @@ class _Sum:
             return total
         parts = jax.lax.all_gather(total, _AXIS, tiled=True)
         return parts[: self.size].reshape(self.like.shape)
+
+
+def _merge_equal_operations(lowered: jax.stages.Lowered) -> None:
+    """What Shardy, which places the parts of programs for several devices, begins with.
+
+    No option keeps it from that, and it decides what XLA makes of the rest: a number
+    that two arrays are divided by is inverted first if it is one number, not two equal
+    ones. So the program for one device gets it too.
+    """
+    module: Any = lowered.compiler_ir()
+    with module.context:
+        PassManager.parse("builtin.module(cse)").run(module.operation)
 
 
 def _stack(leaf: Array) -> Array:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..collectives import DATA
+from ..stack import Stack
 from ..step import TrainState
 from ..tree import leaf_path
 from .base import Devices, find_devices
@@ -151,13 +152,30 @@ def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
     Raises:
         ValueError: if there are no such layers.
     """
-    kinds = eqx.nn.MLP | eqx.nn.MultiheadAttention
+    rules = _rules(model, axis)
+    if not rules:
+        raise ValueError(
+            "`model` has no eqx.nn.MLP of two or more layers and no"
+            " eqx.nn.MultiheadAttention; write rules for its own layers:"
+            ' ("layers[0].weight", PartitionSpec("model", None)).'
+        )
+    return rules
+
+
+def _rules(model: PyTree, axis: str) -> list[Rule]:
+    kinds = eqx.nn.MLP | eqx.nn.MultiheadAttention | Stack
     is_kind = lambda node: isinstance(node, kinds)  # noqa: E731
     rules: list[Rule] = []
     found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_kind)[0]
     for path, node in found:
         pairs: list[tuple[dict[str, Any], str]] = []
-        if isinstance(node, eqx.nn.MLP):
+        prefix = f"{leaf_path(path)}." if path else ""
+        if isinstance(node, Stack):
+            rules += [
+                (f"{prefix}stacked.{name}", PartitionSpec(None, *spec))
+                for name, spec in _rules(node.stacked, axis)
+            ]
+        elif isinstance(node, eqx.nn.MLP):
             named = [(f"layers[{i}]", layer) for i, layer in enumerate(node.layers)]
             pairs = [
                 ({name: layer}, after)
@@ -168,19 +186,12 @@ def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
         elif isinstance(node, eqx.nn.MultiheadAttention):
             inputs = ("query_proj", "key_proj", "value_proj")
             pairs = [({name: getattr(node, name) for name in inputs}, "output_proj")]
-        prefix = f"{leaf_path(path)}." if path else ""
         for outward, inward in pairs:
             for name, layer in outward.items():
                 rules.append((f"{prefix}{name}.weight", PartitionSpec(axis, None)))
                 if layer.bias is not None:
                     rules.append((f"{prefix}{name}.bias", PartitionSpec(axis)))
             rules.append((f"{prefix}{inward}.weight", PartitionSpec(None, axis)))
-    if not rules:
-        raise ValueError(
-            "`model` has no eqx.nn.MLP of two or more layers and no"
-            " eqx.nn.MultiheadAttention; write rules for its own layers:"
-            ' ("layers[0].weight", PartitionSpec("model", None)).'
-        )
     return rules
 
 

@@ -58,6 +58,22 @@ def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, na
 
 
 @pytest.mark.slow
+def test_stages_of_blocks_may_be_in_several_processes(crew):
+    job = crew(
+        "together.all_numbers",
+        processes=2,
+        start={"devices": 2},
+        cases={"stages": {"strategy": "Pipeline", "deep": True, "epochs": 1}},
+    )
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, other = told(outputs)
+    expected = together.numbers("SingleDevice", deep=True, epochs=1)
+    assert_same(first[0]["found"], expected)
+    assert other == first
+
+
+@pytest.mark.slow
 def test_bitwise_holds_across_processes(crew):
     options = {"reproducible": "bitwise", "epochs": 1}
     expected = together.numbers("Sharded", **options)

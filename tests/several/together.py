@@ -22,9 +22,9 @@ import torch
 from jax.sharding import PartitionSpec
 from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from toys import Mlp, NormNet, Recorder, rows
+from toys import Deep, Mlp, NormNet, Recorder, rows
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp import Pipeline, Pmap, Sharded, SingleDevice, TensorParallel, Trainer
 from jaxdp.callbacks import (
     Callback,
     CSVLogger,
@@ -34,6 +34,7 @@ from jaxdp.callbacks import (
     ProgressBar,
     Timer,
 )
+from jaxdp.strategies import FSDP, ZeRO
 
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 
@@ -53,14 +54,17 @@ def strategies():
             {"data": devices // 2, "model": 2}, halves
         ),
         "across": lambda: TensorParallel({"data": 1, "model": devices}, halves),
+        "Pipeline": lambda: Pipeline(devices, 3),
         "SingleDevice": SingleDevice,
     }
 
 
-def trainer(strategy="Sharded", callbacks=(), model=None, **options):
+def trainer(strategy="Sharded", callbacks=(), model=None, deep=False, **options):
     options = {"loss": "cross_entropy", "metrics": ["accuracy"]} | options
+    if model is None:
+        model = Deep() if deep else Mlp(jax.random.key(0))
     return Trainer(
-        Mlp(jax.random.key(0)) if model is None else model,
+        model,
         optax.adam(1e-2),
         strategy=strategies()[strategy](),
         callbacks=callbacks,

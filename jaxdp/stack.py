@@ -1,0 +1,72 @@
+"""Equal layers as one: their arrays stacked, applied one after the other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+
+class Stack(eqx.Module):
+    """Equal blocks, each applied to what the one before it gave.
+
+        self.blocks = Stack([Block(width, key=key) for key in keys])
+        x = self.blocks(x)
+
+    A loop over one block's program: it is compiled once, however many blocks there are.
+    The blocks' arrays are stacked, `blocks.stacked.norm.weight` has the norms of all of
+    them, so that a layout can split them by layers; `Pipeline` does.
+
+    Args:
+        blocks: modules of one structure, called as `block(x)`, or `block(x, key=key)`
+            if the stack is given a key; what a block gives is like what it takes.
+    """
+
+    stacked: PyTree
+    """One block, with a leading axis in every array."""
+
+    def __init__(self, blocks: Sequence[PyTree]):
+        blocks = list(blocks)
+        if not blocks:
+            raise ValueError("`blocks` must have one block at least; got none.")
+        parts = [eqx.partition(block, eqx.is_array) for block in blocks]
+        shapes = [eqx.filter_eval_shape(lambda arrays=a: arrays) for a, _ in parts]
+        for index, (shape, (_, rest)) in enumerate(zip(shapes, parts, strict=True)):
+            if not eqx.tree_equal((shape, rest), (shapes[0], parts[0][1])):
+                raise ValueError(
+                    f"`blocks`: number {index} differs from number 0 in more than the"
+                    " values of its arrays. A stack is of equal blocks; put others"
+                    " before or after it."
+                )
+        stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[a for a, _ in parts])
+        self.stacked = eqx.combine(stacks, parts[0][1])
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(eqx.filter(self.stacked, eqx.is_array))[0])
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        arrays, rest = eqx.partition(self.stacked, eqx.is_array)
+        return in_turn(rest, arrays, x, self.keys(key))
+
+    def keys(self, key: PRNGKeyArray | None) -> PRNGKeyArray | None:
+        """One key for each block."""
+        return None if key is None else jax.random.split(key, len(self))
+
+
+def in_turn(rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+    """Applies blocks to `x`, each to what the one before it gave.
+
+    Args:
+        rest: a block without its arrays.
+        arrays: those of all blocks, stacked.
+        x: what the first block is given.
+        keys: one for each block, or None.
+    """
+
+    def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:
+        block, key = eqx.combine(own[0], rest), own[1]
+        return (block(x) if key is None else block(x, key=key)), None
+
+    return jax.lax.scan(apply, x, (arrays, keys))[0]

@@ -1,0 +1,217 @@
+"""Layers split over the devices in stages, which work on parts of a batch in turn."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ..collectives import DATA, Collectives
+from ..stack import Stack, in_turn
+from ..step import TrainState
+from ..tree import leaf_path
+from .base import Devices, find_devices
+from .sharded import Sharded
+
+_STAGE = "stage"
+
+
+class Pipeline(Sharded):
+    """The blocks of a `jaxdp.Stack` split over stages of devices, as GPipe does.
+
+    A batch is cut into micro-batches, which go through the stages one behind the other:
+    while the second stage works on the first, the first works on the second. The blocks
+    of a stage, with their gradients and optimizer state, are on its devices only; the
+    rest of the model is whole everywhere. What blocks give is sent to the next stage,
+    and its gradient back: no parameter is.
+
+    Of a step's time in the blocks, stages wait for `bubble`, (stages - 1) /
+    (microbatches + stages - 1). The numbers are those of one device.
+
+    Args:
+        stages: into how many parts the blocks are split. Devices beyond that split the
+            rows: eight devices in four stages are two pipelines.
+        microbatches: into how many parts each pipeline's rows are cut. If it does not
+            divide them, some are computed twice and count once.
+        devices: how many, or which; all by default.
+    """
+
+    def __init__(self, stages: int, microbatches: int, devices: Devices = None):
+        found = find_devices(devices)
+        for name, value in {"stages": stages, "microbatches": microbatches}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` must be 1 or more; got {value!r}.")
+        if len(found) % stages:
+            raise ValueError(
+                f"`stages`: {stages} do not divide the {len(found)} devices. Take a"
+                " number that does, or pass `devices=...`."
+            )
+        mesh = jax.make_mesh(
+            (len(found) // stages, stages),
+            (DATA, _STAGE),
+            (AxisType.Auto,) * 2,
+            devices=found,
+        )
+        super().__init__(mesh=mesh)
+        self.stages = stages
+        self.microbatches = microbatches
+        self.bubble = (stages - 1) / (microbatches + stages - 1)
+        self._stacks: tuple[str, ...] = ()
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return PartitionSpec(_STAGE if path.startswith(self._stacks) else None)
+
+    def reason(self, path: str, leaf: Array) -> str:
+        return "split by blocks" if any(self.param_spec(path, leaf)) else "whole"
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        # The blocks' arrays may be trained, or frozen, or both.
+        blocks = _blocks(state.buffers) | _blocks(state.params)
+        if not blocks:
+            raise ValueError(
+                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, and the"
+                " model has none. Make its equal layers one:"
+                " Stack([Block(key) for key in keys])."
+            )
+        for path, number in blocks.items():
+            if number % self.stages:
+                raise ValueError(
+                    f"`strategy`: the {self.stages} stages of {self!r} do not divide"
+                    f" the {number} blocks of {path or 'the model'}."
+                )
+        self._stacks = tuple(f"{path}.stacked".lstrip(".") for path in blocks)
+        return super()._layouts(state)
+
+    def _collectives(self, *_: Any) -> Collectives:
+        return _Stages(self.mesh, self.microbatches)
+
+    def __repr__(self) -> str:
+        rows = f", devices={self.mesh.size}"
+        return f"Pipeline({self.stages}, {self.microbatches}{rows})"
+
+
+def _blocks(tree: PyTree) -> dict[str, int]:
+    """How many blocks there are in each stack that has arrays."""
+    is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)
+    return {
+        leaf_path(path): jax.tree.leaves(node)[0].shape[0]
+        for path, node in nodes
+        if is_stack(node) and jax.tree.leaves(node)
+    }
+
+
+class _Stages(Collectives):
+    """Global arrays, as `Sharded` has them, and stacks that run in stages."""
+
+    def __init__(self, mesh: Mesh, microbatches: int):
+        self.mesh = mesh
+        self.microbatches = microbatches
+
+    def arrange(self, model: PyTree) -> PyTree:
+        def staged(node: Any) -> Any:
+            if not isinstance(node, Stack):
+                return node
+            return _Staged(node, self.mesh, self.microbatches)
+
+        return jax.tree.map(staged, model, is_leaf=lambda n: isinstance(n, Stack))
+
+
+class _Staged(eqx.Module):
+    """A stack that takes a whole batch through the stages, once vmapped over one."""
+
+    stack: Stack
+    mesh: Mesh = eqx.field(static=True)
+    microbatches: int = eqx.field(static=True)
+
+    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+        arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
+        row = jax.custom_batching.custom_vmap(functools.partial(in_turn, rest))
+
+        @row.def_vmap
+        def rows(size: int, batched: Any, arrays: Any, x: Any, keys: Any) -> Any:
+            if any(jax.tree.leaves(batched[0])):
+                axes = jax.tree.map(
+                    lambda is_batched: 0 if is_batched else None, batched
+                )
+                found = jax.vmap(functools.partial(in_turn, rest), axes)(
+                    arrays, x, keys
+                )
+            else:
+                x, keys = jax.tree.map(
+                    lambda leaf, is_batched: (
+                        leaf if is_batched else jnp.repeat(leaf[None], size, axis=0)
+                    ),
+                    (x, keys),
+                    tuple(batched[1:]),
+                )
+                found = self._in_stages(rest, size, arrays, x, keys)
+            return found, jax.tree.map(lambda _: True, found)
+
+        return row(arrays, x, self.stack.keys(key))
+
+    def _in_stages(
+        self, rest: PyTree, size: int, arrays: PyTree, x: PyTree, keys: Any
+    ) -> PyTree:
+        """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
+        data = None if size % self.mesh.shape[DATA] else DATA
+        return jax.shard_map(
+            functools.partial(self._stage, rest),
+            mesh=self.mesh,
+            in_specs=(
+                PartitionSpec(_STAGE),
+                PartitionSpec(data),
+                PartitionSpec(data, _STAGE),
+            ),
+            out_specs=PartitionSpec(data),
+            check_vma=False,
+        )(arrays, x, keys)
+
+    def _stage(self, rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+        """What one device does: its blocks, for one micro-batch after the other.
+
+        Before the first arrives and after the last has left, it works on some rows all
+        the same, and nothing becomes of them. They are real ones: zeros might have
+        gradients that are not finite.
+        """
+        stages, parts = self.mesh.shape[_STAGE], self.microbatches
+        stage = jax.lax.axis_index(_STAGE)
+        rows = len(jax.tree.leaves(x)[0])
+        each = -(-rows // parts)
+        micro, micro_keys = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf] * -(-parts * each // rows))[
+                : parts * each
+            ].reshape(parts, each, *leaf.shape[1:]),
+            (x, keys),
+        )
+        forwards = [(i, i + 1) for i in range(stages - 1)]
+
+        def turn(arrived: PyTree, number: Array) -> tuple[PyTree, PyTree]:
+            own = jnp.clip(number - stage, 0, parts - 1)
+            mine = jax.tree.map(
+                lambda batch, sent: jnp.where(stage == 0, batch[own], sent),
+                micro,
+                arrived,
+            )
+            block_keys = jax.tree.map(lambda leaf: leaf[own], micro_keys)
+            blocks = functools.partial(in_turn, rest, arrays)
+            found = jax.vmap(blocks)(mine, block_keys)
+            sent = jax.tree.map(
+                lambda leaf: jax.lax.ppermute(leaf, _STAGE, forwards), found
+            )
+            # Nobody sends to the first stage, whose zeros are never looked at.
+            return sent, found
+
+        first = jax.tree.map(lambda batch: batch[0], micro)
+        numbers = jnp.arange(parts + stages - 1)
+        found = jax.lax.scan(turn, first, numbers)[1]
+
+        def whole(leaf: Array) -> Array:
+            last = leaf[stages - 1 :].reshape(-1, *leaf.shape[2:])[:rows]
+            last = jnp.where(stage == stages - 1, last, jnp.zeros_like(last))
+            return jax.lax.psum(last, _STAGE)
+
+        return jax.tree.map(whole, found)
