@@ -112,7 +112,7 @@ class DataParallel(abc.ABC):
             self.program_digests = (*self.program_digests, digest)
         return lowered
 
-    def rewrite(self, lowered: Any) -> None:
+    def rewrite(self, lowered: Any) -> None:  # noqa: B027
         """Changes a program in place before it is compiled; here, not at all."""
 
     def state_shardings(self, state: TrainState) -> TrainState:
