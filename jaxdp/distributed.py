@@ -249,6 +249,9 @@ def _end_with_the_others(line: Lifeline) -> None:
             print_it(kind, exception, traceback)
             return
         failure = first_line(exception)
+        # From a launcher that has seen another one die: this one says so, and ends.
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         line.fail(failure)
         print_it(kind, exception, traceback)
         for text in line.lost.values():  # it may be by their end that this one fails
