@@ -30,6 +30,7 @@ from jaxdp import (
     SingleDevice,
     TensorParallel,
     Trainer,
+    ZeRO,
 )
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
 from jaxdp.collectives import Collectives
@@ -787,6 +788,25 @@ def test_gpus_that_are_not_here(name, devices):
         + plan.memory.batch
     )
     assert [row.devices for row in plan.scaling([1, 2]).rows] == [1, 2]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
+@pytest.mark.parametrize("name", ["h100x8", "v5e-8"])
+def test_layouts_send_the_least_by_the_compilers_for_other_hardware(
+    name, strategy, accumulate
+):
+    needed = ["libtpu"] if name == "v5e-8" else ["jax_cuda12_plugin", "nvidia"]
+    if not installed(*needed):
+        pytest.skip("no compiler for it")
+    # Of tiny arrays the TPU compiler makes all-reduces.
+    model = eqx.nn.MLP(256, 128, 1024, 2, key=jax.random.key(0))
+    planned = trainer(strategy(), model, accumulate_grad_batches=accumulate)
+    data = np.zeros((512, 256), np.float32), np.zeros(512, np.int32)
+    plan = planned.plan([data], topology=name)
+    assert plan.bounds[0].ratio < 1.05
+    if plan.platform == "gpu":  # a TPU pads arrays
+        assert [each.ratio for each in plan.bounds[1:]] == [1, 1]
 
 
 def test_profiles_are_in_order():
