@@ -42,3 +42,18 @@ def real_data():
     if not folder or not pathlib.Path(folder).is_dir():
         pytest.skip("JAXDP_DATA_DIR names no folder with data sets")
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the cases of `slow_cases`, which must be the names of tests."""
+    from slow_cases import CASES
+
+    left = {f"tests/{case}" for case in CASES}
+    for item in items:
+        if item.nodeid in left:
+            left.remove(item.nodeid)
+            item.add_marker(pytest.mark.slow)
+    files = {item.nodeid.split("::")[0] for item in items}
+    assert not {case for case in left if case.split("::")[0] in files} or any(
+        "::" in argument for argument in items[0].config.args
+    ), f"no tests of these names: {sorted(left)}"
