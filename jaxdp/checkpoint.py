@@ -28,6 +28,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -475,8 +476,13 @@ def _check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> No
 
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Gives the disk back what a failed save took, and says what happened."""
-    for unfinished in glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    for _ in range(20):
+        found = glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+        if not found:
+            break
+        for unfinished in found:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        time.sleep(0.05)  # others of Orbax's threads may be writing yet
     free = ""
     try:
         left = shutil.disk_usage(os.path.dirname(path)).free
