@@ -10,7 +10,6 @@ import time
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-LONG = os.environ.get("JAXDP_FAULTS") == "long"
 ROWS = pytest.StashKey[list]()
 
 

@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import LONG
+from how_long import LONG
 from small import leaves, make
 from toys import batches
 

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import LONG
+from how_long import LONG
 
 MID_SAVE = 12 if LONG else 2
 

@@ -1,0 +1,5 @@
+"""Whether the suite runs at length: `make faults`."""
+
+import os
+
+LONG = os.environ.get("JAXDP_FAULTS") == "long"
