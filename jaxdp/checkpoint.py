@@ -123,6 +123,7 @@ class Saving:
 
 
 _latest: Saving | None = None
+"""The last one that began, in a job of several processes."""
 
 
 def start_saving(
@@ -152,7 +153,7 @@ def start_saving(
     global _latest
     path, processes = os.path.abspath(path), find_processes()
     processes.first(f"saving {path}", lambda: _check_is_new(path))
-    if processes.count > 1 and _latest is not None:
+    if _latest is not None:
         # Orbax's processes wait for each other by the name of the folder alone: at two
         # folders of one name at once, for ever.
         _latest.wait()
@@ -175,8 +176,9 @@ def start_saving(
             checkpointer.save(path, args=arguments)
     except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
         raise _save_failed(path, error) from error
-    _latest = Saving(path, checkpointer, then, processes)
-    return _latest
+    saving = Saving(path, checkpointer, then, processes)
+    _latest = saving if processes.count > 1 else None
+    return saving
 
 
 def restore(

@@ -1004,6 +1004,9 @@ class Trainer:
         self, source: Source, doing: str, limit: int | None = None
     ) -> Iterator[Any]:
         """The batches of a pass, all processes taking the same ones; signals heard."""
+        for callback in self.callbacks:
+            if isinstance(callback, Lockstep):
+                callback.set_limits()
         self.processes.all(f"the start of {doing}", None)
         for number, batch in enumerate(itertools.islice(source.epoch(0), limit)):
             self.processes.step(f"batch {number} of {doing}")

@@ -86,9 +86,7 @@ class Lockstep(Callback):
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
-        here = meetings.here()
-        here.timeout, here.warn_after = self.timeout, self.warn_after
-        here.every = self.every_n_steps
+        self.set_limits()
         if trainer.is_fitting:
             if (line := distributed.lifeline()) is not None:
                 line.begin_fit()
@@ -98,6 +96,12 @@ class Lockstep(Callback):
             facts |= _facts_of_model(trainer.arguments["model"])
             self._has_compared_model = True
         self._meet(trainer, "the start of a fit", facts)
+
+    def set_limits(self) -> None:
+        """From now on all that processes wait for each other with keeps to these."""
+        here = meetings.here()
+        here.timeout, here.warn_after = self.timeout, self.warn_after
+        here.every = self.every_n_steps
 
     def on_fit_start(self, trainer: Any) -> None:
         rows = {f"rows of a {k} batch": str(n) for k, n in trainer.batch_sizes.items()}

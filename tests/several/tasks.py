@@ -272,6 +272,20 @@ def evaluate_apart():
     say("test_loss", trainer.test(loader)["test_loss"])
 
 
+def test_late():
+    """One comes too late to a test, and there was no fit before."""
+    trainer = jaxdp.Trainer(
+        Net(),
+        loss="cross_entropy",
+        callbacks=[callbacks.Lockstep(timeout=2.0, warn_after=1.0)],
+        enable_progress_bar=False,
+    )
+    loader = torch.utils.data.DataLoader(rows(), 8)
+    trainer.test(loader)
+    time.sleep(mine(0, 8))
+    trainer.test(loader)
+
+
 def leave_a_test():
     trainer = jaxdp.Trainer(Net(), loss="cross_entropy", enable_progress_bar=False)
     loader = torch.utils.data.DataLoader(rows(), 8)

@@ -53,6 +53,13 @@ def test_evaluations_that_differ_are_found(crew):
     assert ends[0] == ends[1] != []
 
 
+@pytest.mark.slow
+def test_the_limits_hold_for_tests_too(crew):
+    codes, outputs = crew("test_late").join()
+    assert codes[0] == 1 and codes[1] != 0
+    assert re.search("has waited for [2-6] s for process 1", outputs[0])
+
+
 def test_parameters_that_drift_apart_are_found(crew):
     codes, outputs = crew(
         "fit",
