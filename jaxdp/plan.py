@@ -15,6 +15,7 @@ import numpy as np
 from . import hardware as devices_of
 from . import hosts as hosts_of
 from . import reading as readings
+from .cpu import convolution_options
 from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts
@@ -349,6 +350,8 @@ class Planner:
         ) -> jax.stages.Compiled:
             nonlocal compile_seconds
             traced.append(program.trace(*arguments))
+            if options is None:
+                options = convolution_options(traced[-1].jaxpr, arguments)
             lowered = traced[-1].lower()
             strategy.rewrite(lowered)
             begun = time.perf_counter()

@@ -23,11 +23,11 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, distributed, losses, resume
-from .allocator import keep_freed_memory
 from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.run_facts import run_facts
 from .console import say
+from .cpu import keep_freed_memory
 from .data import rows_of, windows
 from .engine import Block, Engine, Kind, wait
 from .history import History

@@ -31,7 +31,6 @@ ORDER = [
     ["meetings"],
     ["processes"],
     [
-        "allocator",
         "flat",
         "flops",
         "interrupts",
@@ -44,7 +43,7 @@ ORDER = [
         "report",
         "stack",
     ],
-    ["distributed"],
+    ["distributed", "cpu"],
     ["step"],
     ["checkpoint", "checkpoint_dir"],
     ["strategies", "data", "callbacks", "weights", "own_state"],

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..collectives import DATA
+from ..cpu import convolution_options
 from ..processes import RowBlocks, put
 from ..step import Group, TrainState
 
@@ -97,14 +98,17 @@ class DataParallel(abc.ABC):
         """What `compile` ends with: a jitted program made ready for its arguments.
 
         `Trainer.plan` looks at programs here before they are compiled. `options` are
-        XLA's.
+        XLA's; without them it gets those that suit the hardware.
         """
-        return self.lower(program, arguments).compile(options)
+        traced = program.trace(*arguments)
+        if options is None:
+            options = convolution_options(traced.jaxpr, arguments)
+        return self.lower(traced).compile(options)
 
-    def lower(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+    def lower(self, traced: Any) -> Any:
         """A program before it is compiled. Of several processes, each notes its text:
         `Lockstep` compares them."""
-        lowered = program.trace(*arguments).lower()
+        lowered = traced.lower()
         self.rewrite(lowered)
         if jax.process_count() > 1:
             text = lowered.as_text().encode()

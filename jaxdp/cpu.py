@@ -1,0 +1,109 @@
+"""What a CPU is told so that it is fast: to keep freed memory, and how to convolve."""
+
+import ctypes
+import functools
+import os
+import sys
+from typing import Any, Final
+
+import jax
+
+from .console import say
+from .flops import has_convolutions
+
+_SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
+_EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
+_OPTION: Final = "xla_cpu_experimental_ynn_fusion_type"
+_PRODUCTS_ALONE: Final[dict[str, str | bool]] = {
+    _OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
+"""What YNNPACK is left with: by default (jaxlib 0.10 to 0.12) it has convolutions and
+reductions, too, and a reduction takes the convolution before it along."""
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Has glibc keep the memory of a step's temporaries; says so, once.
+
+    By default glibc gives large blocks back to the kernel, which then has to map and
+    clear the same pages again at every step: a third of the time of LeNet's. Numbers do
+    not depend on it; the process stays as large as it was at its largest.
+
+    Returns:
+        Whether it was done: not with another allocator, where the user has made
+        settings for glibc's, or with `JAXDP_KEEP_FREED_MEMORY=0`.
+    """
+    users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if (
+        os.environ.get(_SWITCH) == "0"
+        or tuned
+        or sys.platform != "linux"
+        or any(name in os.environ for name in users)
+    ):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
+        return False
+    done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
+    if done:
+        say(
+            "memory that steps free on the CPU is kept for the next step"
+            f" ({_SWITCH}=0 switches this off)"
+        )
+    return bool(done)
+
+
+def convolution_options(jaxpr: Any, arguments: Any) -> dict[str, str | bool]:
+    """Options for XLA under which a program convolves by Eigen; says so, once.
+
+    XLA leaves convolutions on the CPU to YNNPACK, which takes up to seven times as long
+    for their gradients as Eigen's routines do (docs/speed.md). Sums are taken in
+    another order.
+
+    Args:
+        jaxpr: the traced program.
+        arguments: what it is compiled for; their shardings tell the platform.
+
+    Returns:
+        No options where they are not needed: without convolutions, on other hardware,
+        where the user has made XLA's setting (`XLA_FLAGS`), with a version that does
+        not know it, or with `JAXDP_EIGEN_CONVOLUTIONS=0`.
+    """
+    if os.environ.get(_EIGEN_SWITCH) == "0" or _OPTION in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        return {}
+    if not _are_on_cpu(arguments) or not has_convolutions(jaxpr) or not _is_known():
+        return {}
+    _say_how()
+    return _PRODUCTS_ALONE
+
+
+def _are_on_cpu(arguments: Any) -> bool:
+    for leaf in jax.tree.leaves(arguments):
+        for device in getattr(getattr(leaf, "sharding", None), "device_set", ()):
+            return device.platform == "cpu"
+    return jax.default_backend() == "cpu"
+
+
+@functools.cache
+def _is_known() -> bool:
+    """Whether this version of XLA takes the option."""
+    try:
+        jax.jit(lambda: 0).lower().compile(_PRODUCTS_ALONE)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _say_how() -> None:
+    say(
+        "convolutions on the CPU are left to Eigen, which is faster than XLA's own"
+        f" choice ({_EIGEN_SWITCH}=0 switches this off)"
+    )
