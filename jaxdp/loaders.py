@@ -6,7 +6,6 @@ from typing import Any
 
 from .portions import Share
 from .source import ALL, Source
-from .torch_loader import TorchSource
 
 
 def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> Source:
@@ -18,6 +17,8 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
+            from .torch_loader import TorchSource
+
             return TorchSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
