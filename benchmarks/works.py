@@ -112,8 +112,13 @@ class Work:
         )
 
     def loss(self, weights: Weights) -> float:
-        """The mean loss of (at most 1024 of) the rows, in float64."""
-        x, y = (part[:1024] for part in self.arrays())
+        """The mean loss in float64, of 8192 rows; with convolutions, of 1024.
+
+        Last bits that differ are blown up by training: of 1024 rows the losses of two
+        equal loops were once 2.4 % apart, and 0.1 % of 8192.
+        """
+        rows = 1024 if self.kind == "lenet" else 8192
+        x, y = (part[:rows] for part in self.arrays())
         outputs = self._forward([w.astype(np.float64) for w in weights], x)
         if self.criterion == "mse":
             return float(np.mean((outputs - y) ** 2))

@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import signal
 
 # Before jax is imported: the tests are about many devices, on any machine.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -30,6 +31,10 @@ INSIDE = [
 with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartype"):
     import jaxdp  # noqa: F401
 
+
+# A shell has what it starts with `&` ignore Ctrl-C; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is said goes to the root logger, where `caplog` listens.
 logging.getLogger("jaxdp").propagate = True
