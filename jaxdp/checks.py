@@ -12,7 +12,6 @@ import optax
 from jaxtyping import PyTree
 
 from . import losses
-from .callbacks import DonateBuffers, NanGuard
 from .callbacks.base import Callback
 from .console import listed
 from .objective import CriterionObjective, LossFnObjective, Objective
@@ -105,6 +104,8 @@ def step_options(
 
     Their `setup` itself is for a fit: it makes folders and opens files.
     """
+    from .callbacks import DonateBuffers, NanGuard
+
     for callback in callbacks:
         if isinstance(callback, DonateBuffers):
             donate = callback.what

@@ -1,11 +1,10 @@
 """Floating-point operations of a traced function: the matrix products in it."""
 
 import math
+import re
 from typing import Any
 
 import jax
-
-from .hlo import times_of
 
 
 def matmul_flops(jaxpr: Any) -> int:
@@ -14,7 +13,7 @@ def matmul_flops(jaxpr: Any) -> int:
     Counted in the traced program, before any compiler: the same on every backend, with
     the bodies of scans as often as they run, and without what is element by element.
     Of a `cond` the costlier branch counts, of a `while_loop` one turn, unless its scope
-    says how many there are; see `jaxdp.hlo.repeated`.
+    says how many there are; see `repeated`.
 
     Args:
         jaxpr: what `jax.make_jaxpr(function)(*arguments)` gave.
@@ -31,6 +30,20 @@ def has_convolutions(jaxpr: Any) -> bool:
         or any(has_convolutions(value) for value in _inside(equation))
         for equation in inner.eqns
     )
+
+
+def repeated(times: int) -> str:
+    """What to name the scope (`jax.named_scope`) of a loop that runs so many times.
+
+    For a `jax.lax.while_loop` whose length a program does not tell.
+    """
+    return f"runs_{times}_times"
+
+
+def times_of(path: str) -> int | None:
+    """How often a loop runs, if its innermost scope has a name by `repeated`."""
+    match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
+    return int(match[1]) if match else None
 
 
 def _inside(equation: Any) -> list[Any]:

@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from .flops import times_of
+
 KINDS: Final = (
     "all-reduce",
     "reduce-scatter",
@@ -199,20 +201,6 @@ def read(text: str) -> Program:
         ValueError: if the text is not that of a compiled module.
     """
     return _Reader(text).program()
-
-
-def repeated(times: int) -> str:
-    """What to name the scope (`jax.named_scope`) of a loop that runs so many times.
-
-    For a `jax.lax.while_loop` whose length a program does not tell.
-    """
-    return f"runs_{times}_times"
-
-
-def times_of(path: str) -> int | None:
-    """How often a loop runs, if its innermost scope has a name by `repeated`."""
-    match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
-    return int(match[1]) if match else None
 
 
 def parse_groups(text: str, num_partitions: int) -> tuple[tuple[int, ...], ...]:

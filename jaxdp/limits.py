@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from .callbacks.timer import parse_duration
 from .checks import check_count
 from .source import Source, capped, check_share
 
@@ -39,9 +38,11 @@ class Limits:
         check_count("check_val_every_n_epoch", check_val_every_n_epoch)
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
-        self.seconds = (
-            None if max_time is None else parse_duration(max_time, "max_time")
-        )
+        self.seconds: float | None = None
+        if max_time is not None:
+            from .callbacks.timer import parse_duration
+
+            self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
         self.check_val_every_n_epoch = check_val_every_n_epoch
         self.val_batches, self.skips_validation = None, False

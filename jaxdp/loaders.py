@@ -9,7 +9,6 @@ import jax
 from .on_device import OnDevice, OnDeviceSource
 from .portions import Share
 from .source import ALL, Source
-from .torch_loader import TorchSource
 
 
 def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> Source:
@@ -30,6 +29,8 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
+            from .torch_loader import TorchSource
+
             return TorchSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(

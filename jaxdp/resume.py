@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from . import checkpoint
-from .callbacks import ModelCheckpoint
+from .callbacks.model_checkpoint import ModelCheckpoint
 from .checkpoint import CheckpointCorrupt
 from .console import say
 

@@ -23,8 +23,11 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, distributed, losses, resume
-from .callbacks import CSVLogger, Lockstep, ModelCheckpoint, ProgressBar
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
+from .callbacks.lockstep import Lockstep
+from .callbacks.loggers import CSVLogger
+from .callbacks.model_checkpoint import ModelCheckpoint
+from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory

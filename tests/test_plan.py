@@ -34,8 +34,8 @@ from jaxdp import (
 )
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
 from jaxdp.collectives import Collectives
+from jaxdp.flops import repeated, times_of
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
-from jaxdp.hlo import repeated, times_of
 from jaxdp.hosts import sent
 from jaxdp.plan import largest
 from jaxdp.strategies.base import find_devices

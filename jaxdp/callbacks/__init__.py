@@ -1,24 +1,29 @@
 """What watches and steers a fit. Write your own by overriding `Callback`'s hooks."""
 
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from .base import Callback
-from .donate import DonateBuffers
-from .early_stopping import EarlyStopping
-from .gradient_monitor import GradientMonitor
-from .learning_rate import LearningRateMonitor
-from .live_plot import LivePlot
-from .lockstep import Lockstep
-from .loggers import CSVLogger, Logger, TensorBoardLogger
-from .mlflow_logger import MLFlowLogger
-from .model_checkpoint import ModelCheckpoint
-from .nan_guard import NanGuard
-from .preemption import Preemption
-from .profiler import Profiler
-from .progress import ProgressBar
-from .stall_watch import StallWatch
-from .throughput import ThroughputMonitor
-from .timer import Timer
-from .wandb_logger import WandbLogger
-from .weight_averaging import WeightAveraging
+
+if TYPE_CHECKING:
+    from .donate import DonateBuffers
+    from .early_stopping import EarlyStopping
+    from .gradient_monitor import GradientMonitor
+    from .learning_rate import LearningRateMonitor
+    from .live_plot import LivePlot
+    from .lockstep import Lockstep
+    from .loggers import CSVLogger, Logger, TensorBoardLogger
+    from .mlflow_logger import MLFlowLogger
+    from .model_checkpoint import ModelCheckpoint
+    from .nan_guard import NanGuard
+    from .preemption import Preemption
+    from .profiler import Profiler
+    from .progress import ProgressBar
+    from .stall_watch import StallWatch
+    from .throughput import ThroughputMonitor
+    from .timer import Timer
+    from .wandb_logger import WandbLogger
+    from .weight_averaging import WeightAveraging
 
 __all__ = [
     "CSVLogger",
@@ -43,3 +48,37 @@ __all__ = [
     "WandbLogger",
     "WeightAveraging",
 ]
+
+_MODULES: Final = {
+    "CSVLogger": "loggers",
+    "DonateBuffers": "donate",
+    "EarlyStopping": "early_stopping",
+    "GradientMonitor": "gradient_monitor",
+    "LearningRateMonitor": "learning_rate",
+    "LivePlot": "live_plot",
+    "Lockstep": "lockstep",
+    "Logger": "loggers",
+    "MLFlowLogger": "mlflow_logger",
+    "ModelCheckpoint": "model_checkpoint",
+    "NanGuard": "nan_guard",
+    "Preemption": "preemption",
+    "Profiler": "profiler",
+    "ProgressBar": "progress",
+    "StallWatch": "stall_watch",
+    "TensorBoardLogger": "loggers",
+    "ThroughputMonitor": "throughput",
+    "Timer": "timer",
+    "WandbLogger": "wandb_logger",
+    "WeightAveraging": "weight_averaging",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a callback when it is first asked for: most fits need few."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

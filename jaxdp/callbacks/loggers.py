@@ -15,7 +15,6 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from .. import plan_page
 from ..history import to_png
 from ..layout import layout
 from .base import Callback
@@ -288,11 +287,13 @@ class CSVLogger(Logger):
 
     def log_plan(self, plan: Any) -> None:
         assert self._path is not None
+        from ..plan_page import SUFFIX
+
         # The record has a layout of its own.
         found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
         self._record["plan"] = found
         self._write_record()
-        plan.to_html(self._path.with_suffix(plan_page.SUFFIX))
+        plan.to_html(self._path.with_suffix(SUFFIX))
 
     def close(self) -> None:
         self._close_file()
@@ -324,13 +325,15 @@ class CSVLogger(Logger):
 
     def _take_over(self, trainer: Any, path: Path) -> None:
         """Goes on with the table of the run that is resumed, or moves it away."""
+        from ..plan_page import SUFFIX
+
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             columns, *rows = list(csv.reader(file)) or [[]]
         self._columns, self._rows = [], 0
         if self._restored is None or columns[:2] != ["epoch", "step"]:
             kept = _free_name(path)
             os.replace(path, kept)
-            for suffix in (".json", plan_page.SUFFIX):
+            for suffix in (".json", SUFFIX):
                 if path.with_suffix(suffix).exists():
                     os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ..collectives import Collectives, Share
 from ..console import say
-from ..hlo import repeated
+from ..flops import repeated
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from .base import DataParallel, Role, each, put_rows
