@@ -161,6 +161,7 @@ class Engine:
         if steps_per_execution == "auto":
             self._trial, steps_per_execution = [], 1
         self.steps_per_execution = int(steps_per_execution)
+        self._convolves: bool | None = None
         self._sizes: collections.Counter[int] = collections.Counter()
         self._start: tuple[list[Array], Block] | None = None
         several = not abstract and jax.process_count() > 1
@@ -564,13 +565,14 @@ class Engine:
         """Whether a loop over steps is as fast as they are; says so where not."""
         if not self.steps.unroll_convolutions:
             return True
-        found = has_convolutions(self._traced(packed, self.steps))
-        if found:
-            say(
-                "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
-                " slow inside loops on the CPU, and round otherwise"
-            )
-        return not found
+        if self._convolves is None:
+            self._convolves = has_convolutions(self._traced(packed, self.steps))
+            if self._convolves:
+                say(
+                    "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
+                    " slow inside loops on the CPU, and round otherwise"
+                )
+        return not self._convolves
 
     def _traced(self, packed: Packed, steps: Steps) -> Any:
         """A train step for batches like `packed`, as JAX sees it."""
