@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .history import History
+from .on_device import OnDevice
 from .stack import Stack
 from .step import TrainState
 from .strategies import (
@@ -40,6 +41,7 @@ __all__ = [
     "Callback",
     "DataParallel",
     "History",
+    "OnDevice",
     "Pipeline",
     "Plan",
     "Pmap",

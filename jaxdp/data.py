@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .columns import shapes_of
 from .step import Batch, Group
 
 _NARROW = {
@@ -129,6 +130,7 @@ class Packer:
         self._usual: Hashable = None
         self._count = 0
         self._expected: tuple[Any, ...] = ()
+        self._form: tuple[Any, ...] = ()
 
     def pack(
         self, micro_batches: Sequence[Batch], slots: int = 1, steps: int = 1
@@ -201,12 +203,20 @@ class Packer:
         """The leaves of a batch that is like the first one but for its rows."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._count == 0:
+        if self._count == 0 or self._expected != found:
+            self._check_form(shapes_of(batch))
             self._expected = found
-        elif self._expected != found:
-            raise ValueError(self._changed(batch, *self._expected))
         self._count += 1
         return leaves
+
+    def _check_form(self, batch: Batch) -> None:
+        """Raises unless the rows are like those of the first batch."""
+        leaves, treedef = jax.tree.flatten(batch)
+        form = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        if self._count == 0:
+            self._form = form
+        elif self._form != form:
+            raise ValueError(self._changed(batch, *self._form))
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)

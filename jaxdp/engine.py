@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .collectives import Collectives
+from .columns import Rows, shapes_of
 from .compilations import Compilations
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
@@ -220,6 +221,18 @@ class Engine:
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
+    def _placed(self, packed: Packed, compiled: jax.stages.Compiled) -> Sequence[Group]:
+        """The batches of a dispatch as its step takes them."""
+        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        batch = groups[0].batch
+        if type(batch) is Rows:
+            return batch.columns.take(groups, compiled, self._sharding_of_whole)
+        return groups
+
+    def _sharding_of_whole(self) -> Any:
+        """That of what all devices hold."""
+        return self._arrays[self.places()[self._totals]].sharding
+
     def _packer(self, what: str, in_order: bool) -> Packer:
         """What packs the portions of several processes."""
         num_shards, place = self.strategy.num_shards, self.strategy.place_batch
@@ -372,7 +385,7 @@ class Engine:
         compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
         self._check_labels(facts, packed)
-        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        groups = self._placed(packed, compiled)
         before, started = self._arrays, time.perf_counter()
         self._arrays, (means, inside) = compiled(before, groups)
         self.ahead = steps
@@ -428,7 +441,7 @@ class Engine:
         """`totals` with those of `batch` added; start from `new_totals()`."""
         packed, compiled = self.prepare("evaluate", batch)
         self._check_labels(self.facts["evaluate"], packed)
-        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        groups = self._placed(packed, compiled)
         weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
@@ -458,7 +471,7 @@ class Engine:
         weights = jax.tree.leaves(self.evaluated.weights)
         for x in inputs:
             packed, compiled = self.prepare("predict", x)
-            groups = self.strategy.place_batch(packed.groups, split=packed.split)
+            groups = self._placed(packed, compiled)
             prediction = compiled(weights, groups)
             waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
@@ -512,7 +525,7 @@ class Engine:
         key = kind, packed.shape, self.can_rewind and len(packed.rows) > 1
         compiled = self._compiled.get(key)
         if compiled is None:
-            before = self._compilations.seconds
+            before, packed = self._compilations.seconds, _of_rows(packed)
             compiled = self._compiled[key] = self._compile(kind, packed)
             if kind == "train":
                 groups, steps = self._shapes(packed), len(packed.rows)
@@ -541,7 +554,12 @@ class Engine:
     def _check_labels(self, facts: Facts, packed: Packed) -> None:
         if facts.num_classes is not None:
             for group in packed.groups:
-                check_labels(group.batch, facts.num_classes)
+                batch = group.batch
+                if type(batch) is Rows:
+                    if batch.columns.have_labels_below(facts.num_classes):
+                        continue
+                    batch = batch.own
+                check_labels(batch, facts.num_classes)
 
     def _loops_well(self, packed: Packed) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
@@ -560,7 +578,7 @@ class Engine:
         """A train step for batches like `packed`, as JAX sees it."""
         with no_ambient_mesh():
             train = functools.partial(steps.train, Collectives())
-            return jax.make_jaxpr(train)(self.state, packed.groups)
+            return jax.make_jaxpr(train)(self.state, _of_rows(packed).groups)
 
     def _is_worth_compiling(self, steps: int) -> bool:
         """Whether blocks of so many steps are common enough for their own program."""
@@ -579,7 +597,8 @@ class Engine:
         seconds, self._trial = min(self._trial[2:]), None
         # One process's clock decides for all.
         seconds = find_processes().first("steps_per_execution", lambda: seconds)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.groups))
+        leaves = jax.tree.leaves(_of_rows(packed).groups)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         most = min(
             _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
         )
@@ -689,6 +708,13 @@ class Engine:
             "rows",
             split=packed.split,
         )
+
+
+def _of_rows(packed: Packed) -> Packed:
+    """`packed`, but shapes where its batches only name their rows."""
+    return packed._replace(
+        groups=[Group(shapes_of(batch), counts) for batch, counts in packed.groups]
+    )
 
 
 def _shapes_of_state(

@@ -4,6 +4,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
+from .on_device import OnDevice, OnDeviceSource
 from .portions import Share
 from .source import ALL, Source
 
@@ -13,7 +16,16 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
 
     Raises:
         TypeError: if it is not an iterable of batches.
+        ValueError: if it is `OnDevice`, in one of several processes.
     """
+    if isinstance(loader, OnDevice):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"`{argument}` is OnDevice, and this is one of {jax.process_count()}"
+                " processes, each of which loads rows of its own; pass the loader"
+                " itself."
+            )
+        return OnDeviceSource(loader, argument, seed, share)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):

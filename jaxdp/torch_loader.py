@@ -65,13 +65,12 @@ class TorchSource(Source):
         for sampler in (self.loader.sampler, self.loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        plain, workers = self._is_plain(), self.loader.num_workers
+        plain, workers = self.is_plain(), self.loader.num_workers
         whole_rows, share = None, self.share.of
         lists = self._lists(epoch, skip)
-        if plain and self._is_torchs_collation():  # which is row by row
+        if plain and self.is_torchs_collation():  # which is row by row
             lists, share = self.share.of_lists(lists)
-            if not workers:
-                whole_rows = _whole_rows(self.loader.dataset)
+            whole_rows = self._whole_rows()
         if whole_rows is not None:
             batches = whole_rows(lists)
         elif plain:
@@ -79,10 +78,18 @@ class TorchSource(Source):
         else:
             batches = self._positioned(epoch, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        fresh = self._is_torchs_collation() or workers > 0
+        fresh = self.is_torchs_collation() or workers > 0
         ready = whole_rows is not None
         converted = self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
         return share(converted, self._peek_here)
+
+    def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
+        """What gives the batches of index lists, if it can without taking rows apart.
+
+        torch's own collation would, and stack them again.
+        """
+        found = None if self.loader.num_workers else table(self.loader.dataset)
+        return None if found is None else functools.partial(fetch, *found)
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -105,7 +112,7 @@ class TorchSource(Source):
             self.state = state
 
     def _own_state(self) -> OwnState | None:
-        return None if self._is_plain() else super()._own_state()
+        return None if self.is_plain() else super()._own_state()
 
     def _take_up(self, start: Any) -> None:
         super()._take_up(start)
@@ -120,7 +127,7 @@ class TorchSource(Source):
             generator.set_state(_from_text(text))
 
     def sample(self) -> Batch | None:
-        is_here = self._is_plain() and not self.loader.num_workers
+        is_here = self.is_plain() and not self.loader.num_workers
         return self.peek() if is_here else None
 
     def _own_generators(self) -> list[Any]:
@@ -129,12 +136,14 @@ class TorchSource(Source):
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if g is not None}.values())
 
-    def _is_torchs_collation(self) -> bool:
+    def is_torchs_collation(self) -> bool:
+        """Whether rows are put together by torch alone."""
         from torch.utils.data import default_collate
 
         return self.loader._auto_collation and self.loader.collate_fn is default_collate
 
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether batches are what the sampler's index lists say, and nothing else."""
         from torch.utils.data import DataLoader, IterableDataset
 
         kind = type(self.loader)
@@ -251,13 +260,10 @@ def _taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | N
     return taken, None
 
 
-def _whole_rows(
-    dataset: Any,
-) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
-    """Fetches many small batches in one indexing operation, where that gives the same.
+def table(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
+    """The columns of a `TensorDataset`, if it is one or a subset of one.
 
-    That is for tensors, or a subset of them. torch's own collation would take the rows
-    apart and stack them again.
+    And of subsets the indices, those of a subset of a subset first.
     """
     from torch.utils.data import Subset, TensorDataset
 
@@ -267,22 +273,22 @@ def _whole_rows(
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or len(dataset) == 0:
         return None
-    columns = to_host(dataset.tensors)
+    return to_host(dataset.tensors), subsets
+
+
+def fetch(
+    columns: tuple[np.ndarray, ...], subsets: list[np.ndarray], lists: Iterator[Any]
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """The rows of index lists, those of many small batches in one indexing operation.
+
+    Args:
+        columns: as `table` gives them.
+        subsets: likewise.
+        lists: of each batch.
+    """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
 
-    def fetch(lists: Iterator[Any]) -> Iterator[Batch]:
-        for first in lists:
-            many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
-            parts, error = _taken(lists, many - 1)
-            try:
-                yield from split([first, *parts])
-            except IndexError:  # at its own batch, the others first
-                for part in [first, *parts]:
-                    yield from split([part])
-            if error is not None:
-                raise error
-
-    def split(parts: list[Any]) -> list[Batch]:
+    def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
         indices = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
@@ -294,7 +300,16 @@ def _whole_rows(
             start = stop
         return batches
 
-    return fetch
+    for first in lists:
+        many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
+        parts, error = _taken(lists, many - 1)
+        try:
+            yield from split([first, *parts])
+        except IndexError:  # at its own batch, the others first
+            for part in [first, *parts]:
+                yield from split([part])
+        if error is not None:
+            raise error
 
 
 def _collation(loader: Any) -> Callable[[Any], Any]:

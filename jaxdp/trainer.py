@@ -262,7 +262,8 @@ class Trainer:
                 append to the history
 
         Args:
-            train_loader: a torch `DataLoader` or any iterable of batches.
+            train_loader: a torch `DataLoader`, one in `OnDevice`, or any iterable of
+                batches.
             val_loader: validated on after each epoch.
             max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
                 or `max_time` is given. An epoch that they cut short is gone on with by
@@ -486,7 +487,7 @@ class Trainer:
                 f"`hosts`={hosts} and `topology`={topology!r} were both given; a"
                 " topology has its own hosts."
             )
-        batch = open_loader(loader, "loader", self.seed).peek()
+        batch = shown(open_loader(loader, "loader", self.seed).peek())
         options = checks.step_options(self.callbacks, self.donate, self.skip_nonfinite)
         known = self._engine and self._engine.steps.objective or self._objective
         objective = known or self._infer_objective(batch)
@@ -559,7 +560,8 @@ class Trainer:
         source = self._open(loader, "loader", "train")
         taken = list(
             itertools.islice(
-                windows(source.epoch(0), self.accumulate_grad_batches), steps
+                windows(map(shown, source.epoch(0)), self.accumulate_grad_batches),
+                steps,
             )
         )
         if not taken:
@@ -949,6 +951,7 @@ class Trainer:
             self.examples_seen = self._validated_at = 0
             self._val_metrics = {}
         self._epoch_is_over = False
+        looks = hooks.has("on_train_batch_start")
         batch_idx = -(-self._batches_done // self.accumulate_grad_batches)
         for block in blocks:
             if (self.current_epoch, batch_idx) in self._left_out:  # alone, see `_room`
@@ -960,7 +963,8 @@ class Trainer:
             try:
                 ahead: Iterator[Metrics] = iter(())
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
-                    hooks.on_train_batch_start(self, self._shown(window), batch_idx)
+                    if looks:
+                        hooks.on_train_batch_start(self, self._shown(window), batch_idx)
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)

@@ -27,6 +27,7 @@ test_equinox_examples.py::test_layers_with_state_learn_as_by_hand[Sharded-batch-
 test_equinox_examples.py::test_a_cnn_learns_as_by_hand[SingleDevice-arguments0]
 test_equinox_examples.py::test_a_cnn_learns_as_by_hand[Sharded-arguments1]
 test_layouts.py::test_any_optimizer_gives_the_numbers_of_one_device[clip]
+test_on_device.py::test_the_bits_are_those_of_the_loader[bitwise]
 test_layouts.py::test_any_optimizer_gives_the_numbers_of_one_device[lion]
 test_layouts.py::test_any_optimizer_gives_the_numbers_of_one_device[muon]
 test_layouts.py::test_any_optimizer_gives_the_numbers_of_one_device[masked]

@@ -425,6 +425,8 @@ def test_a_boundary_comes_after_every_callback_has_seen_the_step():
     ]
     assert Hooks(callbacks).next_stop(trainer) == 5
     assert Hooks([Callback()]).next_stop(trainer) is None
+    assert Hooks(callbacks).has("on_boundary")
+    assert not Hooks(callbacks).has("on_train_batch_start")
 
 
 def test_every_callback_may_end_well_also_after_one_that_cannot():

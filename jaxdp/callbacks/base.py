@@ -159,6 +159,10 @@ class Hooks:
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
 
+    def has(self, name: str) -> bool:
+        """Whether any callback has the hook `name`."""
+        return any(_overrides(callback, name) for callback in self.callbacks)
+
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer as callbacks want it."""
         for callback in self.callbacks:

@@ -24,7 +24,15 @@ from orbax.checkpoint._src.serialization.replica_slices import get_replica_slice
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
-from jaxdp import Pipeline, Pmap, Sharded, SingleDevice, TensorParallel, Trainer
+from jaxdp import (
+    OnDevice,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Trainer,
+)
 from jaxdp.callbacks import (
     Callback,
     CSVLogger,
@@ -386,6 +394,8 @@ def files(into):
     found["local, bitwise"] = refusal(trainer, data="local", reproducible="bitwise")
     found["local, across"] = refusal(trainer, "across", data="local")
     found["compare"] = refusal(run.compare, arrays())
+    on_device = OnDevice(DataLoader(TensorDataset(torch.zeros(8, 4)), 4))
+    found["on device"] = refusal(run.fit, on_device, max_epochs=3)
     tell(**found)
 
 
