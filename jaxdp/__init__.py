@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .history import History
-from .on_device import OnDevice
 from .stack import Stack
 from .step import TrainState
 from .strategies import (
@@ -30,6 +29,7 @@ from .weights import load_model, save_model
 
 if TYPE_CHECKING:
     from . import finders, testing
+    from .on_device import OnDevice
     from .plan import Plan
 
 compilation_cache.switch_on()
@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
     """Imports what most scripts do without when it is first asked for."""
     if name in ("finders", "testing"):
         return importlib.import_module(f".{name}", __name__)
-    if name == "Plan":
-        return importlib.import_module(".plan", __name__).Plan
+    if name in ("OnDevice", "Plan"):
+        module = {"OnDevice": ".on_device", "Plan": ".plan"}[name]
+        return getattr(importlib.import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,7 @@ class Faults(Callback):
 
 faults = Faults()
 model = nn.MLP(8, 8, 2048, 1, key=jax.random.key(0))
-x = np.random.default_rng(0).normal(size=(4000, 8)).astype(np.float32)
+x = np.random.default_rng(0).normal(size=(3000, 8)).astype(np.float32)
 trainer = jaxdp.Trainer(model, optax.sgd(0.1), callbacks=[faults])
 history = trainer.fit([(x, x)] * 50)
 print(json.dumps({
