@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,22 @@ def draw(rounds: Rounds, path: Path) -> None:
         titles = [PEERS[name].title for name in names]
         values = [found[name] for name in names]
         bars = axis.barh(titles, values, color=colors)
-        axis.bar_label(bars, [f" {value:.2f}" for value in values], fontsize=8)
         axis.axvline(1, color="#334155", linewidth=0.8)
+        # In white boxes, or the line at 1 would run through labels beside it.
+        axis.bar_label(
+            bars,
+            [f"{value:.2f}" for value in values],
+            padding=3,
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
         axis.set_xscale("log")
         axis.set_xlim(min(0.5, 0.7 * min(values)), 2.2 * max(values))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-        title = f"{work}: {WORKS[work].title}"
+        title = textwrap.fill(f"{work}: {WORKS[work].title}", 36)
         expert = _time(seconds(rounds, work, "expert"))
         axis.set_title(f"{title}\nE takes {expert}", fontsize=8)
     figure.suptitle("Time of a step over that of E, a loop by hand (shorter is faster)")
