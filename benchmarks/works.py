@@ -112,7 +112,7 @@ class Work:
         )
 
     def loss(self, weights: Weights) -> float:
-        """The mean loss in float64, of 8192 rows; with convolutions, of 1024.
+        """The mean loss in float64, of 8192 rows at most; with convolutions, of 1024.
 
         Last bits that differ are blown up by training: of 1024 rows the losses of two
         equal loops were once 2.4 % apart, and 0.1 % of 8192.

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
@@ -87,6 +89,13 @@ def test_every_module_imports_only_what_is_below_it():
         if other != room(path) and LEVEL[other] >= LEVEL[room(path)]
     ]
     assert not wrong
+
+
+def test_what_waits_until_it_is_asked_for_is_there():
+    for module in (jaxdp, jaxdp.callbacks):
+        assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'EarlyStoping'"):
+        jaxdp.callbacks.EarlyStoping  # noqa: B018
 
 
 def test_heavy_packages_are_not_imported_with_the_package():
