@@ -358,7 +358,7 @@ class Engine:
 
     def prepare_training(self, block: Block) -> list[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
-        if len(block.windows) > 1 and not self._loops_well(block.packed):
+        if self.steps_per_execution > 1 and not self._loops_well(block.packed):
             self.steps_per_execution = 1
             blocks = self.blocks(block.windows)
             return self.prepare_training(blocks[0]) + blocks[1:]
@@ -430,7 +430,7 @@ class Engine:
         """Sets the epoch's sums to zero."""
         self._arrays = list(self._arrays)
         with no_ambient_mesh():
-            self._flat.overwrite(self._arrays, self._totals, new_totals())
+            self._flat.clear(self._arrays, self._totals)
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""

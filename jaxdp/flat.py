@@ -5,6 +5,7 @@ leaves of a state are small: biases, norms, counters, and an optimizer's copies 
 They travel together in one array, and the large ones as they are.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -40,11 +41,12 @@ class Flat:
         small, _ = self._divided(leaves)
         if len(small) < 2 or len({leaf.sharding for leaf in small}) > 1:
             self._is_small, small = [False] * len(leaves), []
+        self._spans = self._find_spans()
         sharding = small[0].sharding if small else None
         self._join = jax.jit(_joined, out_shardings=sharding)
         self._part = jax.jit(self._parted, out_shardings=sharding)
-        self._overwrite = jax.jit(
-            _overwritten, donate_argnums=0, out_shardings=sharding
+        self._clear = jax.jit(
+            _cleared, static_argnums=1, donate_argnums=0, out_shardings=sharding
         )
 
     def pack(self, leaves: Sequence[Array]) -> list[Array]:
@@ -78,18 +80,16 @@ class Flat:
         if not self._is_small[index]:
             return np.asarray(arrays[self._place(index)])
         shape, dtype = self._shapes[index]
-        start = self._start(index)
-        bits = np.asarray(arrays[0])[start : start + math.prod(shape)]
+        bits = np.asarray(arrays[0])[slice(*self._spans[index])]
         return bits.view(dtype).reshape(shape)
 
-    def overwrite(self, arrays: list[Array], index: int, leaf: np.ndarray) -> None:
-        """Puts `leaf` in the place of the state's leaf number `index`."""
-        place = self._place(index)
+    def clear(self, arrays: list[Array], index: int) -> None:
+        """Sets the state's leaf number `index` to zero."""
         if self._is_small[index]:
-            bits = leaf.reshape(-1).view(np.uint32)
-            arrays[0] = self._overwrite(arrays[0], bits, self._start(index))
+            arrays[0] = self._clear(arrays[0], self._spans[index])
         else:
-            arrays[place] = put(leaf, arrays[place].sharding)
+            place, zeros = self._place(index), np.zeros(*self._shapes[index])
+            arrays[place] = put(zeros, arrays[place].sharding)
 
     def small(self, leaves: Sequence[Array]) -> list[Array]:
         """Those of the state's leaves that cross together."""
@@ -130,19 +130,21 @@ class Flat:
         large = self._is_small[:index].count(False)
         return large + any(self._is_small)
 
-    def _start(self, index: int) -> int:
-        """Where in the joined array the small leaf number `index` starts."""
-        before = zip(self._shapes[:index], self._is_small[:index], strict=True)
-        return sum(math.prod(shape) for (shape, _), is_small in before if is_small)
+    def _find_spans(self) -> list[tuple[int, int]]:
+        """Where in the joined array each small leaf starts and ends."""
+        sizes = [
+            math.prod(shape) if is_small else 0
+            for (shape, _), is_small in zip(self._shapes, self._is_small, strict=True)
+        ]
+        stops = list(itertools.accumulate(sizes))
+        return [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
     def _parted(self, joined: Array) -> list[Array]:
-        found, start = [], 0
-        for (shape, dtype), is_small in zip(self._shapes, self._is_small, strict=True):
-            if is_small:
-                stop = start + math.prod(shape)
-                bits = joined[start:stop].reshape(shape)
+        found = []
+        for index, (shape, dtype) in enumerate(self._shapes):
+            if self._is_small[index]:
+                bits = joined[slice(*self._spans[index])].reshape(shape)
                 found.append(jax.lax.bitcast_convert_type(bits, dtype))
-                start = stop
         return found
 
 
@@ -152,8 +154,8 @@ def _joined(leaves: Sequence[Array]) -> Array:
     return jnp.concatenate([leaf.reshape(-1) for leaf in bits])
 
 
-def _overwritten(joined: Array, bits: Array, start: Any) -> Array:
-    return jax.lax.dynamic_update_slice(joined, bits, (start,))
+def _cleared(joined: Array, span: tuple[int, int]) -> Array:
+    return joined.at[slice(*span)].set(0)
 
 
 def _is_small(leaf: Array) -> bool:

@@ -32,6 +32,10 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
             from .torch_loader import TorchSource
 
             return TorchSource(loader, argument, seed, share)
+        if isinstance(loader, torch.utils.data.IterableDataset):
+            from .torch_loader import SeededSource
+
+            return SeededSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
                 f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"

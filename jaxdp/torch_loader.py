@@ -17,6 +17,9 @@ import operator
 import pickle
 import random
 import signal
+import sys
+import sysconfig
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,7 +49,63 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """Keeps the seeds of neighbouring batches far apart (2**64 / golden ratio, odd)."""
 
 
-class TorchSource(Source):
+class SeededSource(Source):
+    """An `IterableDataset` that gives batches, such as WebDataset's loader.
+
+    Args:
+        loader: what to iterate.
+        argument: how the user calls it, for messages.
+        seed: decides, with the epoch, what the global generators draw in it.
+        share: how its batches come to several processes.
+    """
+
+    def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
+        super().__init__(loader, argument, share)
+        self.seed = seed
+
+    def _explain(self, exception: Exception) -> None:
+        exception.add_note(
+            f"`{self.argument}` is an IterableDataset ({type(self.loader).__name__}),"
+            " each item of which is taken as a batch; if it gives single examples, wrap"
+            " it: torch.utils.data.DataLoader(dataset, batch_size)."
+        )
+
+    def _own_generators(self) -> list[Any]:
+        """The generators that the user gave the loader or its sampler."""
+        return []
+
+    def _begun(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
+        started = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
+        with started.active():
+            batches = self._begun()
+        own = self._own_generators()
+        if generators is not None:
+            # torchdata's loader sets its sampler's generator to where an epoch began,
+            # and the next epoch would not have the order that it should.
+            started.states = generators[0]
+            for generator, state in zip(own, generators[1], strict=False):
+                generator.set_state(state)
+        if self._own is not None:
+            self._own.generators = lambda: (
+                started.states,
+                [generator.get_state() for generator in own],
+            )
+        return self._as_it_is(batches, started)
+
+    def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
+        """Iterable datasets and loaders that iterate in their own way."""
+        while True:
+            with generators.active():
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
+
+
+class TorchSource(SeededSource):
     """A torch `DataLoader`.
 
     Args:
@@ -58,8 +117,7 @@ class TorchSource(Source):
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
-        super().__init__(loader, argument, share)
-        self.seed = seed
+        super().__init__(loader, argument, seed, share)
         self._workers: Any = None
         self._plan = _Plan()
 
@@ -134,7 +192,6 @@ class TorchSource(Source):
         return self.peek() if is_here else None
 
     def _own_generators(self) -> list[Any]:
-        """The generators that the user gave the loader or its sampler."""
         owners = self.loader, self.loader.sampler
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if g is not None}.values())
@@ -161,32 +218,9 @@ class TorchSource(Source):
     def _parts(self) -> tuple[Any, ...]:
         return self.loader.dataset, self.loader.sampler, self.loader.batch_sampler
 
-    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
-        started = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
-        with started.active(), _safe_workers(self.loader):
-            batches = _started(self.loader, self.argument)
-        own = self._own_generators()
-        if generators is not None:
-            # torchdata's loader sets its sampler's generator to where an epoch began,
-            # and the next epoch would not have the order that it should.
-            started.states = generators[0]
-            for generator, state in zip(own, generators[1], strict=False):
-                generator.set_state(state)
-        if self._own is not None:
-            self._own.generators = lambda: (
-                started.states,
-                [generator.get_state() for generator in own],
-            )
-        return self._as_it_is(batches, started)
-
-    def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
-        """Iterable datasets and loaders that iterate in their own way."""
-        while True:
-            with generators.active():
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
+    def _begun(self) -> Iterator[Any]:
+        with _safe_workers(self.loader):
+            return _started(self.loader, self.argument)
 
     def _by_index(self, lists: Iterator[Any], epoch: int, skip: int) -> Iterator[Any]:
         start = _seed_of(self.seed, epoch, *self.share.drawing)
@@ -545,8 +579,8 @@ def _safe_workers(loader: Any) -> Iterator[None]:
     """Starts worker processes deaf to Ctrl-C, and not by "fork" where that is default.
 
     A fork of a process that runs JAX's threads can deadlock in the child. A loader that
-    names its own `multiprocessing_context` keeps it. The fork server imports torch and
-    this module once, so that workers start in tenths of a second.
+    names its own `multiprocessing_context` keeps it. The fork server imports libraries
+    once, so that workers start in tenths of a second.
     """
     if not loader.num_workers:
         yield
@@ -562,7 +596,7 @@ def _safe_workers(loader: Any) -> Iterator[None]:
     available = "forkserver" in multiprocessing.get_all_start_methods()
     if users[0] is None and default == "fork" and available:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch.utils.data"])
+        context.set_forkserver_preload([__name__, *_libraries(loader)])
         loader.multiprocessing_context = context
     loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
     try:
@@ -571,3 +605,35 @@ def _safe_workers(loader: Any) -> Iterator[None]:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]
+
+
+def _libraries(loader: Any) -> list[str]:
+    """The installed modules that a worker would import, each epoch anew.
+
+    Those of the script, which workers import, and of the modules of the dataset and of
+    the loader's functions. Not these themselves, unless installed: a user's module may
+    compute as it is imported, and the server must have no threads when it is forked.
+    """
+    from torch.utils.data import Subset
+
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    parts = dataset, loader.collate_fn, loader.worker_init_fn
+    owners = {"__main__", *map(_module_of, parts)} & set(sys.modules)
+    values = [value for each in owners for value in vars(sys.modules[each]).values()]
+    used = owners | {_module_of(value) for value in values}
+    installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    return ["torch.utils.data"] + sorted(
+        name
+        for name in used & set(sys.modules)
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(installed)
+    )
+
+
+def _module_of(value: Any) -> str:
+    """The module that a value is, or that its function or class is from."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    named = isinstance(value, type | types.FunctionType)
+    return str(getattr(value if named else type(value), "__module__", ""))

@@ -74,6 +74,14 @@ def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
     same(train(1, fit=fit, **CASES[name]), train(steps, fit=fit, **CASES[name]))
 
 
+def test_convolutions_stay_out_of_loops_if_an_epoch_is_shorter_than_a_block(capsys):
+    # Such an epoch has a program of its own from the second one on.
+    case = CASES["convolution"]
+    one = train(1, fit={"max_epochs": 3}, **case)
+    same(one, train(16, fit={"max_epochs": 3}, **case))
+    assert "1 at a time, because XLA's convolutions are slow" in capsys.readouterr().err
+
+
 def test_rows_that_interact_run_at_their_size_in_blocks():
     def run(steps):
         model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))

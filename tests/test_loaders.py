@@ -1,7 +1,10 @@
 """Batches from torch loaders and other iterables: the same as plain iteration."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -183,6 +186,83 @@ def test_iterable_datasets_are_iterated():
         seen = np.concatenate([batch for batch in source.epoch(0)])
         assert sorted(seen) == list(range(20))
     assert source.num_batches is None
+
+
+class Shuffled(IterableDataset):
+    """Gives batches, like WebDataset's loader, in an order that it draws."""
+
+    def __iter__(self):
+        for first in torch.randperm(4).tolist():
+            yield np.arange(3) + 3 * first, np.full(3, random.random())
+
+
+def test_an_iterable_dataset_may_give_batches_and_the_seed_decides_what_it_draws():
+    source = open_loader(Shuffled(), "train_loader", seed=0)
+    first, second = flat(source.epoch(0)), flat(source.epoch(1))
+    assert len(first) == 4 and source.num_batches is None
+    order = [[batch[0][0] for batch in epoch] for epoch in (first, second)]
+    assert sorted(order[0]) == [0, 3, 6, 9] and order[0] != order[1]
+    random.random(), torch.rand(1)
+    assert_same(open_loader(Shuffled(), "train_loader", seed=0).epoch(0), first)
+
+
+def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
+    class Single(IterableDataset):
+        def __iter__(self):
+            yield np.zeros((2, 2)), 1
+
+    with pytest.raises(ValueError, match="share a leading axis") as caught:
+        list(open_loader(Single(), "train_loader", seed=0).epoch(0))
+    assert "DataLoader(dataset, batch_size)" in "".join(caught.value.__notes__)
+
+
+LIBRARY = """
+import os
+
+PID = os.getpid()
+"""
+
+SCRIPT = """
+import os
+import sys
+import sysconfig
+
+import library
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from jaxdp.loaders import open_loader
+
+
+class Imported(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return np.array([i, library.PID == os.getpid()])
+
+
+if __name__ == "__main__":
+    sysconfig.get_path = lambda name: os.path.dirname(library.__file__)
+    loader = DataLoader(Imported(), 2, num_workers=1)
+    print(next(open_loader(loader, "train_loader", seed=0).epoch(0)).tolist())
+"""
+
+
+def test_workers_find_the_libraries_of_the_script_already_imported(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split("\n")[0] == "[[0, 0], [1, 0]]", done.stderr
 
 
 def test_loaders_without_batching_give_what_the_dataset_holds():
