@@ -4,7 +4,9 @@ python -m benchmarks.worker W1 expert result.json
 """
 
 import argparse
+import itertools
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from .works import WORKS
 
 
 def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]:
-    """Trains; returns seconds per step after the warm-up, and the final loss."""
+    """Trains; returns seconds per step of the median epoch, and the final loss."""
     work = WORKS[work_name].toy() if toy else WORKS[work_name]
     marks: list[float] = []
     try:
@@ -25,12 +27,10 @@ def measure(work_name: str, peer_name: str, toy: bool = False) -> dict[str, Any]
         return {"skipped": str(skip)}
     if len(marks) != work.epochs:
         raise RuntimeError(f"{len(marks)} epochs were trained, not {work.epochs}")
-    # From the end of the last epoch of the warm-up to the end of the last: all that an
-    # epoch costs is in it.
-    timed = (work.epochs - work.warm) * work.steps
-    seconds = (marks[-1] - marks[work.warm - 1]) / timed
+    # From the end of an epoch to that of the next: all that an epoch costs is in it.
+    epochs = [b - a for a, b in itertools.pairwise(marks[work.warm - 1 :])]
     return {
-        "seconds_per_step": seconds,
+        "seconds_per_step": statistics.median(epochs) / work.steps,
         "loss": None if weights is None else work.loss(weights),
         "start_loss": work.loss(work.weights()),
     }

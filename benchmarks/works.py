@@ -210,7 +210,7 @@ _CROPS = ("mlp", (784, 256, 256, 10), 128)
 WORKS = {
     work.name: work
     for work in (
-        Work("W1", "MLP 4-32-4, batch 16", *_TINY, 1000, 7, 1, "mse", 1e-2),
+        Work("W1", "MLP 4-32-4, batch 16", *_TINY, 1000, 11, 1, "mse", 1e-2),
         Work("W1s", "the same, epochs of 4 steps", *_TINY, 4, 550, 50, "mse", 1e-2),
         Work(
             *("W2", "LeNet, Fashion-MNIST, batch 256", "lenet", (), 256),
@@ -222,21 +222,21 @@ WORKS = {
         ),
         Work(
             *("W4", "50 residual layers of 64, batch 64", "residual", (64, 50)),
-            *(64, 150, 5, 1, "mse", 1e-2),
+            *(64, 150, 11, 1, "mse", 1e-2),
         ),
         Work(
             *("W5", "MLP 784-256-256-10, batch 128, crops and flips", *_CROPS),
-            *(150, 5, 1, "cross_entropy", 2e-2),
+            *(150, 9, 1, "cross_entropy", 2e-2),
             augmented=True,
         ),
         Work(
             *("W5w", "the same, 2 loader workers", *_CROPS),
-            *(150, 5, 1, "cross_entropy", 2e-2),
+            *(150, 9, 1, "cross_entropy", 2e-2),
             augmented=True,
             workers=2,
         ),
         Work(
-            *("W6", "W1 on 8 faked CPU devices", *_TINY, 300, 5, 1, "mse", 1e-2),
+            *("W6", "W1 on 8 faked CPU devices", *_TINY, 300, 9, 1, "mse", 1e-2),
             devices=8,
         ),
     )
