@@ -666,7 +666,7 @@ class Engine:
         return {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
 
     def _compile_evaluate(self, packed: Packed) -> jax.stages.Compiled:
-        weights, treedef = jax.tree.flatten(self.state.weights)
+        weights, treedef = jax.tree.flatten(self.evaluated.weights)
 
         def evaluate(
             collectives: Collectives,
@@ -692,7 +692,7 @@ class Engine:
         )
 
     def _compile_predict(self, packed: Packed) -> jax.stages.Compiled:
-        weights, treedef = jax.tree.flatten(self.state.weights)
+        weights, treedef = jax.tree.flatten(self.evaluated.weights)
 
         def predict(
             collectives: Collectives, leaves: list[Array], groups: list[Group]

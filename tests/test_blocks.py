@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -25,6 +26,22 @@ class Conv(eqx.Module):
 
     def __call__(self, x):
         return self.last(jax.nn.relu(self.conv(x[None])).reshape(-1))
+
+
+class Rnn(eqx.Module):
+    cell: eqx.nn.GRUCell
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(1, 5, key=keys[0])
+        self.last = eqx.nn.Linear(5, 3, key=keys[1])
+
+    def __call__(self, x):
+        def turn(hidden, number):
+            return self.cell(number[None], hidden), None
+
+        return self.last(jax.lax.scan(turn, jnp.zeros(5), x)[0])
 
 
 def train(steps_per_execution, *callbacks, model=None, fit=None, data=None, **kwargs):
@@ -63,6 +80,7 @@ CASES = {
     "accumulated, short end": {"accumulate_grad_batches": 5},
     "convolution": {"model": Conv(jax.random.key(1))},
     "all devices": {"strategy": Sharded()},
+    "a loop, devices": {"model": Rnn(jax.random.key(1)), "strategy": Sharded()},
     "Pmap": {"strategy": Pmap(4)},
 }
 

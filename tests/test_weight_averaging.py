@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, batches, cross_entropy, rows
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
 from jaxdp.callbacks import (
     LearningRateMonitor,
     NanGuard,
@@ -89,7 +89,7 @@ def test_training_is_as_without_it():
     np.testing.assert_array_equal(plain.seen, averaged.seen)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, ZeRO(), FSDP()], ids=repr)
 def test_validation_and_prediction_take_the_average(strategy):
     x, y = rows(16)
     trainer = make_trainer(WeightAveraging(0.9), strategy=strategy)

@@ -240,20 +240,14 @@ class Sharded(DataParallel):
     def _collectives(
         self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
     ) -> Collectives:
-        """XLA's own, unless something is split over the axes of rows, or it would
-        communicate for each micro-batch."""
-        state, groups = (
-            [a for a, r in zip(arguments, roles, strict=True) if r == role]
-            for role in ("state", "groups")
-        )
-        splits = any(
-            set(names_of(names)) & set(self.row_axes)
-            for leaf in jax.tree.leaves(state)
-            for names in leaf.sharding.spec
-        )
-        groups = [group for listed in groups for group in listed]
-        accumulates = any(len(group.counts) > 1 for group in groups)
-        if self.num_shards == 1 or not (splits or accumulates):
+        """Rows apart, with one reduction a step; none to talk to on one device.
+
+        XLA by itself would reduce gradients wherever they are summed up: for each
+        micro-batch, and in each turn of a loop in the model.
+        """
+        pairs = zip(arguments, roles, strict=True)
+        groups = [group for a, role in pairs if role == "groups" for group in a]
+        if self.num_shards == 1 or not groups:
             return Collectives()
         apart = split and all(
             self._is_by_rows(_one_batch(leaf))
