@@ -30,6 +30,7 @@ class Work:
         warm: epochs that are not timed: compilation, first steps.
         criterion: "mse" or "cross_entropy".
         tolerance: how far a peer's final loss may be from the expert's, relatively.
+        rate: of learning; small where last bits that differ would be blown up.
         augmented: whether rows are cropped and flipped one at a time, when asked for.
         workers: of the torch `DataLoader`.
         devices: CPU devices, faked if more than one.
@@ -218,7 +219,7 @@ WORKS = {
         ),
         Work(
             *("W3", "MLP 784-1024x3-10, batch 512", "mlp", (784, 1024, 1024, 1024, 10)),
-            *(512, 117, 3, 1, "cross_entropy", 2e-2),
+            *(512, 117, 3, 1, "cross_entropy", 2e-2, 1e-4),
         ),
         Work(
             *("W4", "50 residual layers of 64, batch 64", "residual", (64, 50)),
@@ -226,12 +227,12 @@ WORKS = {
         ),
         Work(
             *("W5", "MLP 784-256-256-10, batch 128, crops and flips", *_CROPS),
-            *(150, 9, 1, "cross_entropy", 2e-2),
+            *(150, 9, 1, "cross_entropy", 2e-2, 1e-4),
             augmented=True,
         ),
         Work(
             *("W5w", "the same, 2 loader workers", *_CROPS),
-            *(150, 9, 1, "cross_entropy", 2e-2),
+            *(150, 9, 1, "cross_entropy", 2e-2, 1e-4),
             augmented=True,
             workers=2,
         ),

@@ -610,25 +610,29 @@ def _safe_workers(loader: Any) -> Iterator[None]:
 def _libraries(loader: Any) -> list[str]:
     """The installed modules that a worker would import, each epoch anew.
 
-    Those of the script, which workers import, and of the modules of the dataset and of
-    the loader's functions. Not these themselves, unless installed: a user's module may
-    compute as it is imported, and the server must have no threads when it is forked.
+    Those of the script, which workers import, of the modules of the dataset and of the
+    loader's functions, and of the user's modules that these use. Not the user's modules
+    themselves: they may compute as they are imported, and the server must have no
+    threads when it is forked.
     """
     from torch.utils.data import Subset
 
     dataset = loader.dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    parts = dataset, loader.collate_fn, loader.worker_init_fn
-    owners = {"__main__", *map(_module_of, parts)} & set(sys.modules)
-    values = [value for each in owners for value in vars(sys.modules[each]).values()]
-    used = owners | {_module_of(value) for value in values}
     installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
-    return ["torch.utils.data"] + sorted(
-        name
-        for name in used & set(sys.modules)
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(installed)
-    )
+    parts = dataset, loader.collate_fn, loader.worker_init_fn
+    seen, waiting, found = set(), {"__main__", *map(_module_of, parts)}, set()
+    while waiting := (waiting - seen) & set(sys.modules):
+        name = waiting.pop()
+        seen.add(name)
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if file.startswith(installed):
+            found.add(name)
+        elif not file.startswith(sysconfig.get_path("stdlib")):
+            values = list(vars(sys.modules[name]).values())
+            waiting |= set(map(_module_of, values))
+    return ["torch.utils.data", *sorted(found)]
 
 
 def _module_of(value: Any) -> str:

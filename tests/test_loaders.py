@@ -227,8 +227,8 @@ import os
 import sys
 import sysconfig
 
-import library
 import numpy as np
+import own
 from torch.utils.data import DataLoader, Dataset
 
 from jaxdp.loaders import open_loader
@@ -239,21 +239,24 @@ class Imported(Dataset):
         return 2
 
     def __getitem__(self, i):
-        return np.array([i, library.PID == os.getpid()])
+        return np.array([i, own.library.PID == os.getpid()])
 
 
 if __name__ == "__main__":
-    sysconfig.get_path = lambda name: os.path.dirname(library.__file__)
+    sysconfig.get_path = lambda name: os.path.dirname(own.library.__file__)
     loader = DataLoader(Imported(), 2, num_workers=1)
     print(next(open_loader(loader, "train_loader", seed=0).epoch(0)).tolist())
 """
 
 
 def test_workers_find_the_libraries_of_the_script_already_imported(tmp_path):
-    (tmp_path / "library.py").write_text(LIBRARY)
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    (libraries / "library.py").write_text(LIBRARY)
+    (tmp_path / "own.py").write_text("import library\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(libraries), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, str(script)],
