@@ -3,7 +3,7 @@
 # make test-all   with the slowest tests, too
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
-# make bench  how fast jaxdp is beside a loop by hand and other libraries; an hour
+# make bench  how fast jaxdp is beside a loop by hand and other libraries; two hours
 # make bench-quick   has jaxdp become slower? Two minutes
 # make docs   the documentation as a site, in site/; broken links are errors
 #
