@@ -64,11 +64,12 @@ class SeededSource(Source):
         self.seed = seed
 
     def _explain(self, exception: Exception) -> None:
-        exception.add_note(
-            f"`{self.argument}` is an IterableDataset ({type(self.loader).__name__}),"
-            " each item of which is taken as a batch; if it gives single examples, wrap"
-            " it: torch.utils.data.DataLoader(dataset, batch_size)."
-        )
+        if isinstance(exception, TypeError | ValueError):
+            exception.add_note(
+                f"`{self.argument}` is a {type(self.loader).__name__}, each item of"
+                " which is taken as a batch; if it gives single examples, wrap it:"
+                " torch.utils.data.DataLoader(dataset, batch_size)."
+            )
 
     def _own_generators(self) -> list[Any]:
         """The generators that the user gave the loader or its sampler."""
