@@ -25,6 +25,7 @@ from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
 from .flops import has_convolutions, matmul_flops
+from .interaction import RowsInteract, values_mix_rows
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
@@ -38,7 +39,7 @@ from .precision import as_own, as_stored
 from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
+from .strategies.base import Role, no_ambient_mesh, replicated, with_auto_axes
 from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
@@ -549,7 +550,16 @@ class Engine:
             "predict": self._compile_predict,
         }[kind]
         with no_ambient_mesh(), self._compilations.timed(_WHAT[kind], packed):
-            return compile_kind(packed)
+            try:
+                return compile_kind(packed)
+            except RowsInteract:
+                say(
+                    "values that are one per row depend on other rows, as in a"
+                    " contrastive loss: batches are neither padded nor taken apart, as"
+                    " where the mean is returned"
+                )
+                self.steps = self.steps._replace(rows_interact=True)
+                return compile_kind(packed)
 
     def _check_labels(self, facts: Facts, packed: Packed) -> None:
         if facts.num_classes is not None:
@@ -650,7 +660,7 @@ class Engine:
                 warnings.filterwarnings(
                     "ignore", "Some donated buffers were not usable"
                 )
-            return self.strategy.compile(
+            return self._compile_step(
                 train_all,
                 (self._arrays, self._shapes(packed)),
                 ("state", "groups"),
@@ -658,6 +668,28 @@ class Engine:
                 donate=self._donated(steps),
                 split=packed.split,
             )
+
+    def _compile_step(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        split: bool,
+        donate: tuple[int, ...] = (),
+    ) -> jax.stages.Compiled:
+        shards = self.strategy.num_shards
+        batches = jax.tree.leaves([group.batch for group in arguments[-1]])
+        if split and 1 < shards == min(leaf.shape[1] for leaf in batches):
+            # One row for each device: shapes agree that would not, and operations say
+            # less, so the step is looked at over all rows first.
+            whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
+            if values_mix_rows(whole):
+                raise RowsInteract
+        return self.strategy.compile(
+            step, arguments, roles, results, donate=donate, split=split
+        )
 
     def _donated(self, steps: int) -> tuple[int, ...]:
         """Which arguments a program of so many steps may overwrite."""
@@ -683,7 +715,7 @@ class Engine:
             self.facts["evaluate"] = metrics.facts
             return totals, metrics.means
 
-        return self.strategy.compile(
+        return self._compile_step(
             evaluate,
             (weights, new_totals(), np.int32(0), self._shapes(packed)),
             ("state", "whole", "whole", "groups"),
@@ -701,7 +733,7 @@ class Engine:
             (group,) = groups
             return self.steps.predict(collectives, weights, group)
 
-        return self.strategy.compile(
+        return self._compile_step(
             predict,
             (weights, self._shapes(packed)),
             ("state", "groups"),

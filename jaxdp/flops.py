@@ -27,7 +27,7 @@ def has_convolutions(jaxpr: Any) -> bool:
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(has_convolutions(value) for value in _inside(equation))
+        or any(has_convolutions(value) for value in programs_in(equation))
         for equation in inner.eqns
     )
 
@@ -46,7 +46,7 @@ def times_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _inside(equation: Any) -> list[Any]:
+def programs_in(equation: Any) -> list[Any]:
     """The programs that are arguments of an operation."""
     leaves = jax.tree.leaves(
         list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
@@ -65,7 +65,7 @@ def _equation(equation: Any) -> int:
         return _convolution(equation)
     if name == "cond":
         return max(matmul_flops(branch) for branch in params["branches"])
-    inside = sum(map(matmul_flops, _inside(equation)))
+    inside = sum(map(matmul_flops, programs_in(equation)))
     if name == "scan":
         return params["length"] * inside
     if name == "while":

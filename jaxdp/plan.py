@@ -349,7 +349,7 @@ class Planner:
             program: Any, arguments: tuple[Any, ...], options: Any = None
         ) -> jax.stages.Compiled:
             nonlocal compile_seconds
-            traced.append(program.trace(*arguments))
+            traced.append(strategy.trace(program, arguments))
             if options is None:
                 options = convolution_options(traced[-1].jaxpr, arguments)
             lowered = traced[-1].lower()

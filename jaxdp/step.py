@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from . import objective as objectives
 from .collectives import Collectives
 from .flops import has_convolutions
+from .interaction import mark_rows, mark_values
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
 from .precision import (
@@ -104,6 +105,8 @@ class Steps(NamedTuple):
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are no loop in the compiled step."""
+    rows_interact: bool = False
+    """Whether values of rows are known to depend on other rows; see `interaction`."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -219,15 +222,15 @@ class Steps(NamedTuple):
         def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = remat_submodules(self._model(params, buffers), self.remat)
-                batch = cast_batch(model, micro.batch, self.precision)
+                batch = cast_batch(model, mark_rows(micro.batch), self.precision)
                 model = collectives.arrange(computing(model, self.precision))
                 rows = _rows(collectives, step_key, micro)
                 found = objective(model, model_state, batch, rows, _bound(collectives))
                 _check_depends(found.values["loss"], params)
-                sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
-                facts = _facts(found, stateful=model_state is not None)
+                facts = self._facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
                     collectives.need_all_rows()
+                sums = _sums_of(found, rows.mask, facts)
                 loss = sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
@@ -264,7 +267,7 @@ class Steps(NamedTuple):
         key = _key_outside_training(weights)
         rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
         model = self._whole_model(collectives, weights)
-        batch = cast_batch(model, micro.batch, self.precision)
+        batch = cast_batch(model, mark_rows(micro.batch), self.precision)
         found = objective(
             self._inference(collectives, model),
             weights.model_state,
@@ -272,10 +275,10 @@ class Steps(NamedTuple):
             rows,
             _bound(collectives),
         )
-        facts = _facts(found, stateful=False)
+        facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        sums = {k: _weigh(v, rows.mask) for k, v in found.values.items()}
+        sums = _sums_of(found, rows.mask, facts)
         return _Summed(collectives.sum(sums), facts)
 
     def _predictions(
@@ -292,6 +295,17 @@ class Steps(NamedTuple):
             _bound(collectives),
         )
         return prediction
+
+    def _facts(self, found: objectives.Values, *, stateful: bool) -> Facts:
+        names = tuple(found.values)
+        if len(names) > MAX_METRICS:
+            raise ValueError(
+                f"there are {len(names)} values per step, the loss and its metrics; at"
+                f" most {MAX_METRICS} can be kept."
+            )
+        scalars = any(value.ndim == 0 for value in found.values.values())
+        interact = scalars or stateful or self.rows_interact
+        return Facts(names, interact, found.num_classes)
 
     def _update(
         self, grads: PyTree, state: TrainState, *, loss: Array
@@ -475,15 +489,9 @@ def _bound(collectives: Collectives) -> tuple[str, ...]:
     return () if name is None else (name,) if isinstance(name, str) else name
 
 
-def _facts(found: objectives.Values, *, stateful: bool) -> Facts:
-    names = tuple(found.values)
-    if len(names) > MAX_METRICS:
-        raise ValueError(
-            f"there are {len(names)} values per step, the loss and its metrics; at"
-            f" most {MAX_METRICS} can be kept."
-        )
-    scalars = any(value.ndim == 0 for value in found.values.values())
-    return Facts(names, scalars or stateful, found.num_classes)
+def _sums_of(found: objectives.Values, mask: Array, facts: Facts) -> dict[str, Array]:
+    values = found.values if facts.rows_interact else mark_values(found.values)
+    return {name: _weigh(value, mask) for name, value in values.items()}
 
 
 def _weigh(value: Array, mask: Array) -> Array:

@@ -84,9 +84,10 @@ class Trainer:
             `key` (one per batch; under `Pmap` one per device), `mask` (which rows are
             real, `(batch,)` bools) and `state` (the `eqx.nn.State`). It returns the
             loss, or `(loss, metrics)`, and the new state last if it takes one. Values
-            shaped `(batch,)` must each come from their own row alone; they are averaged
-            over real rows. A scalar is taken as the mean over the batch, whose rows may
-            interact, as in contrastive losses: such batches are never padded.
+            shaped `(batch,)` should each come from their own row alone; they are
+            averaged over real rows. A scalar is taken as the mean over the batch, whose
+            rows may interact, as in contrastive losses: such batches are never padded.
+            So are those of values per row that other rows are seen to have a part in.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation.
         strategy: where things live and how the step is compiled; `Sharded()`, all

@@ -30,7 +30,7 @@ ORDER = [
         "plan_page",
         "tree",
     ],
-    ["meetings", "hlo"],
+    ["meetings", "hlo", "interaction"],
     ["processes"],
     [
         "flat",

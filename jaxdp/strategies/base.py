@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..collectives import DATA
 from ..cpu import convolution_options
+from ..interaction import RowsInteract, values_mix_rows
 from ..processes import RowBlocks, put
 from ..step import Group, TrainState
 
@@ -100,10 +101,21 @@ class DataParallel(abc.ABC):
         `Trainer.plan` looks at programs here before they are compiled. `options` are
         XLA's; without them it gets those that suit the hardware.
         """
-        traced = program.trace(*arguments)
+        traced = self.trace(program, arguments)
         if options is None:
             options = convolution_options(traced.jaxpr, arguments)
         return self.lower(traced).compile(options)
+
+    def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """A jitted program traced for its arguments.
+
+        Raises:
+            RowsInteract: if values that must come from a row alone don't.
+        """
+        traced = program.trace(*arguments)
+        if values_mix_rows(traced.jaxpr):
+            raise RowsInteract
+        return traced
 
     def lower(self, traced: Any) -> Any:
         """A program before it is compiled. Of several processes, each notes its text:

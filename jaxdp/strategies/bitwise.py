@@ -23,6 +23,7 @@ from jaxtyping import Array, Int, PyTree
 from ..collectives import Collectives, Share
 from ..console import say
 from ..flops import repeated
+from ..interaction import RowsInteract
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from .base import DataParallel, Role, each, put_rows
@@ -212,7 +213,7 @@ class VirtualShards(Collectives):
     ) -> Any:
         try:
             return self._in_turns(function, inputs, groups, results)
-        except _RowsInteract:
+        except RowsInteract:
             say(
                 "`reproducible`='bitwise': the rows of a batch interact (a scalar loss,"
                 " BatchNorm, or one `key` for all), so every device computes the whole"
@@ -322,11 +323,7 @@ class _OneShard(Collectives):
         return self.shard * rows + jnp.arange(rows)
 
     def need_all_rows(self) -> None:
-        raise _RowsInteract
-
-
-class _RowsInteract(Exception):
-    """Ends the tracing of a step for one virtual shard."""
+        raise RowsInteract
 
 
 class _Sum:

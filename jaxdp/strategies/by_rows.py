@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..collectives import AxisCollectives, Collectives, Share
+from ..interaction import RowsInteract
 from ..step import Group, Weights
 from ..tree import leaf_path
 
@@ -62,22 +63,13 @@ class ByRows(Collectives):
         generator = jax.config.jax_default_prng_impl  # pyright: ignore
         if not self.apart or generator != "threefry2x32":
             return function(self, inputs, groups)
-        if self._rows_each(groups) == 1:
-            # Shapes of one row may agree where those of more would not.
-            jax.eval_shape(lambda: function(self, inputs, groups))
         try:
             return self._mapped(function, inputs, groups, results)
-        except _RowsInteract:
+        except RowsInteract:
             return function(self, inputs, groups)
         except Exception:
             function(self, inputs, groups)  # whose error tells of all rows
             raise
-
-    def _rows_each(self, groups: Sequence[Group]) -> int:
-        """The fewest rows that a device has of a micro-batch."""
-        shards = math.prod(self.mesh.shape[axis] for axis in self.row_axes)
-        leaves = [jax.tree.leaves(group.batch)[0] for group in groups]
-        return min(leaf.shape[1] // shards for leaf in leaves)
 
     def gather(self, params: PyTree) -> PyTree:
         return self._constrained(
@@ -203,14 +195,10 @@ class _Shares(AxisCollectives):
     """What a device is given that works on its rows alone: whole parameters."""
 
     def need_all_rows(self) -> None:
-        raise _RowsInteract
+        raise RowsInteract
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return gradients  # `ByRows` does, when it knows where they go
-
-
-class _RowsInteract(Exception):
-    """Ends the tracing of a step for one device's rows."""
 
 
 def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

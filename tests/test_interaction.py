@@ -1,0 +1,335 @@
+"""Whether the values of rows depend on other rows, as a traced program tells."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import FSDP, OnDevice, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.collectives import Collectives
+from jaxdp.interaction import mark_rows, mark_values, values_mix_rows
+from jaxdp.strategies import DataParallel
+
+ROWS, WIDTH = 6, 4
+KEY = jax.random.key(0)
+MATRIX = jax.random.normal(KEY, (WIDTH, WIDTH))
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def rnn(x):
+    cell = eqx.nn.GRUCell(1, 3, key=KEY)
+
+    def one(row):
+        return jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(3), row[:, None])
+
+    return jax.vmap(one)(x)[0].sum(axis=-1)
+
+
+def over_time(x):
+    cell = eqx.nn.GRUCell(1, 3, key=KEY)
+
+    def step(h, x):
+        return jax.vmap(cell)(x, h), h.mean(axis=-1)
+
+    last, each = jax.lax.scan(step, jnp.zeros((ROWS, 3)), x.T[..., None])
+    return last.sum(axis=-1) + each.sum(axis=0)
+
+
+def recurrent_mean(x):
+    """A loop that mixes rows in its second turn only."""
+
+    def step(carry, x):
+        held, out = carry
+        return (x, out + held.mean()), None
+
+    return jax.lax.scan(step, (jnp.zeros(ROWS), jnp.zeros(ROWS)), x.T)[0][1]
+
+
+def convolutions(x):
+    net = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(1, 2, 2, key=KEY),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.MaxPool2d(1),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.LayerNorm(2),
+            eqx.nn.Linear(2, "scalar", key=KEY),
+        ]
+    )
+    return jax.vmap(net)(x.reshape(ROWS, 1, 2, 2))
+
+
+def attention(x):
+    layer = eqx.nn.MultiheadAttention(2, 4, key=KEY)
+
+    def one(row):
+        tokens = jnp.tile(row[:, None], 4)
+        return layer(tokens, tokens, tokens).sum()
+
+    return jax.vmap(one)(x)
+
+
+def newton(x):
+    """A loop per row, of a length of its own."""
+
+    def one(row):
+        return jax.lax.while_loop(
+            lambda y: jnp.abs(y**2 - (row**2).sum()) > 1e-3,
+            lambda y: (y + (row**2).sum() / y) / 2,
+            1.0,
+        )
+
+    return x[:, 0] * jax.vmap(one)(jax.lax.stop_gradient(x))
+
+
+def two_views(x):
+    """Both views of each row in one batch, and taken apart again."""
+    both = jnp.concatenate([x, x[:, ::-1]]) @ MATRIX
+    one, other = both[:ROWS], both[ROWS:]
+    return optax.cosine_distance(one, other)
+
+
+def all_views(x):
+    """As SimCLR: both views of each row against all others."""
+    both = jnp.concatenate([x, jnp.sin(x)])
+    likeness = both @ both.T - 9 * jnp.eye(2 * ROWS)
+    partners = jnp.roll(jnp.arange(2 * ROWS), ROWS)
+    return cross_entropy(likeness, partners).reshape(2, ROWS).mean(axis=0)
+
+
+def standardised(x):
+    return ((x - x.mean(axis=0, keepdims=True)) @ MATRIX).max(axis=1)
+
+
+def tokens_joined(x):
+    """A layer over all rows' tokens in one array."""
+    flat = jax.nn.relu(x.reshape(ROWS * WIDTH, 1) @ jnp.ones((1, 3)))
+    return flat.reshape(ROWS, WIDTH, 3).mean(axis=(1, 2))
+
+
+def checked(x):
+    """An error that any row may raise."""
+
+    def one(row):
+        return eqx.error_if(row.sum(), jnp.isnan(row).any(), "not a number")
+
+    return jax.vmap(one)(x)
+
+
+def branches(x):
+    def one(row):
+        return jax.lax.cond(row[0] > 0, jnp.sum, lambda row: jnp.max(row), row)
+
+    return jax.vmap(one)(x)
+
+
+def choice(x):
+    return jax.lax.cond(
+        MATRIX[0, 0] > 0, lambda x: x.sum(axis=1), lambda x: x.max(axis=1), x
+    )
+
+
+def choice_of_means(x):
+    return jax.lax.cond(
+        MATRIX[0, 0] > 9, lambda x: x.sum(axis=1), lambda x: x[:, 0] - x.mean(), x
+    )
+
+
+LABELS = jnp.arange(ROWS) % WIDTH
+
+INDEPENDENT = {
+    "cross-entropy": lambda x: cross_entropy(x @ MATRIX, LABELS),
+    "picked by labels": lambda x: -jax.nn.log_softmax(x)[jnp.arange(ROWS), LABELS],
+    "an embedding": lambda x: MATRIX[jnp.argmax(x, axis=1)].sum(axis=1) + x[:, 0],
+    "einsum": lambda x: jnp.einsum("ri,ij,rj->r", x, MATRIX, x),
+    "sorted features": lambda x: jnp.sort(x, axis=1)[:, 0] + jnp.cumsum(x, 1)[:, 2],
+    "features reversed": lambda x: (x[:, ::-1] * x).sum(axis=1),
+    "feature pairs": lambda x: (x[:, :, None] - x[:, None]).max(axis=(1, 2)),
+    "a loop over rows": lambda x: jax.lax.map(lambda row: (row**2).sum(), x),
+    "row after row": lambda x: jnp.stack([x[i].sum() for i in range(ROWS)]),
+    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 1)))[:, :2].sum(axis=1),
+    "remat": lambda x: jax.checkpoint(lambda x: jnp.sin(x).sum(axis=1))(x),
+    "columns first": lambda x: (MATRIX @ x.T).T.sum(axis=1),
+    "a decomposition": lambda x: jax.vmap(
+        lambda row: jnp.linalg.slogdet(jnp.outer(row, row) + jnp.eye(WIDTH))[1]
+    )(x),
+    "top features": lambda x: jax.lax.top_k(x, 2)[0].sum(axis=1),
+    "GRU of rows": rnn,
+    "GRU over time": over_time,
+    "convolutions": convolutions,
+    "attention": attention,
+    "Newton": newton,
+    "two views": two_views,
+    "tokens joined": tokens_joined,
+    "checked": checked,
+    "branches": branches,
+    "a choice": choice,
+}
+
+MIXING = {
+    "contrastive": lambda x: cross_entropy(x @ x.T, jnp.arange(ROWS)),
+    "contrastive by einsum": lambda x: cross_entropy(
+        jnp.einsum("id,jd->ij", x, jnp.sin(x)), jnp.arange(ROWS)
+    ),
+    "SimCLR": all_views,
+    "standardised": standardised,
+    "distances": lambda x: jnp.abs(x[:, None] - x[None]).sum(axis=(1, 2)),
+    "weighted by a sum": lambda x: x[:, 0] / x[:, 1].sum(),
+    "softmax over rows": lambda x: jax.nn.softmax(x, axis=0).max(axis=1),
+    "ranks": lambda x: jnp.sort(x, axis=0).sum(axis=1),
+    "sums so far": lambda x: jnp.cumsum(x[:, 0]),
+    "the next row": lambda x: (x * x[::-1]).sum(axis=1),
+    "a loop that mixes": recurrent_mean,
+    "a choice of means": choice_of_means,
+    "remat": lambda x: jax.checkpoint(lambda x: x[:, 0] - x.mean())(x),
+}
+
+
+def found(loss_fn, x):
+    """As a train step has it: under differentiation, in a loop."""
+
+    def total(scale, x):
+        return mark_values(loss_fn(mark_rows(x) * scale)).sum()
+
+    def steps(x):
+        body = lambda carry, x: (carry - jax.grad(total)(carry, x), None)  # noqa: E731
+        return jax.lax.scan(body, 1.0, x[None])
+
+    return values_mix_rows(jax.make_jaxpr(steps)(x))
+
+
+@pytest.mark.parametrize("case", INDEPENDENT)
+def test_independent_rows(case):
+    x = jax.random.normal(KEY, (ROWS, WIDTH))
+    assert np.count_nonzero(others(INDEPENDENT[case], x)) == 0
+    assert not found(INDEPENDENT[case], x)
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_rows_that_interact(case):
+    x = jax.random.normal(KEY, (ROWS, WIDTH))
+    assert np.count_nonzero(others(MIXING[case], x)) > 0
+    assert found(MIXING[case], x)
+
+
+def others(loss_fn, x):
+    """How the value of each row changes with the other rows."""
+    changes = np.array(jax.jit(jax.jacfwd(loss_fn))(x))
+    changes[np.arange(ROWS), np.arange(ROWS)] = 0
+    return changes
+
+
+def batches(*rows):
+    x = np.random.default_rng(0).normal(size=(40, WIDTH)).astype(np.float32)
+    return [(each, np.sin(each)) for each in np.split(x, np.cumsum(rows))[:-1]]
+
+
+def contrastive(model, x, y):
+    return cross_entropy(jax.vmap(model)(x) @ y.T, jnp.arange(len(x)))
+
+
+def mean_of_contrastive(model, x, y):
+    return contrastive(model, x, y).mean()
+
+
+def trainer_of(strategy, **keywords):
+    return Trainer(
+        eqx.nn.MLP(WIDTH, WIDTH, 8, 1, key=KEY),
+        optax.adam(1e-2),
+        strategy=strategy,
+        enable_progress_bar=False,
+        **keywords,
+    )
+
+
+def run(loss_fn, strategy, data=None, **keywords):
+    """The losses of two epochs, and the parameters after them."""
+    trainer = trainer_of(strategy, loss_fn=loss_fn, **keywords)
+    losses = trainer.fit(data or batches(16, 16), max_epochs=2)["loss"]
+    return losses, jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
+
+
+class Bare(DataParallel):
+    """A strategy that shares nothing with ours but what it must."""
+
+    num_shards = 1
+
+    def place(self, state):
+        return jax.device_put(state, jax.devices()[0])
+
+    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        program = jax.jit(lambda *arguments: step(Collectives(), *arguments))
+        return self.build(program, arguments)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keywords"),
+    [
+        (SingleDevice, {}),
+        (Sharded, {}),
+        (FSDP, {}),
+        (Pmap, {}),
+        (Bare, {}),
+        (SingleDevice, {"steps_per_execution": 2}),
+        (SingleDevice, {"accumulate_grad_batches": 2}),
+        (Sharded, {"remat": True}),
+        (Sharded, {"reproducible": "bitwise"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_values_of_rows_that_interact_train_as_their_mean(strategy, keywords):
+    losses, params = run(contrastive, strategy(), **keywords)
+    expected, expected_params = run(mean_of_contrastive, strategy(), **keywords)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for ours, theirs in zip(params, expected_params, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-7)
+
+
+def test_short_batches_are_not_padded():
+    short = batches(16, 12)
+    losses, _ = run(contrastive, SingleDevice(), short)
+    expected, _ = run(mean_of_contrastive, SingleDevice(), short)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_validation_alone_finds_out(caplog):
+    short = batches(16, 12)
+    found, expected = (
+        trainer_of(SingleDevice(), loss_fn=loss_fn).validate(short)["val_loss"]
+        for loss_fn in (contrastive, mean_of_contrastive)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert caplog.text.count("depend on other rows") == 1
+
+
+@pytest.mark.parametrize("reproducible", [None, "bitwise"])
+def test_one_row_for_each_device(reproducible):
+    losses, _ = run(contrastive, Sharded(), batches(8), reproducible=reproducible)
+    expected, _ = run(mean_of_contrastive, SingleDevice(), batches(8))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_data_on_the_device():
+    torch = pytest.importorskip("torch")
+    x, y = (torch.from_numpy(leaf) for leaf in batches(40)[0])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 16)
+    losses, _ = run(contrastive, SingleDevice(), OnDevice(loader))
+    expected, _ = run(mean_of_contrastive, SingleDevice(), loader)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_a_criterion_may_mix_rows():
+    def criterion(prediction, target):
+        return cross_entropy(prediction @ target.T, jnp.arange(len(target)))
+
+    losses = trainer_of(Sharded(), loss=criterion).fit(batches(16), max_epochs=1)
+    expected, _ = run(mean_of_contrastive, SingleDevice(), batches(16))
+    np.testing.assert_allclose(losses["loss"][0], expected[0], rtol=1e-6)
+
+
+def test_the_user_is_told_once(caplog):
+    run(contrastive, SingleDevice())
+    assert caplog.text.count("depend on other rows") == 1
