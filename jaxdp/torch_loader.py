@@ -30,6 +30,7 @@ import numpy as np
 from .data import to_host
 from .own_state import OwnState
 from .portions import Share
+from .sending import sharing_arrays
 from .source import ALL, END, Source
 from .step import Batch
 
@@ -418,7 +419,8 @@ def _started(loader: Any, argument: str) -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
-            return iter(loader)
+            with sharing_arrays():
+                return iter(loader)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         if not loader.num_workers:
             raise
@@ -597,7 +599,7 @@ def _safe_workers(loader: Any) -> Iterator[None]:
     available = "forkserver" in multiprocessing.get_all_start_methods()
     if users[0] is None and default == "fork" and available:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *_libraries(loader)])
+        context.set_forkserver_preload([__name__, *_libraries(_modules(loader))])
         loader.multiprocessing_context = context
     loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
     try:
@@ -608,29 +610,35 @@ def _safe_workers(loader: Any) -> Iterator[None]:
             loader.multiprocessing_context = users[0]
 
 
-def _libraries(loader: Any) -> list[str]:
-    """The installed modules that a worker would import, each epoch anew.
-
-    Those of the script, which workers import, of the modules of the dataset and of the
-    loader's functions, and of the user's modules that these use. Not the user's modules
-    themselves: they may compute as they are imported, and the server must have no
-    threads when it is forked.
-    """
+def _modules(loader: Any) -> frozenset[str]:
+    """What a worker starts from: the script, the dataset and the loader's functions."""
     from torch.utils.data import Subset
 
     dataset = loader.dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
     parts = dataset, loader.collate_fn, loader.worker_init_fn
-    seen, waiting, found = set(), {"__main__", *map(_module_of, parts)}, set()
+    return frozenset(["__main__", *map(_module_of, parts)])
+
+
+@functools.cache
+def _libraries(modules: frozenset[str]) -> list[str]:
+    """The installed modules that a worker would import, each epoch anew.
+
+    Those of `modules`, and of the user's modules that these use. Not the user's modules
+    themselves: they may compute as they are imported, and the server must have no
+    threads when it is forked.
+    """
+    installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    standard = sysconfig.get_path("stdlib")
+    seen, waiting, found = set(), set(modules), set()
     while waiting := (waiting - seen) & set(sys.modules):
         name = waiting.pop()
         seen.add(name)
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(installed):
             found.add(name)
-        elif not file.startswith(sysconfig.get_path("stdlib")):
+        elif not file.startswith(standard):
             values = list(vars(sys.modules[name]).values())
             waiting |= set(map(_module_of, values))
     return ["torch.utils.data", *sorted(found)]

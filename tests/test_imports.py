@@ -42,6 +42,7 @@ ORDER = [
         "reading",
         "remat",
         "report",
+        "sending",
         "stack",
     ],
     ["distributed", "cpu"],

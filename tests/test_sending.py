@@ -1,0 +1,144 @@
+"""Large arrays that worker processes are started with."""
+
+import copy
+import mmap
+import multiprocessing
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from jaxdp.sending import sharing_arrays
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no memfd")
+
+LARGE = np.arange(2**16, dtype=np.float32).reshape(256, 256)
+DATES = np.datetime64("2020-01-01") + np.arange(2**15)
+PAIRS = np.zeros(2**14, dtype=[("name", "U4"), ("value", np.float64)])
+
+
+class Dataset:
+    def __init__(self, **arrays):
+        self.__dict__.update(arrays)
+        self.counts = 0
+
+    def collate(self, rows):
+        return rows
+
+
+def describe(array):
+    base = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return (
+        isinstance(base, mmap.mmap),
+        array.flags.c_contiguous,
+        array.flags.writeable,
+        array.dtype,
+        content_of(array),
+    )
+
+
+def content_of(array):
+    return array.tolist() if array.dtype.hasobject else array.tobytes()
+
+
+def look(dataset, answers):
+    answers.put({k: describe(v) for k, v in vars(dataset).items() if k != "counts"})
+
+
+def write(dataset, function, start, answers):
+    """Writes, and tells whether others' writing or its own is seen."""
+    assert function.__self__ is dataset
+    start.wait()
+    before = dataset.large.sum()
+    dataset.large[:] += os.getpid()
+    changed = dataset.large.sum() - before
+    answers.put((float(before), bool(changed > 0)))
+
+
+def run(target, *arguments, number=1, method="forkserver", during=None):
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    workers = [
+        context.Process(target=target, args=(*arguments, answers))
+        for _ in range(number)
+    ]
+    with sharing_arrays():
+        for worker in workers:
+            worker.start()
+    if during is not None:
+        during()
+    found = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    return found
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_arrives_is_what_was_sent(method):
+    fixed = LARGE.copy()
+    fixed.flags.writeable = False
+    arrays = {
+        "large": LARGE,
+        "columns_first": LARGE.T,
+        "fixed": fixed,
+        "dates": DATES,
+        "pairs": PAIRS,
+        "parts": LARGE[:, ::2],
+        "small": np.arange(4),
+        "empty": np.zeros((0, 9)),
+        "words": np.array(["a", None] * 2**14, dtype=object),
+    }
+    (found,) = run(look, Dataset(**arrays), method=method)
+    shared = {name for name, (is_shared, *_) in found.items() if is_shared}
+    assert shared == {"large", "columns_first", "fixed", "dates", "pairs"}
+    for name, (_, c_contiguous, writeable, dtype, content) in found.items():
+        sent = arrays[name]
+        assert (dtype, content) == (sent.dtype, content_of(sent))
+        assert writeable == sent.flags.writeable
+        if name in shared:
+            assert c_contiguous == sent.flags.c_contiguous
+
+
+def test_a_worker_alone_sees_what_it_writes():
+    large = LARGE.copy()
+    dataset = Dataset(large=large)
+    start = multiprocessing.get_context("forkserver").Event()
+
+    def during():
+        large[:] = -1
+        start.set()
+
+    found = run(write, dataset, dataset.collate, start, number=2, during=during)
+    assert found == [(float(LARGE.sum()), True)] * 2
+    assert (large == -1).all()
+
+
+def test_later_workers_see_what_has_changed():
+    dataset = Dataset(large=LARGE.copy())
+    for value in (1, 2):
+        dataset.large[:] = value
+        (found,) = run(look, dataset)
+        assert found["large"][-1] == np.full_like(LARGE, value).tobytes()
+
+
+def test_no_file_is_left_open():
+    before = set(os.listdir("/proc/self/fd"))
+    with sharing_arrays():
+        pass
+    run(look, Dataset(large=LARGE))
+    run(look, Dataset(large=LARGE))
+    opened = set(os.listdir("/proc/self/fd")) - before
+    names = [os.readlink(f"/proc/self/fd/{number}") for number in opened if number]
+    assert not [name for name in names if "memfd" in name]
+
+
+def test_other_pickles_are_as_ever():
+    with sharing_arrays():
+        sent = pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(LARGE))
+        copied = copy.deepcopy(LARGE)
+    for each in (sent, copied):
+        np.testing.assert_array_equal(each, LARGE)
