@@ -24,7 +24,7 @@ def sharing_arrays() -> Iterator[None]:
     One that is no fork is sent what it works on through a pipe, all of it to each: 0.2
     s for 30 MB. In here arrays are copied once, as they are when the first process is
     started, into memory that all map. What a process writes into them it alone sees,
-    as if it were a fork.
+    as if it were a fork. Of a `np.memmap` nothing is copied: its file is mapped anew.
 
     Where the system has no such memory (Linux has `memfd_create`), nothing changes.
     """
@@ -32,6 +32,7 @@ def sharing_arrays() -> Iterator[None]:
         yield
         return
     reduction.ForkingPickler.register(np.ndarray, _reduce)
+    reduction.ForkingPickler.register(np.memmap, _reduce_memmap)
     memory = _HERE.memory = _Memory()
     try:
         yield
@@ -90,11 +91,33 @@ class _Handle:
 def _reduce(array: np.ndarray) -> Any:
     """How an array is pickled for another process."""
     memory, process = getattr(_HERE, "memory", None), get_spawning_popen()
-    is_plain = array.flags.forc and not array.dtype.hasobject
-    if memory is None or process is None or array.nbytes < _LEAST_BYTES or not is_plain:
+    if memory is None or process is None or not _is_plain(array):
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     form = array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable
     return _received, (memory.handle(process), memory.place(array), *form)
+
+
+def _reduce_memmap(array: np.memmap) -> Any:
+    """How a part of a file is pickled for another process."""
+    name, mode = array.filename, array.mode
+    # With "c", what was written is in no file.
+    is_file = name is not None and os.path.exists(name) and mode in ("r", "r+", "w+")
+    here = getattr(_HERE, "memory", None), get_spawning_popen()
+    if not is_file or None in here or not _is_plain(array):
+        return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    # Parts of a `np.memmap` have the offset of the whole, which maps whole pages.
+    mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
+    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    start += array.ctypes.data - mapped.ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    mode = "r+" if array.flags.writeable else "r"
+    return np.memmap, (name, array.dtype, mode, start, array.shape, order)
+
+
+def _is_plain(array: np.ndarray) -> bool:
+    """Whether an array is large, and one piece of memory."""
+    is_one_piece = array.flags.forc and not array.dtype.hasobject
+    return is_one_piece and array.nbytes >= _LEAST_BYTES
 
 
 def _mapped(file: Any) -> mmap.mmap:

@@ -125,6 +125,41 @@ def test_later_workers_see_what_has_changed():
         assert found["large"][-1] == np.full_like(LARGE, value).tobytes()
 
 
+def describe_file(dataset, answers):
+    answers.put(
+        {
+            name: (type(array), array.mode, describe(array))
+            for name, array in vars(dataset).items()
+            if name != "counts"
+        }
+    )
+    if dataset.written.flags.writeable:
+        dataset.written[0] = 7
+
+
+def test_files_that_are_mapped_are_mapped_anew(tmp_path):
+    (tmp_path / "numbers").write_bytes(b"head" * 3 + np.tile(LARGE, (3, 1)).tobytes())
+    np.save(tmp_path / "saved.npy", LARGE.T)
+    whole = np.memmap(tmp_path / "numbers", np.float32, "r", 12, (3, 256, 256))
+    written = np.memmap(tmp_path / "written", np.float32, "w+", shape=LARGE.shape)
+    own = np.memmap(tmp_path / "numbers", np.float32, "c", 12, (3, 256, 256))
+    own[:] = 1
+    arrays = {
+        "whole": whole,
+        "part": whole[1, 7:],
+        "saved": np.load(tmp_path / "saved.npy", mmap_mode="r"),
+        "written": written,
+        "own": own,
+    }
+    sent = {name: describe(array) for name, array in arrays.items()}
+    (found,) = run(describe_file, Dataset(**arrays))
+    for name, (kind, mode, description) in found.items():
+        assert kind is np.memmap
+        assert description[1:] == sent[name][1:]
+        assert mode == (None if name == "own" else "r+" if name == "written" else "r")
+    assert (written[0] == 7).all()
+
+
 def test_no_file_is_left_open():
     before = set(os.listdir("/proc/self/fd"))
     with sharing_arrays():
