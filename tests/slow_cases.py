@@ -13,10 +13,14 @@ faults/test_bad_days.py::test_a_callback_that_raises[on_fit_end]
 faults/test_kills.py::test_sigterm_at_chosen_moments[a step]
 faults/test_kills.py::test_sigterm_at_chosen_moments[the end of an epoch]
 several/test_failures.py::test_a_failing_callback_ends_all[0]
+several/test_failures.py::test_a_killed_process_ends_the_others[0]
 several/test_failures.py::test_an_error_that_all_have_and_catch_ends_nobody
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[seed]
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[weights]
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[rows]
+several/test_lockstep.py::test_different_scripts_are_found_at_the_start[model]
+several/test_lockstep.py::test_different_scripts_are_found_at_the_start[length]
+several/test_together.py::test_a_signal_to_one_stops_all[SIGTERM-0-on_validation_start-143]
 several/test_together.py::test_all_see_a_bad_batch
 several/test_together.py::test_plans_know_what_each_process_has
 test_checkpoint.py::test_every_kind_of_leaf_comes_back_bit_for_bit[Pmap-<lambda>]

@@ -188,8 +188,9 @@ MIXING = {
 }
 
 
-def found(loss_fn, x):
+def found(loss_fn):
     """As a train step has it: under differentiation, in a loop."""
+    x = jnp.ones((ROWS, WIDTH))
 
     def total(scale, x):
         return mark_values(loss_fn(mark_rows(x) * scale)).sum()
@@ -203,23 +204,22 @@ def found(loss_fn, x):
 
 @pytest.mark.parametrize("case", INDEPENDENT)
 def test_independent_rows(case):
-    x = jax.random.normal(KEY, (ROWS, WIDTH))
-    assert np.count_nonzero(others(INDEPENDENT[case], x)) == 0
-    assert not found(INDEPENDENT[case], x)
+    assert not changed_by(INDEPENDENT[case], 2)
+    assert not found(INDEPENDENT[case])
 
 
 @pytest.mark.parametrize("case", MIXING)
 def test_rows_that_interact(case):
+    assert changed_by(MIXING[case], 2)
+    assert found(MIXING[case])
+
+
+def changed_by(loss_fn, row):
+    """Which rows' values change when another row does."""
     x = jax.random.normal(KEY, (ROWS, WIDTH))
-    assert np.count_nonzero(others(MIXING[case], x)) > 0
-    assert found(MIXING[case], x)
-
-
-def others(loss_fn, x):
-    """How the value of each row changes with the other rows."""
-    changes = np.array(jax.jit(jax.jacfwd(loss_fn))(x))
-    changes[np.arange(ROWS), np.arange(ROWS)] = 0
-    return changes
+    loss_fn = jax.jit(loss_fn)
+    changed = np.array(loss_fn(x) != loss_fn(x.at[row].add(0.5)))
+    return set(np.flatnonzero(changed).tolist()) - {row}
 
 
 def batches(*rows):
