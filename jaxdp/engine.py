@@ -554,9 +554,9 @@ class Engine:
                 return compile_kind(packed)
             except RowsInteract:
                 say(
-                    "values that are one per row depend on other rows, as in a"
-                    " contrastive loss: batches are neither padded nor taken apart, as"
-                    " where the mean is returned"
+                    "the loss or a metric has values per row that depend on other rows,"
+                    " as contrastive ones do: batches are neither padded nor taken"
+                    " apart, as if their mean had been returned"
                 )
                 self.steps = self.steps._replace(rows_interact=True)
                 return compile_kind(packed)

@@ -50,11 +50,14 @@ def values_mix_rows(jaxpr: Any) -> bool:
     Args:
         jaxpr: with `mark_rows` and `mark_values` called in the same function.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    inside = [inner for equation in jaxpr.eqns for inner in programs_in(equation)]
-    if any(_is_mark(equation, _ROWS) for equation in jaxpr.eqns):
+    jaxpr = _open(jaxpr)
+    if any(_is_mark(equation, _VALUES) for equation in jaxpr.eqns):
         return _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values
-    return any(map(values_mix_rows, inside))
+    return any(
+        values_mix_rows(inner)
+        for equation in jaxpr.eqns
+        for inner in programs_in(equation)
+    )
 
 
 class _Along(NamedTuple):

@@ -26,11 +26,9 @@ def sharing_arrays() -> Iterator[None]:
     started, into memory that all map. What a process writes into them it alone sees,
     as if it were a fork. Of a `np.memmap` nothing is copied: its file is mapped anew.
 
-    Where the system has no such memory (Linux has `memfd_create`), nothing changes.
+    Where the system has no such memory (Linux has `memfd_create`), arrays of no file
+    are sent as ever.
     """
-    if not hasattr(os, "memfd_create"):
-        yield
-        return
     reduction.ForkingPickler.register(np.ndarray, _reduce)
     reduction.ForkingPickler.register(np.memmap, _reduce_memmap)
     memory = _HERE.memory = _Memory()
@@ -91,7 +89,8 @@ class _Handle:
 def _reduce(array: np.ndarray) -> Any:
     """How an array is pickled for another process."""
     memory, process = getattr(_HERE, "memory", None), get_spawning_popen()
-    if memory is None or process is None or not _is_plain(array):
+    is_shared = hasattr(os, "memfd_create") and _is_plain(array)
+    if memory is None or process is None or not is_shared:
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     form = array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable
     return _received, (memory.handle(process), memory.place(array), *form)

@@ -184,7 +184,7 @@ class TorchSource(SeededSource):
             # From the end of an epoch, torchdata's loader starts two iterations, whose
             # draws would differ from those of one.
             with _Generators().active(), _safe_workers(self.loader):
-                iter(self.loader)
+                _started(self.loader, self.argument)
         texts = start["generators"] if isinstance(start, dict) else start
         for generator, text in zip(self._own_generators(), texts, strict=False):
             generator.set_state(_from_text(text))

@@ -20,7 +20,7 @@ several/test_lockstep.py::test_different_scripts_are_found_at_the_start[weights]
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[rows]
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[model]
 several/test_lockstep.py::test_different_scripts_are_found_at_the_start[length]
-several/test_together.py::test_a_signal_to_one_stops_all[SIGTERM-0-on_validation_start-143]
+several/test_together.py::test_a_signal_to_one_stops_all[SIGINT-1-on_train_batch_end-130]
 several/test_together.py::test_all_see_a_bad_batch
 several/test_together.py::test_plans_know_what_each_process_has
 test_checkpoint.py::test_every_kind_of_leaf_comes_back_bit_for_bit[Pmap-<lambda>]

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp import FSDP, OnDevice, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, OnDevice, Pmap, Sharded, SingleDevice, Trainer, interaction
 from jaxdp.collectives import Collectives
 from jaxdp.interaction import mark_rows, mark_values, values_mix_rows
 from jaxdp.strategies import DataParallel
@@ -212,6 +212,15 @@ def test_independent_rows(case):
 def test_rows_that_interact(case):
     assert changed_by(MIXING[case], 2)
     assert found(MIXING[case])
+
+
+def test_an_operation_that_is_described_otherwise_tells_nothing(monkeypatch):
+    def rule(equation, states, shape):
+        raise KeyError("dimension_numbers")
+
+    assert found(MIXING["contrastive"])
+    monkeypatch.setitem(interaction._RULES, "dot_general", rule)
+    assert not found(MIXING["contrastive"])
 
 
 def changed_by(loss_fn, row):

@@ -98,7 +98,8 @@ class DataParallel(abc.ABC):
     ) -> jax.stages.Compiled:
         """What `compile` ends with: a jitted program made ready for its arguments.
 
-        `Trainer.plan` looks at programs here before they are compiled. `options` are
+        Rows that interact are found here, see `trace`, and `Trainer.plan` looks at
+        programs before they are compiled; both need `compile` to call it. `options` are
         XLA's; without them it gets those that suit the hardware.
         """
         traced = self.trace(program, arguments)

@@ -175,6 +175,12 @@ def scalar_loss(prediction, target):
     return loss.mean() + 0.1 * prediction.std()
 
 
+def mixing_loss(prediction, target):
+    """A value per row, in which other rows have a part."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+    return loss + 0.1 * prediction.std()
+
+
 def arrays():
     x, y = rows(ROWS)
     return [(x[at : at + 16], y[at : at + 16]) for at in range(0, ROWS, 16)]
@@ -207,6 +213,10 @@ def loaders():
         "accumulated": losses(arrays(), accumulate_grad_batches=3),
         "in blocks": losses(arrays(), steps_per_execution=3),
         "interacting": losses(arrays(), loss=scalar_loss),
+        "values that interact": losses(arrays(), loss=mixing_loss),
+        "one row for each device": losses(
+            [(x[:4], y[:4]) for x, y in arrays()], epochs=1, loss=mixing_loss
+        ),
         "batch norm": losses(arrays(), model=model, state=state),
     }
     tell(found=found, asked=logged.asked)
