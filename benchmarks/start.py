@@ -31,17 +31,20 @@ from jaxdp.callbacks import Callback
 class First(Callback):
     def on_train_batch_end(self, trainer, metrics, batch_idx):
         float(metrics["loss"])
-        print(time.perf_counter() - begin)
+        end = time.perf_counter()
+        print(end - begin, end - fitting)
 work = WORKS[{!r}]
 work = dataclasses.replace(work, steps=1)
+model, loader = build(work), work.loader()
+fitting = time.perf_counter()
 Trainer(
-    build(work), optax.adam(1e-3), loss=work.criterion, callbacks=[First()]
-).fit(work.loader(), max_steps=1)
+    model, optax.adam(1e-3), loss=work.criterion, callbacks=[First()]
+).fit(loader, max_steps=1)
 """
 
 
-def seconds(code: str, folder: str) -> float:
-    """What `code` prints, in a new process that keeps its caches in `folder`."""
+def seconds(code: str, folder: str) -> list[float]:
+    """What `code` prints last, in a new process that keeps its caches in `folder`."""
     # As installed: with the compiled modules that a first import leaves behind.
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment = inherited | {
@@ -61,7 +64,7 @@ def seconds(code: str, folder: str) -> float:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return float(done.stdout.split()[-1])
+    return [float(number) for number in done.stdout.splitlines()[-1].split()]
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
@@ -81,14 +84,17 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
     times: dict[str, list[tuple[float, float]]] = {}
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            alone, beside = (seconds(IMPORT.format(n), folder) for n in (ALONE, WITH))
+            [alone], [beside] = (
+                seconds(IMPORT.format(names), folder) for names in (ALONE, WITH)
+            )
         times.setdefault(f"import {ALONE}; with jaxdp", []).append((alone, beside))
         for name in filter(None, args.only.split(",")):
             code = FIRST_LOSS.format(name)
             with tempfile.TemporaryDirectory() as folder:
                 cold, warm = seconds(code, folder), seconds(code, folder)
-            row = f"{name}, import to first loss: cold; warm cache"
-            times.setdefault(row, []).append((cold, warm))
+            for since, first, second in zip(("import", "fit"), cold, warm, strict=True):
+                row = f"{name}, {since} to first loss: cold; warm cache"
+                times.setdefault(row, []).append((first, second))
 
     print("| | s | s | ratio |\n|---|---|---|---|")
     found = {}

@@ -65,7 +65,7 @@ def final_loss_of_the_expert(name):
 # warnings as errors they are not what users start.
 HERE = [*((name, "jaxdp") for name in [*KINDS, "W6"]), ("W6", "jaxdp_pmap")]
 HERE += [("W1", "jaxdp_auto"), ("W1", "tutorial"), ("W6", "tutorial")]
-HERE += [("W1", "expert_loader"), ("W5", "computing")]
+HERE += [("W1", "expert_flat"), ("W1", "expert_loader"), ("W5", "computing")]
 HERE += [(name, "torch") for name in KINDS]
 
 
@@ -197,7 +197,10 @@ def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
 def test_the_time_to_the_first_loss_is_measured(capsys):
     found = start.main(["--only", "W1", "--repeats", "1"])
     assert all(0 < first and 0 < second for first, second in found.values())
-    assert "| W1, import to first loss: cold; warm cache |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| W1, import to first loss: cold; warm cache |" in printed
+    cold, warm = found["W1, fit to first loss: cold; warm cache"]
+    assert warm < cold < found["W1, import to first loss: cold; warm cache"][0]
 
 
 def test_memory_of_a_run_is_flat(capsys):

@@ -56,6 +56,12 @@ PEERS = {
     "jaxdp_pmap": Peer(
         "jaxdp, Pmap", "jaxdp_fit", options={"strategy": "Pmap"}, works=("W6",)
     ),
+    "expert_flat": Peer(
+        "E with a flat list of leaves",
+        "expert",
+        options={"flat": True},
+        works=("W1", "W4"),
+    ),
     "expert_loader": Peer("E from a DataLoader", "expert_loader"),
     "tutorial": Peer("Equinox tutorial", "tutorial", works=_ALL),
     "keras": Peer("Keras", "keras_fit", ("keras",), works=_ALL),
