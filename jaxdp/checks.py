@@ -120,10 +120,11 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"`{name}` must be one of {listed}; got {value!r}.")
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, least: int = 1, *, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        kind = type(value).__name__
         raise TypeError(
-            f"`{name}` must be an int; got {value!r} of type {type(value).__name__}."
+            f"`{name}` must be an int{or_else}; got {value!r} of type {kind}."
         )
     if value < least:
         raise ValueError(f"`{name}` must be {least} or more; got {value}.")

@@ -3,11 +3,12 @@
 Where batches come from, torch's `DataLoader` included, is in `loaders`.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,9 +48,11 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
     for index, leaf in enumerate(leaves):
-        array = _as_numpy(leaf)
-        if array is None or array.dtype.kind in "OUSMmV" and array.dtype.isbuiltin != 2:
+        array = as_numpy(leaf)
+        if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_not_numbers(batch, index, leaf))
+        if not array.dtype.isnative:  # big-endian, as some files are
+            array = array.astype(array.dtype.newbyteorder("="))
         if not wide and array.dtype in _NARROW:
             array = _narrow(array, batch, index)
         elif copy:
@@ -60,11 +63,12 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     shapes = [array.shape[:1] for array in arrays]
     if shapes.count(shapes[0]) != len(shapes) or not shapes[0] or not shapes[0][0]:
         listed = ", ".join(
-            f"{leaf_name(batch, i)} {array.shape}" for i, array in enumerate(arrays)
+            f"{leaf_name(batch, i)} {array.shape}" for i, array in enumerate(arrays[:8])
         )
+        more = f" and {len(arrays) - 8} more" if len(arrays) > 8 else ""
         raise ValueError(
-            f"the leaves of a batch must share a leading axis of one or more rows; got"
-            f" {listed}."
+            "the leaves of a batch must share a leading axis of one or more rows; got"
+            f" {listed}{more}." + _why_no_rows(leaves)
         )
     return treedef.unflatten(arrays)
 
@@ -167,17 +171,38 @@ class Packer:
                 start = stop
         return Packed(groups, split, rows, (split, steps, tuple(shapes)))
 
-    def can_stack(self, micro_batches: Sequence[Batch], slots: int) -> bool:
-        """Whether all these would be one group, with `slots` places."""
+    def can_stack(self, micro_batches: Sequence[Batch], slots: int, first: int) -> bool:
+        """Whether all these would be one group, of the sizes that they have one by one.
+
+        Args:
+            micro_batches: of several steps.
+            slots: how many places the group has.
+            first: how many of the places are the first step's.
+        """
+        sizes = [rows_of(batch) for batch in micro_batches]
         if not self.rows_interact:
-            return True
-        sizes = {rows_of(batch) for batch in micro_batches}
-        return len(sizes) == 1 and len(micro_batches) == slots
+            return self._pads_alike(sizes, first)
+        return len({*sizes}) == 1 and len(micro_batches) == slots
+
+    def _pads_alike(self, sizes: list[int], first: int) -> bool:
+        """Whether the first step needs as many rows as any after it, or has had more.
+
+        Last bits may depend on the number of padded rows.
+        """
+        return max(sizes) <= max(self.size, self._rounded(max(sizes[:first])))
+
+    def _rounded(self, rows: int) -> int:
+        return math.ceil(rows / self.num_shards) * self.num_shards
+
+    def forget(self) -> None:
+        """Takes the next batch for the first."""
+        self.size, self._usual, self._count = 0, None, 0
+        self._expected = self._form = ()
 
     def pad_to(self, rows: int) -> None:
         """From now on batches get so many rows, or a few more, at least."""
         if rows > self.size:
-            self.size = math.ceil(rows / self.num_shards) * self.num_shards
+            self.size = self._rounded(rows)
             self._usual = (True, 1, ((1, self.size),))
 
     def _padded(
@@ -249,7 +274,17 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
         yield window
 
 
-def _as_numpy(leaf: Any) -> np.ndarray | None:
+def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
+    """The next so many, or those before the one that raises, and what it raises."""
+    found: list[Any] = []
+    try:
+        found.extend(itertools.islice(iterator, most))
+    except Exception as error:
+        return found, error
+    return found, None
+
+
+def as_numpy(leaf: Any) -> np.ndarray | None:
     """The leaf as an array over the same memory, or None if it is no array."""
     if isinstance(leaf, np.ndarray | np.generic):
         return np.asarray(leaf)
@@ -277,11 +312,11 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed = array.astype(dtype)
     if dtype.kind in "iu":
-        fits = (narrowed == array).all()
+        same = np.asarray(narrowed == array)
     else:
-        fits = (np.isfinite(narrowed) == np.isfinite(array)).all()
-    if not fits:
-        worst = array.flat[np.abs(array).argmax()]
+        same = np.asarray(np.isfinite(narrowed) == np.isfinite(array))
+    if not same.all():
+        worst = array[~same].flat[0]
         raise ValueError(
             f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst},"
             f" which does not fit into {dtype}, which JAX computes in. Rescale or"
@@ -290,15 +325,42 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     return narrowed
 
 
+def _is_of_numbers(dtype: np.dtype) -> bool:
+    if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
+        return False  # long double
+    return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
+
+
+def _why_no_rows(leaves: list[Any]) -> str:
+    """What may help where leaves do not share their rows."""
+    if any(isinstance(leaf, bool | int | float | complex) for leaf in leaves):
+        return (
+            " A list of numbers is a leaf for each: make an array of it (np.asarray) in"
+            " the dataset or in the loader's `collate_fn`."
+        )
+    return (
+        " Single examples must be put together first:"
+        " torch.utils.data.DataLoader(dataset, batch_size)."
+    )
+
+
 def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
     kind = type(leaf).__name__
     if hasattr(leaf, "dtype"):
         kind += f" of dtype {leaf.dtype}"
     if hasattr(leaf, "layout"):
         kind += f", {leaf.layout}"
+    advice = "Drop or convert it in the dataset or in the loader's `collate_fn`."
+    if isinstance(leaf, Mapping):
+        advice = "Make a dict of it, dict(batch), in the loader's `collate_fn`."
+    elif dataclasses.is_dataclass(leaf):
+        advice = (
+            "Make it known to JAX as a tree of arrays:"
+            f" jax.tree_util.register_dataclass({type(leaf).__name__})."
+        )
     return (
         f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
-        " numbers. Drop or convert it in the dataset or in the loader's `collate_fn`."
+        f" numbers. {advice}"
     )
 
 

@@ -34,6 +34,7 @@ from .metrics import (
     means_of,
     new_totals,
 )
+from .objective import Objective
 from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks, find_processes
@@ -159,6 +160,7 @@ class Engine:
         self.can_rewind = False
         self.steps_per_epoch: int | None = None
         self._trial: list[float] | None = None
+        self._objective_is_inferred = False
         if steps_per_execution == "auto":
             self._trial, steps_per_execution = [], 1
         self.steps_per_execution = int(steps_per_execution)
@@ -206,12 +208,24 @@ class Engine:
     @property
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
+        self.check_state()
         if self._whole is None or self._whole[0] is not self._arrays:
             with no_ambient_mesh():
                 leaves = self._flat.leaves(self._arrays)
             whole = jax.tree.unflatten(self._flat.treedef, leaves)
             self._whole = self._arrays, whole
         return self._whole[1]
+
+    def check_state(self) -> None:
+        """Raises where a step that failed has taken the state along."""
+        arrays = [each for each in self._arrays if isinstance(each, jax.Array)]
+        if any(array.is_deleted() for array in arrays):
+            raise RuntimeError(
+                "the state is lost: a step that had been given its memory failed while"
+                " it ran. Go on from the last checkpoint with a new Trainer"
+                " (`fit(..., ckpt_path=...)`); with DonateBuffers('none') the state"
+                " stays."
+            )
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -350,7 +364,7 @@ class Engine:
         if steps > 1 and self._is_worth_compiling(steps):
             micros = [batch for window in windows for batch in window]
             slots = steps * self.micro_batches
-            if packer.can_stack(micros, slots):
+            if packer.can_stack(micros, slots, self.micro_batches):
                 return [Block(windows, packer.pack(micros, slots, steps))]
         return [
             Block([window], packer.pack(window, self.micro_batches))
@@ -527,7 +541,11 @@ class Engine:
         compiled = self._compiled.get(key)
         if compiled is None:
             before, packed = self._compilations.seconds, _of_rows(packed)
-            compiled = self._compiled[key] = self._compile(kind, packed)
+            try:
+                compiled = self._compiled[key] = self._compile(kind, packed)
+            except Exception:
+                self._forget_first(kind)
+                raise
             if kind == "train":
                 groups, steps = self._shapes(packed), len(packed.rows)
                 self._train_programs[key] = TrainProgram(
@@ -542,6 +560,18 @@ class Engine:
                     self._compilations.seconds - before,
                 )
         return compiled
+
+    def infer(self, objective: Objective) -> None:
+        """Takes the objective that the first batch shows to fit."""
+        self.steps = self.steps._replace(objective=objective)
+        self._objective_is_inferred = True
+
+    def _forget_first(self, kind: Kind) -> None:
+        """The first batch did not fit the model; the next one may be another."""
+        if all(key[0] != kind for key in self._compiled):
+            self.packers[kind].forget()
+        if self._objective_is_inferred and not self._compiled:
+            self.steps = self.steps._replace(objective=None)
 
     def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
         compile_kind = {

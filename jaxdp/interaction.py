@@ -145,11 +145,30 @@ def _scan(equation: Any, states: list[_State]) -> list[_State]:
     num_ys = _unlike(equation.outvars, body.outvars)
     num_consts = first_x - (len(equation.outvars) - num_ys)
     xs = [_moved(state, -1) for state in states[first_x:]]
-    carry, ys = _loop(
-        lambda carry: _follow(body, [*states[:num_consts], *carry, *xs]).results,
-        states[num_consts:first_x],
-    )
-    return [*carry, *(_moved(state, 1) for state in ys)]
+
+    def turns(xs: list[_State]) -> tuple[list[_State], list[_State]]:
+        return _loop(
+            lambda carry: _follow(body, [*states[:num_consts], *carry, *xs]).results,
+            states[num_consts:first_x],
+        )
+
+    carry, ys = turns(xs)
+    ys = [_moved(state, 1) for state in ys]
+    row_by_row = [s for s in states[first_x:] if isinstance(s, _Along) and s.axis == 0]
+    if row_by_row:
+        # A row a turn: what the carry takes up of one, it brings to those after it.
+        is_row = [isinstance(s, _Along) and s.axis == 0 for s in states[first_x:]]
+        taints = [_MIXED if row else x for row, x in zip(is_row, xs, strict=True)]
+        carry, tainted = turns(taints)
+        through_carry = _follow(body, [*states[:num_consts], *carry, *xs]).results
+        for place, (of_rows, brought) in enumerate(
+            zip(tainted, through_carry[len(carry) :], strict=True)
+        ):
+            if brought == _MIXED:
+                ys[place] = _MIXED
+            elif of_rows == _MIXED:
+                ys[place] = row_by_row[0]
+    return [*carry, *ys]
 
 
 def _unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
@@ -258,6 +277,44 @@ def _along(parameter: str) -> Callable[..., _State]:
     return rule
 
 
+def _sum_over_mapped_axis(equation: Any, states: list[_State]) -> list[_State]:
+    """`psum` and the like, which `vmap` leaves with the numbers of axes."""
+    axes = [axis for axis in equation.params["axes"] if isinstance(axis, int)]
+    return [_without(state, axes) for state in states]
+
+
+def _top_k(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+    (state,) = states
+    assert isinstance(state, _Along)
+    axis = equation.params.get("axis", len(shape) - 1) % len(shape)
+    return _MIXED if state.axis == axis else state
+
+
+def _of_last(axes: int | None) -> Callable[..., _State]:
+    """The rule of transforms and decompositions of the last axes."""
+
+    def rule(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+        state = states[0]
+        last = len(equation.params["fft_lengths"]) if axes is None else axes
+        before = equation.invars[0].aval.ndim
+        if not isinstance(state, _Along):
+            return None
+        return _MIXED if state.axis >= before - last else state
+
+    return rule
+
+
+def _scatter(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+    """Rows put together in fewer or more places than there are rows.
+
+    As many places as rows may be a place for each.
+    """
+    for var, state in zip(equation.invars[1:], states[1:], strict=True):
+        if isinstance(state, _Along) and var.aval.shape[state.axis] not in shape:
+            return _MIXED if states[0] is None else None
+    return _same_axis(equation, states, shape)
+
+
 def _concatenate(equation: Any, states: list[_State], shape: Any) -> _State:
     joined = _either(*states)
     if isinstance(joined, _Along) and joined.axis == equation.params["dimension"]:
@@ -358,6 +415,9 @@ def _gather(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _Sta
 _OF_SEVERAL: Final[dict[str, Callable[..., list[_State]]]] = {
     "cond": _cond,
     "optimization_barrier": lambda equation, states: states,
+    "pmax": _sum_over_mapped_axis,
+    "pmin": _sum_over_mapped_axis,
+    "psum": _sum_over_mapped_axis,
     "scan": _scan,
     "while": _while,
 }
@@ -366,6 +426,7 @@ _RULES: Final[dict[str, Callable[..., _State]]] = {
     "argmax": _reduction,
     "argmin": _reduction,
     "broadcast_in_dim": _broadcast,
+    "cholesky": _of_last(2),
     "concatenate": _concatenate,
     "conv_general_dilated": _convolution,
     "cumlogsumexp": _along("axis"),
@@ -375,13 +436,23 @@ _RULES: Final[dict[str, Callable[..., _State]]] = {
     "cumsum": _along("axis"),
     "dot_general": _dot,
     "dynamic_slice": _same_axis,
+    "eigh": _of_last(2),
+    "fft": _of_last(None),
     "gather": _gather,
     "pad": _same_axis,
+    "qr": _of_last(2),
     "reshape": _reshape,
     "rev": _along("dimensions"),
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter-max": _scatter,
+    "scatter-min": _scatter,
+    "scatter-mul": _scatter,
     "slice": _same_axis,
     "sort": _along("dimension"),
     "split": _same_axis,
     "squeeze": _squeeze,
+    "svd": _of_last(2),
+    "top_k": _top_k,
     "transpose": _transpose,
 }

@@ -45,17 +45,19 @@ class Limits:
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
         self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.val_batches, self.skips_validation = None, False
+        self.val_limit = self.val_batches = None
         if val is not None:
-            cap = capped("limit_val_batches", limit_val_batches, val.num_batches)
-            self.val_batches, self.skips_validation = (
-                _least(val.num_batches, cap),
-                cap == 0,
+            self.val_limit = capped(
+                "limit_val_batches", limit_val_batches, val.num_batches
             )
+            self.val_batches = _least(val.num_batches, self.val_limit)
+        self.skips_validation = self.val_limit == 0
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches
         )
-        self.per_epoch = per_epoch = _least(train.num_batches, self.train_batches)
+        per_epoch = _least(train.num_batches, self.train_batches)
+        sure = train.num_batches if train.length_is_sure else None
+        self._whole = _least(sure, self.train_batches)
         self.val_interval = self._interval(val_check_interval, per_epoch)
         self._periods = 0
         self.accumulate = accumulate
@@ -75,7 +77,7 @@ class Limits:
 
     def is_whole(self, batches_done: int) -> bool:
         """Whether so many batches are known to be a whole epoch."""
-        return self.per_epoch is not None and batches_done >= self.per_epoch
+        return self._whole is not None and batches_done >= self._whole
 
     def time_is_up(self) -> bool:
         """Whether `max_time` is over, by this process's clock."""

@@ -305,8 +305,8 @@ def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise TypeError(
             f"`loss` and `metrics` need batches (x, y); got {_describe(batch)}. For"
-            " other batches pass `loss_fn(model, *batch)`, which is given the whole"
-            " batch."
+            " x and y themselves, pass [(x, y)] or a DataLoader. For other batches pass"
+            " `loss_fn(model, *batch)`, which is given the whole batch."
         )
     return batch
 

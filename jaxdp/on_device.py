@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .columns import Columns, Rows
+from .data import to_host
 from .portions import Share
 from .source import ALL
 from .step import Batch
@@ -81,7 +82,8 @@ class OnDeviceSource(TorchSource):
         def rows(lists: Iterator[Any]) -> Iterator[Rows]:
             # Looking the numbers up finds those that are none, and counts from the
             # end where they are negative.
-            for (indices,) in fetch((self._numbers,), [], lists):
+            ahead = self._has_torchs_samplers()
+            for (indices,) in fetch((self._numbers,), [], lists, ahead):
                 yield Rows(self._columns, indices)
 
         return rows
@@ -117,7 +119,7 @@ def _columns(dataset: Any) -> tuple[np.ndarray, ...]:
     found = table(dataset) if len(dataset) else None
     if found is None:
         raise _not_held(dataset)
-    columns, subsets = found
+    columns, subsets = to_host(found[0]), found[1]
     if not subsets:
         return columns
     try:

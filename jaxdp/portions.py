@@ -135,11 +135,13 @@ class PortionPacker(Packer):
             ]
         )
 
-    def can_stack(self, micro_batches: Sequence[Any], slots: int) -> bool:
+    def can_stack(self, micro_batches: Sequence[Any], slots: int, first: int) -> bool:
+        counts = [portion.counts for portion in micro_batches]
         if not self.rows_interact:
-            return True
-        counts = {portion.counts for portion in micro_batches}
-        return len(counts) == 1 and len(micro_batches) == slots
+            return self._pads_alike(
+                [max(each) * self.blocks.count for each in counts], first
+            )
+        return len({*counts}) == 1 and len(micro_batches) == slots
 
     def _can_split(self, counts: tuple[int, ...]) -> bool:
         """Whether blocks of so many rows need no padding."""

@@ -7,6 +7,7 @@ loss, the metrics, the gradients' sums and the optimizer never see a narrow numb
 
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -163,6 +164,22 @@ class _Computing(eqx.Module):
         value = getattr(self.wrapped, name)
         if isinstance(value, types.MethodType) and value.__self__ is self.wrapped:
             return self._computed(getattr(_cast_model(self.wrapped, self.dtype), name))
+        return self._in_turn(value)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._in_turn(self.wrapped[place])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._in_turn, self.wrapped)
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __bool__(self) -> bool:
+        return bool(self.wrapped)
+
+    def _in_turn(self, value: Any) -> Any:
+        """What belongs to the model, its modules computing in `dtype`, too."""
 
         def in_turn(node: Any) -> Any:
             wrapped = _is_module(node) and not isinstance(node, eqx.nn.StateIndex)

@@ -1,6 +1,8 @@
 """Rematerialisation: recompute activations in the backward pass to save memory."""
 
 import fnmatch
+import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,17 +57,30 @@ def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
     return eqx.tree_at(
         lambda tree: [at_path(tree, path) for path in outermost],
         model,
-        replace_fn=_Rematerialised,
+        replace_fn=_recomputing,
     )
 
 
-class _Rematerialised(eqx.Module):
-    """A submodule whose call is recomputed; otherwise like the submodule."""
+def _recomputing(module: Any) -> Any:
+    """The module with a call that is recomputed; otherwise it is the same."""
+    return _with_class(module, _recomputing_class(type(module)))
 
-    wrapped: Any
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return eqx.filter_checkpoint(self.wrapped)(*arguments, **keywords)
+@functools.cache
+def _recomputing_class(cls: type) -> type:
+    """A subclass: models ask `isinstance` of their layers, count and index them."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        module = _with_class(self, cls)
+        return eqx.filter_checkpoint(module)(*arguments, **keywords)
+
+    names = {"__call__": call, "__module__": __name__}
+    return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
+
+
+def _with_class(module: Any, cls: type) -> Any:
+    """A module's fields in a module of another class."""
+    other = object.__new__(cls)
+    for name, value in vars(module).items():
+        object.__setattr__(other, name, value)
+    return other

@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import reduction
@@ -13,6 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 _LEAST_BYTES: Final = 2**16
+_MOST_BYTES: Final = 2**24
+"""Of tensors. torch moves larger ones to memory that all map, once and for all."""
+_ALIGNMENT: Final = 64
 _HERE: Final = threading.local()
 """`memory`, where this thread is `sharing_arrays`."""
 
@@ -26,11 +30,19 @@ def sharing_arrays() -> Iterator[None]:
     started, into memory that all map. What a process writes into them it alone sees,
     as if it were a fork. Of a `np.memmap` nothing is copied: its file is mapped anew.
 
+    So are torch's tensors, but for the largest: torch would send an open file for each,
+    of which there may be 256, and one that was made only to be sent would be gone
+    before it arrives.
+
     Where the system has no such memory (Linux has `memfd_create`), arrays of no file
     are sent as ever.
     """
     reduction.ForkingPickler.register(np.ndarray, _reduce)
     reduction.ForkingPickler.register(np.memmap, _reduce_memmap)
+    if "torch" in sys.modules:
+        from torch import Tensor
+
+        reduction.ForkingPickler.register(Tensor, _reduce_tensor)
     memory = _HERE.memory = _Memory()
     try:
         yield
@@ -45,23 +57,30 @@ class _Memory:
     def __init__(self) -> None:
         self.file: int | None = None
         self.size = 0
-        self.placed: dict[int, tuple[int, np.ndarray]] = {}
+        self.placed: dict[int, tuple[int, Any]] = {}
         self._for: Any = None
         self._handle: Any = None
 
-    def place(self, array: np.ndarray) -> int:
-        """Where the copy of an array is."""
+    def place(self, array: np.ndarray, owner: Any = None, key: int = 0) -> int:
+        """Where the copy of an array is.
+
+        Args:
+            array: what to copy.
+            owner: whose memory it is, if not its own.
+            key: tells owners apart while they are there.
+        """
         assert self.file is not None
-        if id(array) not in self.placed:
-            start = -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE
+        owner, key = (array, id(array)) if owner is None else (owner, key)
+        if key not in self.placed:
+            start = -(-self.size // _ALIGNMENT) * _ALIGNMENT
             self.size = start + array.nbytes
             flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
             left = flat.view(np.uint8).data
             while left:  # a call writes 2 GB at most
                 left = left[os.pwrite(self.file, left, self.size - len(left)) :]
-            # Kept, so that no other gets its id.
-            self.placed[id(array)] = start, array
-        return self.placed[id(array)][0]
+            # Kept, so that no other gets its key.
+            self.placed[key] = start, owner
+        return self.placed[key][0]
 
     def handle(self, process: Any) -> "_Handle":
         """One for each process, which then opens the file once."""
@@ -113,6 +132,34 @@ def _reduce_memmap(array: np.memmap) -> Any:
     return np.memmap, (name, array.dtype, mode, start, array.shape, order)
 
 
+def _reduce_tensor(tensor: Any) -> Any:
+    """How a tensor of torch's is pickled for another process."""
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    memory, process = getattr(_HERE, "memory", None), get_spawning_popen()
+    if (
+        memory is None
+        or process is None
+        or not hasattr(os, "memfd_create")
+        or tensor.layout != torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.requires_grad
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return reduce_tensor(tensor)
+    storage = tensor.untyped_storage()
+    if storage.is_shared() or not 0 < storage.nbytes() <= _MOST_BYTES:
+        return reduce_tensor(tensor)
+    every_byte = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    handle = memory.handle(process)
+    start = memory.place(every_byte, storage, storage.data_ptr())
+    form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return _received_tensor, (handle, start, storage.nbytes(), *form)
+
+
 def _is_plain(array: np.ndarray) -> bool:
     """Whether an array is large, and one piece of memory."""
     is_one_piece = array.flags.forc and not array.dtype.hasobject
@@ -125,6 +172,15 @@ def _mapped(file: Any) -> mmap.mmap:
         return mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(file)
+
+
+def _received_tensor(
+    memory: mmap.mmap, start: int, nbytes: int, dtype: Any, *form: Any
+) -> Any:
+    import torch
+
+    every_byte = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
+    return torch.empty(0, dtype=dtype).set_(every_byte.untyped_storage(), *form)
 
 
 def _received(

@@ -1,10 +1,13 @@
 """Any iterable of batches, epoch by epoch."""
 
 import contextlib
+import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any, Final
+
+import numpy as np
 
 from .data import to_host
 from .own_state import OwnState, checksum, generators_of, own_state
@@ -34,7 +37,10 @@ class Source:
         of_epoch: the epoch that `state` is of.
         replay: how many batches an iterator gave in an earlier process, for the next
             epoch alone to pass over.
+        length_is_sure: whether `num_batches`, if known, is what comes.
     """
+
+    length_is_sure = True
 
     def __init__(self, loader: Any, argument: str, share: Share = ALL):
         self.loader: Any = loader
@@ -47,13 +53,14 @@ class Source:
         self.replay: int | None = 0
         self._own = self._own_state()
         self._keeps_places = False
+        self._passes: list[Generator[Batch, None, None]] = []
 
     @property
     def num_batches(self) -> int | None:
         """Batches per epoch, or None where that can't be known."""
         try:
             own = len(self.loader) if isinstance(self.loader, Sized) else None
-        except TypeError:  # a DataLoader over an iterable dataset without a length
+        except (TypeError, NotImplementedError):  # a DataLoader without a length
             own = None
         return self.share.length(self.argument, own)
 
@@ -68,6 +75,24 @@ class Source:
         peek = None if hasattr(self.loader, "__next__") else self._peek_here
         batches = self._positioned(epoch, skip)
         return self.share.of(self._converted(batches, epoch, skip, copy), peek)
+
+    def close(self) -> None:
+        """Ends the passes that were not read to their end.
+
+        Their frames may live on, in the traceback of an exception say. But the global
+        generators must not stay those of a pass, nor its workers wait.
+        """
+        for each in self._passes:
+            each.close()
+        self._passes = []
+
+    @contextlib.contextmanager
+    def a_pass(self) -> Iterator[None]:
+        """Afterwards all passes have ended; what is for more of them stays."""
+        try:
+            yield
+        finally:
+            Source.close(self)
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
@@ -228,6 +253,15 @@ class Source:
         copy: bool,
         ready: bool = False,
     ) -> Iterator[Batch]:
+        converted = self._conversion(batches, epoch, first, copy, ready)
+        ended = inspect.GEN_CLOSED
+        others = [p for p in self._passes if inspect.getgeneratorstate(p) != ended]
+        self._passes = [*others, converted]
+        return converted
+
+    def _conversion(
+        self, batches: Iterator[Any], epoch: int, first: int, copy: bool, ready: bool
+    ) -> Generator[Batch, None, None]:
         own = self._own if self._keeps_places else None
         for batch_idx in itertools.count(first):
             try:
@@ -251,7 +285,8 @@ class Source:
 
 def check_share(name: str, limit: Any) -> None:
     """Raises unless `limit` is None, a number of batches or a share of them."""
-    if limit is None or isinstance(limit, int) and not isinstance(limit, bool):
+    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if limit is None or whole:
         if limit is not None and limit < 0:
             raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
     elif not isinstance(limit, float):
@@ -266,8 +301,8 @@ def check_share(name: str, limit: Any) -> None:
 def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
     """`limit` in batches: a float is a share of the `available` ones."""
     check_share(name, limit)
-    if limit is None or isinstance(limit, int):
-        return limit
+    if limit is None or not isinstance(limit, float):
+        return None if limit is None else int(limit)
     if limit == 1.0:  # all of them, however many come
         return None
     if available is None:
@@ -275,4 +310,10 @@ def capped(name: str, limit: int | float | None, available: int | None) -> int |
             f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
             " not known; pass a number of batches."
         )
-    return int(available * limit)
+    count = int(available * limit)
+    if count == 0 and limit and available:
+        raise ValueError(
+            f"`{name}`={limit} of {available} batches is less than one batch; pass a"
+            " larger share, a number of batches, or 0 for none."
+        )
+    return count

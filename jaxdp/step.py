@@ -154,6 +154,10 @@ class Steps(NamedTuple):
                     f"{owner}.inside_step returned a {type(values).__name__}; it must"
                     " return a dict of named arrays."
                 )
+            if clash := set(inside) & set(values):
+                raise ValueError(
+                    f"`inside_step` of two callbacks returned {sorted(clash)}."
+                )
             inside |= values
         if self.skip_nonfinite or state.loss_scale is not None:
             finite = _all_finite((means[0], grads))
@@ -169,7 +173,7 @@ class Steps(NamedTuple):
                 )
                 inside["loss_scale"] = state.loss_scale.scale
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
-            inside["skipped"] = ~finite
+            inside["skipped"] = ~finite  # NanGuard's
         if clash := set(inside) & set(summed.facts.names):
             raise ValueError(
                 f"`inside_step` returned {sorted(clash)}, names of metrics."
@@ -304,7 +308,9 @@ class Steps(NamedTuple):
                 f" most {MAX_METRICS} can be kept."
             )
         scalars = any(value.ndim == 0 for value in found.values.values())
-        interact = scalars or stateful or self.rows_interact
+        # What is drawn for the batch as a whole, a permutation say, is over its rows.
+        keyed = self.objective is not None and self.objective.takes_key
+        interact = scalars or stateful or keyed or self.rows_interact
         return Facts(names, interact, found.num_classes)
 
     def _update(
@@ -360,6 +366,12 @@ def first_state(
         array = jnp.asarray(leaf)
         return jax.lax.convert_element_type(array, array.dtype)
 
+    def strong(leaf: Any) -> Any:
+        # In the model, too: JAX computes otherwise with weakly typed arrays, such as
+        # `jnp.array(2.0)`, and no checkpoint keeps that they are.
+        return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
+
+    params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
     init = jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))
     return TrainState(
         params=params,

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .data import to_host
+from .data import as_numpy, taken, to_host
 from .own_state import OwnState
 from .portions import Share
 from .sending import sharing_arrays
@@ -125,9 +125,9 @@ class TorchSource(SeededSource):
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         self._start(epoch)
-        for sampler in (self.loader.sampler, self.loader.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for each in (*self._samplers(), self.loader.dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
         plain, workers = self.is_plain(), self.loader.num_workers
         whole_rows, share = None, self.share.of
         lists = self._lists(epoch, skip)
@@ -141,7 +141,7 @@ class TorchSource(SeededSource):
         else:
             batches = self._positioned(epoch, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        fresh = self.is_torchs_collation() or workers > 0
+        fresh = self._iterates_as_torch() and (self.is_torchs_collation() or workers)
         ready = whole_rows is not None
         converted = self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
         return share(converted, self._peek_here)
@@ -152,7 +152,9 @@ class TorchSource(SeededSource):
         torch's own collation would, and stack them again.
         """
         found = None if self.loader.num_workers else table(self.loader.dataset)
-        return None if found is None else functools.partial(fetch, *found)
+        if found is None:
+            return None
+        return functools.partial(fetch, *found, ahead=self._has_torchs_samplers())
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -194,7 +196,7 @@ class TorchSource(SeededSource):
         return self.peek() if is_here else None
 
     def _own_generators(self) -> list[Any]:
-        owners = self.loader, self.loader.sampler
+        owners = self.loader, *self._samplers()
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if g is not None}.values())
 
@@ -206,16 +208,49 @@ class TorchSource(SeededSource):
 
     def is_plain(self) -> bool:
         """Whether batches are what the sampler's index lists say, and nothing else."""
-        from torch.utils.data import DataLoader, IterableDataset
+        return self._iterates_as_torch() and not self._is_iterable_dataset()
+
+    def _iterates_as_torch(self) -> bool:
+        from torch.utils.data import DataLoader
 
         kind = type(self.loader)
         # torchdata's loader differs in that it can tell its state. By index lists it
         # needs none, but for parts of the user's that have one.
-        torchs = kind.__iter__ is DataLoader.__iter__ or (
+        return kind.__iter__ is DataLoader.__iter__ or (
             kind.__module__.startswith("torchdata.stateful_dataloader")
             and not any(map(_has_state, self._parts()))
         )
-        return torchs and not isinstance(self.loader.dataset, IterableDataset)
+
+    def _is_iterable_dataset(self) -> bool:
+        from torch.utils.data import IterableDataset
+
+        return isinstance(self.loader.dataset, IterableDataset)
+
+    @property
+    def length_is_sure(self) -> bool:  # type: ignore[override]
+        """Not where each of some workers makes a last batch of its own."""
+        return not (self._is_iterable_dataset() and self.loader.num_workers > 1)
+
+    def close(self) -> None:
+        super().close()
+        # Both lead to each other, and workers that last are ended by what frees them.
+        self._plan.lists, self._workers = iter(()), None
+
+    def _samplers(self) -> list[Any]:
+        """The loader's samplers, and those that they sample from."""
+        found: list[Any] = []
+        waiting = [self.loader.sampler, self.loader.batch_sampler]
+        while waiting:
+            each = waiting.pop(0)
+            if each is not None and all(each is not other for other in found):
+                found.append(each)
+                waiting.append(getattr(each, "sampler", None))
+        return found
+
+    def _has_torchs_samplers(self) -> bool:
+        """Whether index lists do not depend on when they are drawn."""
+        known = "torch.utils.data.", "builtins"
+        return all(type(each).__module__.startswith(known) for each in self._samplers())
 
     def _parts(self) -> tuple[Any, ...]:
         return self.loader.dataset, self.loader.sampler, self.loader.batch_sampler
@@ -241,23 +276,22 @@ class TorchSource(SeededSource):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
-        samplers = self.loader.sampler, self.loader.batch_sampler
-        known = ("torch.utils.data.", "builtins")  # None is one of the builtins
-        torchs = all(type(each).__module__.startswith(known) for each in samplers)
+        torchs = self._has_torchs_samplers()
+        most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
         seed = _seed_of(self.seed, epoch, *self.share.sampling)
         generators = _Generators(seed, torch_alone=torchs)
         with generators.active():
             lists = iter(self.loader._index_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-            drawn, error = _taken(lists, _DRAW_AT_ONCE)
+            drawn, error = taken(lists, most)
         while True:
             yield from drawn
             if error is not None:
                 raise error
-            if len(drawn) < _DRAW_AT_ONCE:
+            if len(drawn) < most:
                 return
             with generators.active():
-                drawn, error = _taken(lists, _DRAW_AT_ONCE)
+                drawn, error = taken(lists, most)
 
     def _from_here(self, seeded: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         dataset = _Seeded(self.loader.dataset)
@@ -289,16 +323,6 @@ def _has_state(part: Any) -> bool:
     return hasattr(part, "load_state_dict") and not kind.startswith("torchdata.")
 
 
-def _taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
-    """The next so many, or those before the one that raises, and what it raises."""
-    taken: list[Any] = []
-    try:
-        taken.extend(itertools.islice(iterator, most))
-    except Exception as error:
-        return taken, error
-    return taken, None
-
-
 def table(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
     """The columns of a `TensorDataset`, if it is one or a subset of one.
 
@@ -312,11 +336,17 @@ def table(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | Non
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or len(dataset) == 0:
         return None
-    return to_host(dataset.tensors), subsets
+    columns = [as_numpy(tensor) for tensor in dataset.tensors]
+    if any(column is None for column in columns):
+        return None
+    return tuple([column for column in columns if column is not None]), subsets
 
 
 def fetch(
-    columns: tuple[np.ndarray, ...], subsets: list[np.ndarray], lists: Iterator[Any]
+    columns: tuple[np.ndarray, ...],
+    subsets: list[np.ndarray],
+    lists: Iterator[Any],
+    ahead: bool = True,
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """The rows of index lists, those of many small batches in one indexing operation.
 
@@ -324,14 +354,18 @@ def fetch(
         columns: as `table` gives them.
         subsets: likewise.
         lists: of each batch.
+        ahead: whether the lists of many batches may be asked for at once.
     """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
 
     def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
-        indices = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
+        if not all(map(len, parts)):
+            raise IndexError("the sampler gave an index list without indices")
+        flat = itertools.chain.from_iterable(parts)
+        indices = np.fromiter(map(operator.index, flat), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
-        rows = [column.take(indices, axis=0) for column in columns]
+        rows = to_host(tuple([column.take(indices, axis=0) for column in columns]))
         batches, start = [], 0
         for part in parts:
             stop = start + len(part)
@@ -341,10 +375,10 @@ def fetch(
 
     for first in lists:
         many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
-        parts, error = _taken(lists, many - 1)
+        parts, error = taken(lists, many - 1 if ahead else 0)
         try:
             yield from split([first, *parts])
-        except IndexError:  # at its own batch, the others first
+        except (IndexError, TypeError, ValueError):  # at its own batch, others first
             for part in [first, *parts]:
                 yield from split([part])
         if error is not None:
@@ -407,7 +441,8 @@ def _to_send(leaf: Any) -> Any:
 _WORKER_RULES = (
     "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
     " So the dataset, `collate_fn` and `worker_init_fn` must be importable: no"
-    " lambdas, nothing defined in a function or a notebook; and a script must train"
+    " lambdas, nothing defined in a function or a notebook; files and locks must be"
+    " opened in the worker, when first used; and a script must train"
     ' under `if __name__ == "__main__":`. Otherwise use num_workers=0 or, if no worker'
     ' touches JAX, multiprocessing_context="fork". Workers that run out of memory are'
     " killed, too."
@@ -421,7 +456,10 @@ def _started(loader: Any, argument: str) -> Iterator[Any]:
             warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
             with sharing_arrays():
                 return iter(loader)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+    except (
+        *(AttributeError, TypeError, ValueError, RuntimeError),
+        pickle.PicklingError,
+    ) as error:
         if not loader.num_workers:
             raise
         raise TypeError(

@@ -31,7 +31,7 @@ from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory
-from .data import rows_of, windows
+from .data import rows_of, taken, windows
 from .engine import Block, Engine, Kind, wait
 from .history import History
 from .interrupts import Interrupts, Preempted
@@ -87,7 +87,8 @@ class Trainer:
             shaped `(batch,)` should each come from their own row alone; they are
             averaged over real rows. A scalar is taken as the mean over the batch, whose
             rows may interact, as in contrastive losses: such batches are never padded.
-            So are those of values per row that other rows are seen to have a part in.
+            Nor are those of a loss that names `key`, whose draws may be over all rows,
+            or of values per row that other rows are seen to have a part in.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation.
         strategy: where things live and how the step is compiled; `Sharded()`, all
@@ -151,7 +152,9 @@ class Trainer:
         checks.check_choice("data", data, ("global", "local"))
         checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
         if steps_per_execution != "auto":
-            checks.check_count("steps_per_execution", steps_per_execution)
+            checks.check_count(
+                "steps_per_execution", steps_per_execution, or_else=" or 'auto'"
+            )
         checks.check_count("log_every_n_steps", log_every_n_steps)
         checks.check_count("seed", seed, least=0)
         checks.check_norm("gradient_clip_val", gradient_clip_val)
@@ -165,11 +168,11 @@ class Trainer:
         self.reproducible = reproducible
         with_bits = self._reproducibly(strategy)  # refuses now what it can't keep
         checks.check_processes(with_bits, data, reproducible)
-        self.seed = seed
+        self.seed = int(seed)
         self.data = data
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
-        self.accumulate_grad_batches = accumulate_grad_batches
+        self.accumulate_grad_batches = int(accumulate_grad_batches)
         self.steps_per_execution = steps_per_execution
         self.callbacks = list(checks.check_callbacks(callbacks))
         if enable_progress_bar and not any(
@@ -351,7 +354,7 @@ class Trainer:
             for callback in self.callbacks
             if not (fast_dev_run and callback.skip_in_fast_dev_run)
         )
-        with self._ending_well(hooks):
+        with self._ending_well(hooks, train, val):
             self.stopwatch = None
             hooks.setup(self)
             hooks = self._timed(hooks)
@@ -414,18 +417,20 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
-        source = self._open(train_loader, "train_loader", "train")
-        self._batches_done, self.num_training_batches = 0, None
-        self.stopwatch = None
-        self._hooks.setup(self)
-        hooks = self._timed(self._hooks)
-        steps = self._steps(self._begin(source, None, hooks), hooks)
-        while True:
-            with self._interrupts:  # not while the caller's code runs
-                metrics = next(steps, None)
-            if metrics is None:
-                break
-            yield metrics
+        with contextlib.closing(
+            self._open(train_loader, "train_loader", "train")
+        ) as source:
+            self._batches_done, self.num_training_batches = 0, None
+            self.stopwatch = None
+            self._hooks.setup(self)
+            hooks = self._timed(self._hooks)
+            steps = self._steps(self._begin(source, None, hooks), hooks)
+            while True:
+                with self._interrupts:  # not while the caller's code runs
+                    metrics = next(steps, None)
+                if metrics is None:
+                    break
+                yield metrics
         self.current_epoch += 1
         self._batches_done = 0
 
@@ -434,13 +439,15 @@ class Trainer:
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         """
-        source = self._open(loader, "loader", "evaluate")
-        return self._evaluate(source, "val", source.num_batches, self._hooks)
+        self._settle()
+        with contextlib.closing(self._open(loader, "loader", "evaluate")) as source:
+            return self._evaluate(source, "val", None, self._hooks)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """Like `validate`, with keys `test_loss` and so on, and without hooks."""
-        source = self._open(loader, "loader", "evaluate")
-        return self._evaluate(source, "test", None, Hooks(()))
+        self._settle()
+        with contextlib.closing(self._open(loader, "loader", "evaluate")) as source:
+            return self._evaluate(source, "test", None, Hooks(()))
 
     def plan(
         self,
@@ -522,9 +529,13 @@ class Trainer:
             NumPy arrays shaped `(rows, ...)`, in the structure of what the model
             returns: exactly the rows that came, in their order.
         """
-        source = self._open(loader, "loader", "predict")
-        inputs = (inputs_of(batch) for batch in self._in_step(source, "predict"))
-        with self._interrupts, distributed.together("predict"):
+        self._settle()
+        with (
+            contextlib.closing(self._open(loader, "loader", "predict")) as source,
+            self._interrupts,
+            distributed.together("predict"),
+        ):
+            inputs = (inputs_of(batch) for batch in self._in_step(source, "predict"))
             done = list(self._ready().predict(inputs, gather=gather))
         if not done:
             raise ValueError(source.gave_nothing())
@@ -559,22 +570,21 @@ class Trainer:
         for strategy in strategies:
             checks.check_strategy_argument(strategy)
         source = self._open(loader, "loader", "train")
-        taken = list(
-            itertools.islice(
-                windows(map(shown, source.epoch(0)), self.accumulate_grad_batches),
-                steps,
-            )
-        )
-        if not taken:
+        with contextlib.closing(source):
+            batches = map(shown, source.epoch(0))
+            each = windows(batches, self.accumulate_grad_batches)
+            found = list(itertools.islice(each, steps))
+        if not found:
             raise ValueError(source.gave_nothing())
-        own = self._ready(taken[0][0])
+        own = self._ready(found[0][0])
+        self._settle()
         start = own.strategy.gather(own.state)
 
         def trace(strategy: DataParallel) -> comparison.Trace:
             engine = self._new_engine(self._reproducibly(strategy))
             engine.steps = own.steps._replace(inside=())
             engine.state = engine.strategy.place(start)
-            return comparison.trace(engine, strategy, taken)
+            return comparison.trace(engine, strategy, found)
 
         traces = [trace(s) for s in strategies or (SingleDevice(),)]
         return comparison.compare(trace(self.strategy), traces)
@@ -838,8 +848,11 @@ class Trainer:
         self.callbacks = guards + others
 
     @contextlib.contextmanager
-    def _ending_well(self, hooks: Hooks) -> Iterator[None]:
-        """Whatever happens inside: callbacks hear of it, and may close their files."""
+    def _ending_well(self, hooks: Hooks, *sources: Source | None) -> Iterator[None]:
+        """Whatever happens inside: callbacks hear of it, and may close their files.
+
+        Then the passes over `sources` end.
+        """
         if self._is_fitting:
             raise RuntimeError(
                 "`fit` was called while a fit of the same trainer is running, from a"
@@ -865,6 +878,9 @@ class Trainer:
             hooks.on_fit_end(self)
         finally:
             self._is_fitting = False
+            for source in sources:
+                if source is not None:
+                    source.close()
 
     @contextlib.contextmanager
     def _noting(self, exception: BaseException) -> Iterator[None]:
@@ -879,6 +895,7 @@ class Trainer:
     ) -> Iterator[Block]:
         """Reads the first batch and compiles for it; returns all that the epoch has."""
         engine = self._ready()
+        engine.check_state()
         engine.set_options(
             self.donate,
             self.skip_nonfinite,
@@ -927,8 +944,14 @@ class Trainer:
         steps = windows(batches, self.accumulate_grad_batches)
         if self.stopwatch is not None:
             steps = self.stopwatch.iterator("data", steps)
-        while taken := list(itertools.islice(steps, self._room(limits, hooks))):
-            yield from engine.blocks(taken)
+        error = None
+        while error is None:
+            # Of a loader that fails, the batches before it are trained on first.
+            found, error = taken(steps, self._room(limits, hooks))
+            if not found and error is None:
+                return
+            yield from engine.blocks(found) if found else ()
+        raise error
 
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
@@ -1025,7 +1048,7 @@ class Trainer:
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._phase("validation"):
-            self._val_metrics = self._evaluate(source, "val", limits.val_batches, hooks)
+            self._val_metrics = self._evaluate(source, "val", limits.val_limit, hooks)
         self._validated_at = self._batches_done
 
     def _evaluate(
@@ -1033,7 +1056,7 @@ class Trainer:
     ) -> dict[str, float]:
         hooks.on_validation_start(self)
         totals, batch_idx = new_totals(), -1
-        with self._interrupts, distributed.together(prefix):
+        with source.a_pass(), self._interrupts, distributed.together(prefix):
             for batch_idx, batch in enumerate(self._in_step(source, prefix, limit)):
                 engine = self._ready(batch)
                 totals = engine.evaluate(batch, totals, batch_idx)
@@ -1121,6 +1144,14 @@ class Trainer:
         self.num_val_batches = None if val is None else limits.val_batches
         if self._padded_rows and self._padded_rows[0] == self.num_training_batches:
             self._ready().pad_to(self._padded_rows[1])  # the same loader, resumed
+        elif self._padded_rows and self._padded_rows[0] and self._batches_done:
+            warnings.warn(
+                f"an epoch of `train_loader` had {self._padded_rows[0]} steps when this"
+                f" run was saved, and has {self.num_training_batches} now. As ever, the"
+                f" {self._batches_done} batches that were trained on are left out of"
+                " the present epoch; with another batch size these are other rows.",
+                stacklevel=3,
+            )
         self._padded_rows = None
 
     def _name_what_is_logged(self, validates: bool) -> None:
@@ -1136,8 +1167,7 @@ class Trainer:
                 keep_freed_memory()
             self._engine = self._new_engine(self._reproducibly(self.strategy))
         if batch is not None and self._engine.steps.objective is None:
-            objective = self._infer_objective(batch)
-            self._engine.steps = self._engine.steps._replace(objective=objective)
+            self._engine.infer(self._infer_objective(batch))
         return self._engine
 
     def _open(self, loader: Any, argument: str, kind: Kind) -> Source:

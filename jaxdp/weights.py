@@ -91,7 +91,7 @@ def save_model(path: Path, model: PyTree) -> str:
     if path.endswith(".safetensors"):
         save = _safetensors("safetensors.numpy").save_file
         arrays = {
-            name: np.ascontiguousarray(checkpoint.plain(leaf))
+            name: np.asarray(checkpoint.plain(leaf), order="C")
             for name, leaf in _arrays(model).items()
         }
         with _replacing(path) as temporary:

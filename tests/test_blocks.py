@@ -1,5 +1,7 @@
 """Several optimizer steps per dispatch change the speed, and nothing else."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -308,3 +310,66 @@ def test_convolutions_are_in_no_loop_on_the_cpu(options, caplog):
     assert " convolution(" in program
     assert " while(" not in program
     assert ("inside loops" in caplog.text) == (steps == 4)
+
+
+def test_batches_that_grow_give_the_bits_of_single_steps():
+    def run(steps):
+        return train(steps, data=batches(8, 16, 33, 50, 50, 20), fit={"max_epochs": 2})
+
+    same(run(1), run(3))
+
+
+class Flaky:
+    """Times out once, before batch 4, and goes on when asked again."""
+
+    def __init__(self, data):
+        self.left = list(data)
+        self.failed = False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if len(self.left) == 4 and not self.failed:
+            self.failed = True
+            raise TimeoutError("once")
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batches_before_a_failure_of_the_loader_are_trained_on(steps):
+    trainer = Trainer(
+        Mlp(jax.random.key(0)), steps_per_execution=steps, strategy=SingleDevice()
+    )
+    data = Flaky(batches(*[8] * 8))
+    with pytest.raises(TimeoutError, match="once"):
+        trainer.fit(data)
+    assert trainer.global_step == 4
+    trainer.fit(data)
+    assert trainer.global_step == 8
+
+
+def test_what_is_asked_inside_a_block_is_of_the_step_that_is_counted():
+    class Ask(Callback):
+        def __init__(self):
+            self.answers = []
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            data = batches(8)
+            if batch_idx < 3:
+                self.answers += [trainer.validate(data), trainer.test(data)]
+                self.answers.append(trainer.predict(data)[0].tolist())
+            else:
+                compared = trainer.compare(data, SingleDevice(), steps=1)
+                self.answers += re.findall(r"\d\.\d{6}", str(compared))
+
+    def run(steps):
+        ask = Ask()
+        train(steps, ask, data=batches(*[8] * 6))
+        return ask.answers
+
+    answers = run(1)
+    assert len(answers) > 9
+    assert answers == run(3)

@@ -1,6 +1,7 @@
 """Batches on their way to the step: converted, narrowed, checked, padded."""
 
 import collections
+import re
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -77,6 +78,30 @@ def test_leaves_that_are_no_numbers_are_named(leaf):
         to_host({"x": np.ones(2, np.float32), "name": leaf})
 
 
+@pytest.mark.parametrize("kind", [">f4", ">f8", ">i8"])
+def test_big_endian_arrays_are_turned_round(kind):
+    numbers = np.arange(4)
+    (found,) = to_host((numbers.astype(kind),))
+    assert found.dtype == np.dtype(kind[1] + "4")
+    assert found.dtype.isnative
+    np.testing.assert_array_equal(found, numbers)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [([1, np.nan, 1e300], "1e+300"), ([1, -(2**63)], str(-(2**63)))],
+)
+def test_the_value_that_does_not_fit_is_named(values, named):
+    with pytest.raises(ValueError, match=re.escape(f"has the value {named},")):
+        to_host((np.array(values),))
+
+
+def test_rows_that_are_lists_of_numbers_are_told_in_a_few_words():
+    with pytest.raises(ValueError, match=r"and 42 more.*np\.asarray") as caught:
+        to_host([[float(i) for i in range(50)]])
+    assert len(str(caught.value)) < 500
+
+
 def test_leaves_that_disagree_on_rows_are_listed():
     with pytest.raises(ValueError, match=r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"):
         to_host((np.ones((4, 2)), np.ones(3)))
@@ -117,6 +142,17 @@ def test_rows_that_interact_keep_their_size():
     sizes = [8, 8, 6, 8]
     packed = packer.pack([(np.ones(size),) for size in sizes])
     assert packed.shape == (False, 1, ((2, 8), (1, 6), (1, 8)))
+
+
+def test_batches_that_grow_are_not_stacked_to_other_sizes_than_one_by_one():
+    packer, sizes = Packer(4, "training"), [8, 16, 16, 15, 17]
+    grow = [np.zeros((size, 2), np.float32) for size in sizes]
+    assert not packer.can_stack(grow[:2], 2, 1)
+    assert packer.can_stack(grow[1:4], 3, 1)
+    assert packer.can_stack(grow[:4], 4, 2)  # of two steps of two batches
+    assert not packer.can_stack(grow[1:], 4, 1)
+    packer.pack([grow[4]])
+    assert packer.can_stack(grow, 5, 1)
 
 
 def test_a_window_with_places_left_is_filled_with_empty_batches():

@@ -119,6 +119,57 @@ def checked(x):
     return jax.vmap(one)(x)
 
 
+def one_hot(x):
+    """A place for each row, written by its number."""
+    labels = jnp.argmax(x, axis=1)
+    hot = jnp.zeros((ROWS, WIDTH)).at[jnp.arange(ROWS), labels].set(1.0)
+    return (hot * x).sum(axis=1)
+
+
+def counted(x):
+    """Rows weighted by how many have their label."""
+    labels = (x.sum(axis=1) > 0).astype(int)
+    return x.sum(axis=1) / jnp.bincount(labels, length=WIDTH)[labels]
+
+
+def centred(x):
+    """Distances to the mean of those with the same label."""
+    labels = jnp.argmax(x, axis=1)
+    sums = jax.ops.segment_sum(x, labels, num_segments=WIDTH)
+    return ((x - sums[labels]) ** 2).sum(axis=1)
+
+
+def smoothed(x):
+    """Row after row, what was before in each."""
+
+    def step(before, row):
+        now = 0.9 * before + row.sum()
+        return now, now
+
+    return jax.lax.scan(step, 0.0, x)[1]
+
+
+def numbered(x):
+    """Row after row with a counter, which rows have no part in."""
+
+    def step(count, row):
+        return count + 1, row.sum() * 2
+
+    return jax.lax.scan(step, 0, x)[1]
+
+
+def own_batch_norm(x):
+    def one(row):
+        return (row - jax.lax.pmean(row, "rows")).max()
+
+    return jax.vmap(one, axis_name="rows")(x)
+
+
+def hardest(x):
+    values, chosen = jax.lax.top_k(x.sum(axis=1), 2)
+    return x[:, 0] + values.mean()
+
+
 def branches(x):
     def one(row):
         return jax.lax.cond(row[0] > 0, jnp.sum, lambda row: jnp.max(row), row)
@@ -156,6 +207,12 @@ INDEPENDENT = {
     "a decomposition": lambda x: jax.vmap(
         lambda row: jnp.linalg.slogdet(jnp.outer(row, row) + jnp.eye(WIDTH))[1]
     )(x),
+    "one-hot": one_hot,
+    "numbered": numbered,
+    "FFT of features": lambda x: jnp.abs(jnp.fft.fft(x))[:, 1],
+    "solved with": lambda x: jnp.linalg.solve(MATRIX + 9 * jnp.eye(WIDTH), x.T).T.sum(
+        axis=1
+    ),
     "top features": lambda x: jax.lax.top_k(x, 2)[0].sum(axis=1),
     "GRU of rows": rnn,
     "GRU over time": over_time,
@@ -183,6 +240,14 @@ MIXING = {
     "sums so far": lambda x: jnp.cumsum(x[:, 0]),
     "the next row": lambda x: (x * x[::-1]).sum(axis=1),
     "a loop that mixes": recurrent_mean,
+    "counted": counted,
+    "centred": centred,
+    "smoothed": smoothed,
+    "an own BatchNorm": own_batch_norm,
+    "the hardest": hardest,
+    "FFT of rows": lambda x: jnp.abs(jnp.fft.fft(x, axis=0))[:, 0],
+    "QR": lambda x: jnp.abs(jnp.linalg.qr(x)[0]).sum(axis=1),
+    "SVD": lambda x: jnp.abs(jnp.linalg.svd(x, full_matrices=False)[0]).sum(axis=1),
     "a choice of means": choice_of_means,
     "remat": lambda x: jax.checkpoint(lambda x: x[:, 0] - x.mean())(x),
 }
@@ -210,7 +275,7 @@ def test_independent_rows(case):
 
 @pytest.mark.parametrize("case", MIXING)
 def test_rows_that_interact(case):
-    assert changed_by(MIXING[case], 2)
+    assert any(changed_by(MIXING[case], row) for row in range(ROWS))
     assert found(MIXING[case])
 
 
@@ -302,6 +367,25 @@ def test_short_batches_are_not_padded():
     losses, _ = run(contrastive, SingleDevice(), short)
     expected, _ = run(mean_of_contrastive, SingleDevice(), short)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def mixup(model, x, y, key):
+    """Each row beside another one of the batch."""
+    other = jax.random.permutation(key, len(x))
+    return ((jax.vmap(model)((x + x[other]) / 2) - y) ** 2).sum(axis=1)
+
+
+def test_what_is_drawn_for_a_batch_is_drawn_over_its_rows():
+    short = batches(10, 7)
+    losses, _ = run(mixup, SingleDevice(), short)
+    for strategy in (Sharded(jax.devices()[:4]), FSDP()):
+        found, _ = run(mixup, strategy, short)
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+    def scalar(model, x, y, key):
+        return mixup(model, x, y, key).mean()
+
+    np.testing.assert_allclose(run(scalar, SingleDevice(), short)[0], losses, rtol=1e-6)
 
 
 def test_validation_alone_finds_out(caplog):

@@ -1,11 +1,13 @@
 """Batches from torch loaders and other iterables: the same as plain iteration."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import (  # noqa: E402
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -22,6 +25,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
+from jaxdp import Callback, OnDevice, Trainer  # noqa: E402
 from jaxdp.data import to_host  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
 from jaxdp.source import Source  # noqa: E402
@@ -44,6 +48,32 @@ class Squares(Dataset):
         return i, np.float32(i * i)
 
 
+class InPlace(DataLoader):
+    """Writes every batch into the same memory."""
+
+    def __iter__(self):
+        memory = torch.zeros(2, 1)
+        for number in range(len(self)):
+            memory[:] = number
+            yield memory
+
+
+class Listening(torch.utils.data.Sampler):
+    """Gives what it was told last."""
+
+    told = 0
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        for _ in range(6):
+            yield self.told
+
+    def __len__(self):
+        return 6
+
+
 class Many(Squares):
     def __getitems__(self, indices):
         return [self[i] for i in indices]
@@ -54,6 +84,18 @@ class Stream(IterableDataset):
         info = torch.utils.data.get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)
         return iter(range(start, 20, step))
+
+
+class Sized(Stream):
+    """Ten items; workers make more batches of them than `len` of a loader says."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(np.arange(start, 10, step, dtype=np.float32)[:, None])
+
+    def __len__(self):
+        return 10
 
 
 class Pairs:
@@ -108,6 +150,141 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
         ours = list(source.epoch(epoch))
         torch.manual_seed(_seed_of(7, epoch))
         assert_same(ours, loader)
+
+
+def test_more_batches_than_the_length_says_all_count():
+    loader = DataLoader(Sized(), 4, num_workers=2)
+    assert len(loader) == 3
+    source = open_loader(loader, "train_loader", seed=7)
+    assert len(list(source.epoch(0))) == 4
+    trainer = Trainer(
+        linear(), loss_fn=lambda model, x: (x + 0 * jax.vmap(model)(x))[:, 0]
+    )
+    found = [trainer.validate(loader)["val_loss"], trainer.test(loader)["test_loss"]]
+    history = trainer.fit([np.ones((4, 1), np.float32)], loader)
+    assert [*found, *history["val_loss"]] == [4.5] * 3
+    trainer.fit(loader, max_epochs=2, max_steps=4)  # as many as `len` says, after one
+    assert (trainer.current_epoch, trainer.global_step) == (1, 4)
+    trainer.fit(loader, max_epochs=2)
+    assert trainer.global_step == 5
+
+
+def linear():
+    return eqx.nn.Linear(1, 1, key=jax.random.key(0))
+
+
+def test_a_loader_may_reuse_its_memory():
+    loader = InPlace(TENSORS, 4)
+    seen = []
+
+    class Seen(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            seen.append(float(batch[0, 0]))
+
+    trainer = Trainer(
+        linear(),
+        loss_fn=lambda model, x: jax.vmap(model)(x)[:, 0],
+        callbacks=[Seen()],
+        steps_per_execution=3,
+    )
+    trainer.fit(loader)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    source = open_loader(loader, "train_loader", seed=7)
+    assert [float(batch[0, 0]) for batch in list(source.epoch(0))] == seen
+
+
+@pytest.mark.parametrize("dataset", [Squares(), TENSORS])
+def test_a_sampler_may_listen_to_training(dataset):
+    sampler = Listening()
+    source = open_loader(DataLoader(dataset, 1, sampler=sampler), "train_loader", 7)
+    found = []
+    for sampler.told, batch in enumerate(source.epoch(0), 1):
+        found.append(int(batch[1][0] if dataset is TENSORS else batch[0][0]))
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "match"),
+    [
+        ([[0, 1], []], IndexError, "without indices"),
+        ([[0, 1], [0.5, 1.0]], TypeError, "integer"),
+        ([[0, 1], ["1"]], TypeError, "integer"),
+        ([[0, 1], [23]], IndexError, "out of bounds"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda loader: loader, OnDevice], ids=["", "device"])
+def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match, wrap):
+    loader = wrap(DataLoader(TENSORS, batch_sampler=lists))
+    batches = open_loader(loader, "train_loader", seed=7).epoch(0)
+    next(batches)
+    with pytest.raises(error, match=match) as caught:
+        next(batches)
+    assert caught.value.__notes__ == ["in batch 1 of epoch 0 of `train_loader`"]
+
+
+def test_values_that_are_never_drawn_need_not_fit():
+    wide = torch.tensor([2**40, 1, 2])
+    dataset = Subset(TensorDataset(wide), [1, 2])
+    (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).epoch(0)
+    np.testing.assert_array_equal(batch[0], [1, 2])
+    with pytest.raises(ValueError, match=str(2**40)) as caught:
+        list(open_loader(DataLoader(TensorDataset(wide)), "loader", seed=7).epoch(0))
+    assert caught.value.__notes__ == ["in batch 0 of epoch 0 of `loader`"]
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        raise RuntimeError("stop")
+
+
+def of_row(model, x, y):
+    return jax.vmap(model)(x)[:, 0]
+
+
+def test_the_global_generators_come_back_when_a_fit_fails():
+    loader = DataLoader([(np.ones(1, np.float32), 0.0)] * 8, 4)
+    np.random.seed(1)
+    expected = np.random.rand(2).tolist()
+    np.random.seed(1)
+    before = np.random.rand()
+    trainer = Trainer(linear(), loss_fn=of_row, callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="stop") as kept:
+        trainer.fit(loader)
+    assert [before, np.random.rand()] == expected
+    assert kept.value.__traceback__ is not None  # its frames are still there
+
+
+def test_workers_that_last_end_with_the_fit():
+    loader = DataLoader(Squares(), 4, num_workers=1, persistent_workers=True)
+    trainer = Trainer(linear(), loss_fn=lambda model, i, x: model.weight[0] * x)
+    for steps in (2, 4):
+        trainer.fit(loader, loader, max_steps=steps, limit_val_batches=1)
+        assert not multiprocessing.active_children()
+    trainer.validate(loader)
+    assert not multiprocessing.active_children()
+
+
+def test_a_generator_deep_inside_samplers_goes_on_where_it_was(tmp_path):
+    def make():
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(TENSORS, generator=generator)
+        return DataLoader(TENSORS, batch_sampler=BatchSampler(sampler, 4, False))
+
+    def trainer():
+        return Trainer(linear(), loss_fn=of_row)
+
+    whole = trainer()
+    whole.fit(make(), max_epochs=2)
+    part = trainer()
+    part.fit(make(), max_steps=8)
+    part.save(tmp_path / "part")
+    torch.manual_seed(5)
+    rest = trainer()
+    rest.fit(make(), max_epochs=2, ckpt_path=str(tmp_path / "part"))
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -209,6 +209,30 @@ def test_a_loss_fn_may_call_methods_and_submodules_and_sees_float32():
     assert losses[-1] < losses[0]
 
 
+def test_a_loss_fn_may_index_a_model_as_ever():
+    keys = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Linear(4, 8, key=keys[0]), eqx.nn.Linear(8, 4, key=keys[1])]
+    seen = []
+
+    def loss_fn(model, x, y):
+        assert model
+        assert len(model) == len(list(model)) == 2
+        hidden = model[0](x)
+        seen.append([model[0].weight.dtype, hidden.dtype])
+        return ((model[1](hidden) - x) ** 2).mean()
+
+    def mean(model, x, y):
+        return jax.vmap(lambda x: loss_fn(model, x, y))(x).mean()
+
+    losses, _ = make(
+        eqx.nn.Sequential(layers), loss_fn=mean, precision="bf16-mixed", epochs=10
+    )
+    assert losses[-1] < losses[0]
+    assert seen[0] == [jnp.float32, jnp.float32]
+    exact, _ = make(eqx.nn.Sequential(layers), loss_fn=mean, epochs=1)
+    assert 0 < abs(losses[0] - exact[0]) < 0.02
+
+
 def test_what_cannot_be_called_is_cast_with_its_batch():
     params = {"w": jnp.ones((4, 3)), "n": jnp.arange(3)}
 

@@ -284,3 +284,19 @@ def test_a_newer_format_says_what_wrote_it(tmp_path):
     file.write_text(json.dumps(meta | {"digest": checkpoint._digest(meta)}))
     with pytest.raises(ValueError, match=r"has format 3, written by jaxdp.*newer one"):
         trainer.load(path)
+
+
+def test_another_batch_size_after_a_resume_is_said(tmp_path):
+    def trainer():
+        return Trainer(
+            Mlp(jax.random.key(0)), loss="cross_entropy", enable_progress_bar=False
+        )
+
+    part = trainer()
+    part.fit(batches(*[8] * 6), max_steps=3)
+    path = part.save(tmp_path / "part")
+    same = trainer()
+    same.fit(batches(*[8] * 6), ckpt_path=path)
+    assert same.global_step == 6
+    with pytest.warns(UserWarning, match="had 6 steps .* and has 4 now.* 3 batches"):
+        trainer().fit(batches(*[12] * 4), ckpt_path=path)

@@ -12,6 +12,8 @@ import pytest
 
 from jaxdp.sending import sharing_arrays
 
+torch = pytest.importorskip("torch")
+
 LARGE = np.arange(2**16, dtype=np.float32).reshape(256, 256)
 DATES = np.datetime64("2020-01-01") + np.arange(2**15)
 PAIRS = np.zeros(2**14, dtype=[("name", "U4"), ("value", np.float64)])
@@ -45,6 +47,41 @@ def content_of(array):
 
 def look(dataset, answers):
     answers.put({k: describe(v) for k, v in vars(dataset).items() if k != "counts"})
+
+
+def look_at_tensors(dataset, answers):
+    tensors = dataset.tensors
+    dataset.view[0] = 7
+    answers.put(
+        (
+            [(str(t.dtype), t.shape, t.stride(), t.float().numpy()) for t in tensors],
+            float(dataset.base[1]),
+            int(torch.randint(99, (), generator=dataset.generator)),
+        )
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no such files")
+def test_tensors_arrive_however_many_they_are():
+    tensors = [torch.full((3, 4), i) for i in range(400)]
+    tensors += [torch.arange(6.0).reshape(2, 3).T, torch.ones(4, dtype=torch.bfloat16)]
+    tensors += [torch.ones(2, dtype=torch.bool), torch.zeros(0, 3), torch.tensor(5.0)]
+    base = torch.arange(4.0)
+    generator = torch.Generator().manual_seed(3)
+    view = base[1:]
+    arrays = {"tensors": tensors, "base": base, "view": view, "generator": generator}
+    found = run(look_at_tensors, Dataset(**arrays), number=2)
+    drawn = int(torch.randint(99, (), generator=generator))
+    for described, written, number in found:
+        # Views of one memory still are, and another worker writes into its own.
+        assert (written, number) == (7.0, drawn)
+        for sent, (dtype, shape, stride, values) in zip(
+            tensors, described, strict=True
+        ):
+            assert (dtype, shape) == (str(sent.dtype), sent.shape)
+            assert stride == sent.stride()
+            np.testing.assert_array_equal(values, sent.float().numpy())
+    assert base[1] == 1
 
 
 def write(dataset, function, start, answers):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
 
 RAGGED = (16, 16, 16, 16, 5)
 STRATEGIES = {
@@ -21,6 +21,36 @@ STRATEGIES = {
     "pmap4": lambda: Pmap(4),
     "pmap8": lambda: Pmap(),
 }
+
+
+class Weak(eqx.Module):
+    """With leaves that JAX types weakly: it computes in the type of the other side."""
+
+    linear: eqx.nn.Linear
+    scale: jax.Array
+
+    def __call__(self, x):
+        return (self.linear(x).astype(jnp.bfloat16) * self.scale).astype(jnp.float32)
+
+
+def test_weakly_typed_leaves_are_the_same_in_all_layouts(tmp_path):
+    model = Weak(eqx.nn.Linear(4, 3, key=jax.random.key(0)), jnp.array(1.37))
+    assert model.scale.weak_type
+    data = batches(8, 8, 8)
+    expected, _ = run(SingleDevice(), model, data=data, epochs=4)
+    losses, _ = run(FSDP(min_size=1), model, data=data, epochs=4)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+    part = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
+    part.fit(data, max_epochs=2)
+    part.save(tmp_path / "part")
+    rest = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
+    rest.fit(data, max_epochs=4, ckpt_path=str(tmp_path / "part"))
+    _, whole = run(FSDP(), model, data=data, epochs=4)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def quiet(model, *args, **kwargs):
@@ -445,6 +475,35 @@ def test_remat_changes_no_number(remat):
     expected, _ = run(SingleDevice(), epochs=2)
     losses, _ = run(SingleDevice(), epochs=2, remat=remat)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+class Indexing(eqx.Module):
+    """Looks at its layers, as well as calling them."""
+
+    body: eqx.nn.Sequential
+
+    def __init__(self, key):
+        layers = [
+            eqx.nn.Linear(4, 8, key=key),
+            eqx.nn.BatchNorm(8, axis_name="batch", mode="batch"),
+            eqx.nn.Linear(8, 3, key=key),
+        ]
+        self.body = eqx.nn.Sequential(layers)
+
+    def __call__(self, x, state):
+        assert len(self.body) == 3
+        assert isinstance(self.body, eqx.nn.Sequential)
+        assert isinstance(self.body[1], eqx.nn.BatchNorm)
+        return self.body(x, state)
+
+
+@pytest.mark.parametrize("remat", ["body", "body.layers*"])
+def test_recomputed_submodules_are_what_they_were(remat):
+    def losses(remat):
+        model, state = eqx.nn.make_with_state(Indexing)(jax.random.key(0))
+        return run(SingleDevice(), model, epochs=2, state=state, remat=remat)[0]
+
+    np.testing.assert_allclose(losses(remat), losses(False), rtol=1e-5)
 
 
 def test_gradient_clipping_is_by_global_norm():

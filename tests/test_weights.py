@@ -55,6 +55,13 @@ def test_a_file_of_weights_comes_back_as_it_was(trained, tmp_path, suffix):
     assert [p.name for p in (tmp_path / "new").iterdir()] == [f"model{suffix}"]
 
 
+def test_a_scalar_leaf_comes_back_as_one(tmp_path):
+    pytest.importorskip("safetensors")
+    model = {"scale": jnp.float32(2), "turned": jnp.arange(6.0).reshape(2, 3).T}
+    path = jaxdp.save_model(tmp_path / "model.safetensors", model)
+    assert same(jaxdp.load_model(path, like=model), model)
+
+
 class Longer(eqx.Module):
     first: eqx.nn.Linear
     last: eqx.nn.Linear

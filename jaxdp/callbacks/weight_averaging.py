@@ -104,7 +104,9 @@ class WeightAveraging(Callback):
             return jnp.where(follows, leaf, jnp.where(due, mixed, average))
 
         average = jax.tree.map(mix, state.average, params)
-        return Averaging(state.inner, average, steps, state.taken + due)
+        return Averaging(
+            state.inner, average, steps, state.taken + due.astype(jnp.int32)
+        )
 
 
 class Averaging(NamedTuple):
