@@ -154,20 +154,20 @@ def _scan(equation: Any, states: list[_State]) -> list[_State]:
 
     carry, ys = turns(xs)
     ys = [_moved(state, 1) for state in ys]
-    row_by_row = [s for s in states[first_x:] if isinstance(s, _Along) and s.axis == 0]
-    if row_by_row:
+    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in states]
+    rows = rows[first_x:]
+    if any(rows):
         # A row a turn: what the carry takes up of one, it brings to those after it.
-        is_row = [isinstance(s, _Along) and s.axis == 0 for s in states[first_x:]]
-        taints = [_MIXED if row else x for row, x in zip(is_row, xs, strict=True)]
-        carry, tainted = turns(taints)
-        through_carry = _follow(body, [*states[:num_consts], *carry, *xs]).results
-        for place, (of_rows, brought) in enumerate(
-            zip(tainted, through_carry[len(carry) :], strict=True)
-        ):
-            if brought == _MIXED:
+        # Followed twice: from the rows, and from what of them is in the carry.
+        marked = [_MIXED if row else x for row, x in zip(rows, xs, strict=True)]
+        carry, from_rows = turns(marked)
+        results = _follow(body, [*states[:num_consts], *carry, *xs]).results
+        from_carry = results[len(carry) :]
+        for place, state in enumerate(from_rows):
+            if from_carry[place] == _MIXED:
                 ys[place] = _MIXED
-            elif of_rows == _MIXED:
-                ys[place] = row_by_row[0]
+            elif state == _MIXED:
+                ys[place] = next(row for row in rows if row)
     return [*carry, *ys]
 
 

@@ -50,7 +50,8 @@ class Limits:
             self.val_limit = capped(
                 "limit_val_batches", limit_val_batches, val.num_batches
             )
-            self.val_batches = _least(val.num_batches, self.val_limit)
+            sure = val.num_batches if val.length_is_sure else None
+            self.val_batches = _least(sure, self.val_limit)
         self.skips_validation = self.val_limit == 0
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches

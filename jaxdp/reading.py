@@ -191,7 +191,10 @@ class Reading:
             for path, leaf in jax.tree_util.tree_leaves_with_path(groups)
         ]
         shardings = [leaf.sharding for _, _, leaf in named]
-        shardings += jax.tree.leaves(group_shardings)
+        # Of a leaf that nothing depends on JAX does not say how it is split: as others.
+        usual = [*jax.tree.leaves(group_shardings), shardings[0]][0]
+        of_groups = jax.tree.leaves(group_shardings, is_leaf=lambda each: each is None)
+        shardings += [usual if each is None else each for each in of_groups]
         self.shardings = shardings
         places = list(range(len(named)) if places is None else places)
         self.num_arrays = max(places) + 1

@@ -136,7 +136,8 @@ class Source:
     def first(self, share: int | float) -> list[Batch]:
         """The first batches of epoch 0: so many, or as a float such a share."""
         count = capped("overfit_batches", share, self.num_batches)
-        return list(itertools.islice(self.epoch(0), count))
+        with contextlib.closing(self):
+            return list(itertools.islice(self.epoch(0), count))
 
     def peek(self) -> Batch:
         """The first batch of epoch 0; the loader is left as it was.

@@ -495,7 +495,8 @@ class Trainer:
                 f"`hosts`={hosts} and `topology`={topology!r} were both given; a"
                 " topology has its own hosts."
             )
-        batch = shown(open_loader(loader, "loader", self.seed).peek())
+        with contextlib.closing(open_loader(loader, "loader", self.seed)) as source:
+            batch = shown(source.peek())
         options = checks.step_options(self.callbacks, self.donate, self.skip_nonfinite)
         known = self._engine and self._engine.steps.objective or self._objective
         objective = known or self._infer_objective(batch)

@@ -260,7 +260,10 @@ def test_workers_that_last_end_with_the_fit():
     for steps in (2, 4):
         trainer.fit(loader, loader, max_steps=steps, limit_val_batches=1)
         assert not multiprocessing.active_children()
-    trainer.validate(loader)
+    for look in (trainer.validate, trainer.plan):
+        look(loader)
+        assert not multiprocessing.active_children()
+    trainer.fit(loader, overfit_batches=1, max_epochs=2)
     assert not multiprocessing.active_children()
 
 

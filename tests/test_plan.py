@@ -877,3 +877,16 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
     (inside,) = (each for each in plan.traffic if each.times == 5)
     assert inside.operand_bytes == 5 * 16 * 16 * 4
     assert times_of("jit(f)/runs_2_times/while/body/add") is None
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Sharded()], ids=["one", "all"])
+def test_a_leaf_of_the_batch_may_be_for_nothing(strategy):
+    numbers, x = np.arange(8), np.ones((8, 4), np.float32)
+    trainer = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        loss_fn=lambda model, numbers, x: jax.vmap(model)(x).sum(axis=1),
+        strategy=strategy,
+    )
+    used = trainer.plan([(np.ones_like(x), x)])
+    plan = trainer.plan([(numbers, x)])
+    assert plan.memory.parameters == used.memory.parameters
