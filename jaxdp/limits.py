@@ -50,15 +50,13 @@ class Limits:
             self.val_limit = capped(
                 "limit_val_batches", limit_val_batches, val.num_batches
             )
-            sure = val.num_batches if val.length_is_sure else None
-            self.val_batches = _least(sure, self.val_limit)
+            self.val_batches = _least(val.sure_batches, self.val_limit)
         self.skips_validation = self.val_limit == 0
         self.train_batches = capped(
             "limit_train_batches", limit_train_batches, train.num_batches
         )
         per_epoch = _least(train.num_batches, self.train_batches)
-        sure = train.num_batches if train.length_is_sure else None
-        self._whole = _least(sure, self.train_batches)
+        self._whole = _least(train.sure_batches, self.train_batches)
         self.val_interval = self._interval(val_check_interval, per_epoch)
         self._periods = 0
         self.accumulate = accumulate

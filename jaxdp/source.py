@@ -37,10 +37,7 @@ class Source:
         of_epoch: the epoch that `state` is of.
         replay: how many batches an iterator gave in an earlier process, for the next
             epoch alone to pass over.
-        length_is_sure: whether `num_batches`, if known, is what comes.
     """
-
-    length_is_sure = True
 
     def __init__(self, loader: Any, argument: str, share: Share = ALL):
         self.loader: Any = loader
@@ -60,9 +57,14 @@ class Source:
         """Batches per epoch, or None where that can't be known."""
         try:
             own = len(self.loader) if isinstance(self.loader, Sized) else None
-        except (TypeError, NotImplementedError):  # a DataLoader without a length
+        except (TypeError, NotImplementedError):  # torch's way to have no length
             own = None
         return self.share.length(self.argument, own)
+
+    @property
+    def sure_batches(self) -> int | None:
+        """`num_batches`, where no more and no fewer can come."""
+        return self.num_batches
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """Host batches of an epoch, in order, but for the first `skip`.

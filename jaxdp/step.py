@@ -154,11 +154,7 @@ class Steps(NamedTuple):
                     f"{owner}.inside_step returned a {type(values).__name__}; it must"
                     " return a dict of named arrays."
                 )
-            if clash := set(inside) & set(values):
-                raise ValueError(
-                    f"`inside_step` of two callbacks returned {sorted(clash)}."
-                )
-            inside |= values
+            inside = _with_names(inside, values, summed.facts)
         if self.skip_nonfinite or state.loss_scale is not None:
             finite = _all_finite((means[0], grads))
             kept = state._replace(step=new.step)
@@ -171,13 +167,10 @@ class Steps(NamedTuple):
                     each._replace(totals=totals, loss_scale=scale)
                     for each in (new, kept)
                 )
-                inside["loss_scale"] = state.loss_scale.scale
+                own = {"loss_scale": state.loss_scale.scale}
+                inside = _with_names(inside, own, summed.facts)
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
-            inside["skipped"] = ~finite  # NanGuard's
-        if clash := set(inside) & set(summed.facts.names):
-            raise ValueError(
-                f"`inside_step` returned {sorted(clash)}, names of metrics."
-            )
+            inside = _with_names(inside, {"skipped": ~finite}, summed.facts)
         return new, Metrics(summed.facts, means, inside)
 
     def evaluate(
@@ -535,6 +528,19 @@ def _as(old: PyTree, new: PyTree, what: str) -> PyTree:
                 f" {jnp.shape(before)}, is {jnp.shape(after)}."
             )
     return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
+
+
+def _with_names(
+    inside: dict[str, Array], more: dict[str, Array], facts: Facts
+) -> dict[str, Array]:
+    """The values inside a step and some more, whose names must be new."""
+    if clash := {*more} & {*inside, *facts.names}:
+        raise ValueError(
+            f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
+            " of callbacks returned, and the trainer's own (`skipped`, `loss_scale`)"
+            " must differ in their names. Rename yours."
+        )
+    return inside | more
 
 
 def _check_depends(loss: Array, params: PyTree) -> None:

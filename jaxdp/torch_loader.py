@@ -14,14 +14,15 @@ import functools
 import itertools
 import multiprocessing
 import operator
-import pickle
 import random
 import signal
 import sys
 import sysconfig
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import reduction
 from typing import Any
 
 import jax
@@ -227,9 +228,10 @@ class TorchSource(SeededSource):
         return isinstance(self.loader.dataset, IterableDataset)
 
     @property
-    def length_is_sure(self) -> bool:  # type: ignore[override]
-        """Not where each of some workers makes a last batch of its own."""
-        return not (self._is_iterable_dataset() and self.loader.num_workers > 1)
+    def sure_batches(self) -> int | None:
+        # Each of several workers makes a last batch of its own.
+        is_a_guess = self._is_iterable_dataset() and self.loader.num_workers > 1
+        return None if is_a_guess else self.num_batches
 
     def close(self) -> None:
         super().close()
@@ -456,11 +458,10 @@ def _started(loader: Any, argument: str) -> Iterator[Any]:
             warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
             with sharing_arrays():
                 return iter(loader)
-    except (
-        *(AttributeError, TypeError, ValueError, RuntimeError),
-        pickle.PicklingError,
-    ) as error:
-        if not loader.num_workers:
+    except Exception as error:
+        # Any can come of pickling; a sampler's own errors come through here, too.
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
             raise
         raise TypeError(
             f"`{argument}` can't be sent to its workers: {error}. {_WORKER_RULES}"

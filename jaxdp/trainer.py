@@ -951,7 +951,7 @@ class Trainer:
             found, error = taken(steps, self._room(limits, hooks))
             if not found and error is None:
                 return
-            yield from engine.blocks(found) if found else ()
+            yield from engine.blocks(found)
         raise error
 
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:

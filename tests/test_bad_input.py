@@ -12,7 +12,7 @@ import pytest
 from toys import Mlp, NormNet, batches
 
 from jaxdp import Callback, Sharded, Trainer
-from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.callbacks import ModelCheckpoint, NanGuard
 from jaxdp.interrupts import Interrupted
 
 
@@ -364,8 +364,22 @@ def test_names_of_values_from_two_callbacks_must_differ():
         def inside_step(self, grads, updates, state):
             return {"norm": optax.tree.norm(grads)}
 
-    with pytest.raises(ValueError, match=r"`inside_step` of two callbacks.*'norm'"):
-        make(callbacks=[Inside(), Inside()]).fit(batches(8))
+    class Skipping(Callback):
+        def inside_step(self, grads, updates, state):
+            return {"skipped": jnp.bool_(False)}
+
+    class Loss(Callback):
+        def inside_step(self, grads, updates, state):
+            return {"loss": jnp.float32(0)}
+
+    for name, callbacks in {
+        "norm": [Inside(), Inside()],
+        "skipped": [Skipping(), NanGuard()],
+        "loss": [Loss()],
+    }.items():
+        with pytest.raises(ValueError, match=rf"two values named \['{name}'\]"):
+            make(callbacks=callbacks).fit(batches(8))
+    make(callbacks=[Inside(), Skipping()]).fit(batches(8))
 
 
 def test_a_share_of_less_than_a_batch_is_refused():

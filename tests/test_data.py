@@ -1,6 +1,7 @@
 """Batches on their way to the step: converted, narrowed, checked, padded."""
 
 import collections
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -94,6 +95,24 @@ def test_big_endian_arrays_are_turned_round(kind):
 def test_the_value_that_does_not_fit_is_named(values, named):
     with pytest.raises(ValueError, match=re.escape(f"has the value {named},")):
         to_host((np.array(values),))
+
+
+@dataclasses.dataclass
+class Pair:
+    x: np.ndarray
+
+
+@pytest.mark.parametrize(
+    ("batch", "advice"),
+    [
+        (collections.UserDict(x=np.ones(2)), r"dict\(batch\)"),
+        (Pair(np.ones(2)), r"register_dataclass\(Pair\)"),
+        (np.ones(2, np.longdouble), "Drop or convert it"),
+    ],
+)
+def test_what_is_no_batch_is_told_what_to_become(batch, advice):
+    with pytest.raises(TypeError, match=f"can only have arrays of numbers. .*{advice}"):
+        to_host(batch)
 
 
 def test_rows_that_are_lists_of_numbers_are_told_in_a_few_words():

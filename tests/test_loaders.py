@@ -359,6 +359,25 @@ def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
         list(open_loader(loader, "train_loader", seed=0).epoch(0))
 
 
+class Held(Squares):
+    def __getstate__(self):
+        raise RuntimeError("holds a lock")
+
+
+class Broken(Listening):
+    def __iter__(self):
+        raise ValueError("nothing to draw from")
+
+
+def test_errors_of_sending_and_of_samplers_are_told_apart():
+    loader = DataLoader(Held(), 4, num_workers=1)
+    with pytest.raises(TypeError, match="`x` can't be sent to its workers: holds a l"):
+        list(open_loader(loader, "x", seed=0).epoch(0))
+    loader = DataLoader(Squares(), 4, num_workers=1, sampler=Broken())
+    with pytest.raises(ValueError, match="nothing to draw from"):
+        list(open_loader(loader, "x", seed=0).epoch(0))
+
+
 def test_iterable_datasets_are_iterated():
     for workers in (0, 2):
         loader = DataLoader(Stream(), 4, num_workers=workers)
@@ -460,7 +479,7 @@ def test_a_collate_fn_is_used():
     np.testing.assert_array_equal(batches[1]["sum"], [12, 20, 30])
 
 
-def test_set_epoch_is_called_on_samplers_that_have_it():
+def test_set_epoch_is_called_on_all_parts_that_have_it():
     class Shuffled:
         def set_epoch(self, epoch):
             self.epoch = epoch
@@ -471,9 +490,28 @@ def test_set_epoch_is_called_on_samplers_that_have_it():
         def __len__(self):
             return 4
 
-    loader = DataLoader(Squares(), 4, sampler=Shuffled())
-    source = open_loader(loader, "train_loader", seed=0)
-    assert [int(next(source.epoch(epoch))[0][0]) for epoch in (3, 5)] == [3, 5]
+    class Dated(Squares):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    inner, dataset = Shuffled(), Dated()
+    for options in (
+        {"batch_size": 4, "sampler": inner},
+        {"batch_sampler": BatchSampler(inner, 4, False)},
+    ):
+        source = open_loader(DataLoader(dataset, **options), "train_loader", seed=0)
+        for epoch in (3, 5):
+            assert int(next(source.epoch(epoch))[0][0]) == dataset.epoch == epoch
+
+
+class Endless(Squares):
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_length_that_is_not_implemented_is_not_known():
+    loader = DataLoader(Endless(), batch_sampler=Endless())
+    assert open_loader(loader, "train_loader", seed=0).num_batches is None
 
 
 def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():

@@ -12,8 +12,6 @@ import pytest
 
 from jaxdp.sending import sharing_arrays
 
-torch = pytest.importorskip("torch")
-
 LARGE = np.arange(2**16, dtype=np.float32).reshape(256, 256)
 DATES = np.datetime64("2020-01-01") + np.arange(2**15)
 PAIRS = np.zeros(2**14, dtype=[("name", "U4"), ("value", np.float64)])
@@ -50,6 +48,8 @@ def look(dataset, answers):
 
 
 def look_at_tensors(dataset, answers):
+    import torch
+
     tensors = dataset.tensors
     dataset.view[0] = 7
     answers.put(
@@ -63,6 +63,7 @@ def look_at_tensors(dataset, answers):
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no such files")
 def test_tensors_arrive_however_many_they_are():
+    torch = pytest.importorskip("torch")
     tensors = [torch.full((3, 4), i) for i in range(400)]
     tensors += [torch.arange(6.0).reshape(2, 3).T, torch.ones(4, dtype=torch.bfloat16)]
     tensors += [torch.ones(2, dtype=torch.bool), torch.zeros(0, 3), torch.tensor(5.0)]

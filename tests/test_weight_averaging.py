@@ -208,3 +208,16 @@ def test_nonsense_is_refused():
         WeightAveraging(every_n_steps=0)
     with pytest.raises(ValueError, match="each say which weights are evaluated"):
         make_trainer(WeightAveraging(), WeightAveraging()).fit(batches(8))
+
+
+def test_strict_promotion_of_dtypes_is_kept():
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = Trainer(
+            eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+            optax.sgd(0.1),
+            loss="cross_entropy",
+            strategy=SingleDevice(),
+            callbacks=[WeightAveraging()],
+        )
+        trainer.fit(batches(8, 8))
+    assert trainer.global_step == 2
