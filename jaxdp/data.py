@@ -152,11 +152,14 @@ class Packer:
                 number of rows; it names each leaf, what it was and what it is.
         """
         micros = [self._checked_leaves(batch) for batch in micro_batches]
+        rows = len(micros[0][0])
+        if slots == 1 and rows == self.size and not self.rows_interact:
+            # Most batches, and as quick as can be: small steps wait for this.
+            group = self._group([leaf[None] for leaf in micros[0]], (rows,))
+            return Packed([group], True, [rows], self._usual)
         sizes = tuple([len(leaves[0]) for leaves in micros])
-        if slots == 1 and sizes[0] == self.size and not self.rows_interact:
-            return Packed([self._stacked(micros, sizes)], True, [*sizes], self._usual)
         each = slots // steps
-        rows = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
+        sums = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
         split = True
         if self.rows_interact:
             split = all(size % self.num_shards == 0 for size in sizes)
@@ -169,7 +172,7 @@ class Packer:
                 groups.append(group)
                 shapes.append((stop - start, len(micros[start][0])))
                 start = stop
-        return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+        return Packed(groups, split, sums, (split, steps, tuple(shapes)))
 
     def can_stack(self, micro_batches: Sequence[Batch], slots: int, first: int) -> bool:
         """Whether all these would be one group, of the sizes that they have one by one.
@@ -222,6 +225,9 @@ class Packer:
             stacked = [leaf[None] for leaf in micros[0]]
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
+        return self._group(stacked, counts)
+
+    def _group(self, stacked: list[np.ndarray], counts: tuple[int, ...]) -> Group:
         return Group(jax.tree.unflatten(self._expected[0], stacked), _counts(counts))
 
     def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:

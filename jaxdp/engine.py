@@ -7,6 +7,7 @@ between steps: flattening a model's tree in Python costs more than a small step.
 import collections
 import functools
 import math
+import operator
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -61,16 +62,15 @@ _MOST_SIZES: Final = 4
 """Block sizes that are compiled for; others run step by step."""
 
 
-def wait(array: Array) -> None:
-    """Waits for the device to be done with `array`."""
-    array.block_until_ready()
+wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
+"""Waits for the device to be done with an array."""
 
 
 class InFlight:
     """Bounds how far the host runs ahead of the device."""
 
     def __init__(self) -> None:
-        self.wait: Callable[[Array], None] = wait
+        self.wait: Callable[[Array], object] = wait
         self._waiting: collections.deque[Array] = collections.deque()
 
     def add(self, array: Array, most: int = IN_FLIGHT) -> None:
@@ -361,7 +361,9 @@ class Engine:
         worth its compilation; otherwise a block for each.
         """
         packer, steps = self.packers["train"], len(windows)
-        if steps > 1 and self._is_worth_compiling(steps):
+        if steps == 1:
+            return [Block(windows, packer.pack(windows[0], self.micro_batches))]
+        if self._is_worth_compiling(steps):
             micros = [batch for window in windows for batch in window]
             slots = steps * self.micro_batches
             if packer.can_stack(micros, slots, self.micro_batches):
@@ -401,7 +403,8 @@ class Engine:
         facts, steps = self.facts["train"], len(packed.rows)
         self._check_labels(facts, packed)
         groups = self._placed(packed, compiled)
-        before, started = self._arrays, time.perf_counter()
+        before = self._arrays
+        started = 0 if self._trial is None else time.perf_counter()
         self._arrays, (means, inside) = compiled(before, groups)
         self.ahead = steps
         if self._whole is not None:

@@ -1,5 +1,6 @@
 """Ctrl-C and signals during a fit, taken at a moment when nothing can be lost."""
 
+import _signal  # pyright: ignore
 import os
 import signal
 import threading
@@ -102,21 +103,24 @@ class Interrupts:
         if number is not None and (kind is None or issubclass(kind, Exception)):
             raise _exception(number) from exception
 
+    # `Trainer.steps` enters at every step: what `signal` has of `_signal`'s functions
+    # looks for an enum of each handler, and takes ten times as long.
+
     def _take(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._hold)
+        if _signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous[signal.SIGINT] = _signal.signal(signal.SIGINT, self._hold)
         # With several processes, jax.distributed has answered SIGTERM so far, below
         # Python, and would do nothing but note it.
         for name in self.signals:
             number = getattr(signal, name)
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._previous[number] = signal.signal(number, self._hold)
+            if _signal.getsignal(number) == signal.SIG_DFL:
+                self._previous[number] = _signal.signal(number, self._hold)
 
     def _release(self) -> None:
         while self._previous:
-            signal.signal(*self._previous.popitem())
+            _signal.signal(*self._previous.popitem())
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._pending is None:

@@ -461,6 +461,13 @@ def _started(loader: Any, argument: str) -> Iterator[Any]:
     except Exception as error:
         # Any can come of pickling; a sampler's own errors come through here, too.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for frame in frames:
+            # What is half begun must end now: the garbage collector would close its
+            # pipes, and then have it close them again, or files that are not its own.
+            end = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
+            if end is not None:
+                with contextlib.suppress(AttributeError):  # of parts it has not yet
+                    end()
         if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
             raise
         raise TypeError(

@@ -979,7 +979,8 @@ class Trainer:
         looks = hooks.has("on_train_batch_start")
         batch_idx = -(-self._batches_done // self.accumulate_grad_batches)
         for block in blocks:
-            if (self.current_epoch, batch_idx) in self._left_out:  # alone, see `_room`
+            # What is left out is a block of its own, see `_room`.
+            if self._left_out and (self.current_epoch, batch_idx) in self._left_out:
                 for window in block.windows:
                     self._batches_done += len(window)
                     self._batches_seen += len(window)
@@ -993,6 +994,7 @@ class Trainer:
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)
+                    engine.ahead -= 1
                     self._count(window, rows)
                     hooks.on_train_batch_end(self, metrics, batch_idx)
                     batch_idx += 1
@@ -1001,7 +1003,8 @@ class Trainer:
                         self._interrupts.check()
                     yield metrics
             finally:
-                self._settle(block)
+                if engine.ahead:
+                    self._settle(block)
         self._epoch_is_over = True
 
     def _shown(self, window: list[Batch]) -> Any:
@@ -1011,7 +1014,6 @@ class Trainer:
         return [shown(batch) for batch in window]
 
     def _count(self, window: list[Batch], rows: int) -> None:
-        self._ready().ahead -= 1
         self.global_step += 1
         self.examples_seen += rows
         self._batches_done += len(window)
@@ -1031,6 +1033,7 @@ class Trainer:
             rest = zip(block.windows, block.packed.rows, strict=True)
             for window, rows in list(rest)[-engine.ahead :]:
                 self._count(window, rows)
+            engine.ahead = 0
 
     def _in_step(
         self, source: Source, doing: str, limit: int | None = None

@@ -376,6 +376,7 @@ def test_errors_of_sending_and_of_samplers_are_told_apart():
     loader = DataLoader(Squares(), 4, num_workers=1, sampler=Broken())
     with pytest.raises(ValueError, match="nothing to draw from"):
         list(open_loader(loader, "x", seed=0).epoch(0))
+    assert not multiprocessing.active_children()
 
 
 def test_iterable_datasets_are_iterated():
