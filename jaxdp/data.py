@@ -151,11 +151,16 @@ class Packer:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        micros = [self._checked_leaves(batch) for batch in micro_batches]
+        before = self._count
+        try:
+            micros = [self._checked_leaves(batch) for batch in micro_batches]
+        except ValueError:
+            self._count = before  # none of them is packed
+            raise
         rows = len(micros[0][0])
         if slots == 1 and rows == self.size and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
-            group = self._group([leaf[None] for leaf in micros[0]], (rows,))
+            group = self._as_group([leaf[None] for leaf in micros[0]], (rows,))
             return Packed([group], True, [rows], self._usual)
         sizes = tuple([len(leaves[0]) for leaves in micros])
         each = slots // steps
@@ -216,7 +221,8 @@ class Packer:
         self.pad_to(largest)
         missing = slots - len(micros)
         padded = [pad(leaves, self.size) for leaves in micros]
-        return padded + padded[:1] * missing, sizes + (0,) * missing
+        # The last is of the step that lacks some: NaN in another's stays there.
+        return padded + padded[-1:] * missing, sizes + (0,) * missing
 
     def _stacked(
         self, micros: list[list[np.ndarray]], counts: tuple[int, ...]
@@ -225,9 +231,9 @@ class Packer:
             stacked = [leaf[None] for leaf in micros[0]]
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        return self._group(stacked, counts)
+        return self._as_group(stacked, counts)
 
-    def _group(self, stacked: list[np.ndarray], counts: tuple[int, ...]) -> Group:
+    def _as_group(self, stacked: list[np.ndarray], counts: tuple[int, ...]) -> Group:
         return Group(jax.tree.unflatten(self._expected[0], stacked), _counts(counts))
 
     def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:
@@ -271,6 +277,15 @@ class Packer:
 def rows_of(batch: Batch) -> int:
     """How many rows a host batch has."""
     return len(jax.tree.leaves(batch)[0])
+
+
+def read_only(batch: Batch) -> Batch:
+    """A host batch over the same memory that can't be written to."""
+    leaves, treedef = jax.tree.flatten(batch)
+    views = [leaf.view() for leaf in leaves]
+    for view in views:
+        view.flags.writeable = False
+    return jax.tree.unflatten(treedef, views)
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

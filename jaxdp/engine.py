@@ -6,6 +6,7 @@ between steps: flattening a model's tree in Python costs more than a small step.
 
 import collections
 import functools
+import itertools
 import math
 import operator
 import time
@@ -354,41 +355,67 @@ class Engine:
         for kind, packer in self.packers.items():
             packer.pad_to(sizes.get(kind, 0))
 
-    def blocks(self, windows: list[list[Batch]]) -> list[Block]:
+    def blocks(self, windows: list[list[Batch]]) -> Iterator[Block]:
         """The batches of some optimizer steps in blocks, one for each dispatch.
 
         All in one, if they fit together and a program for so many steps is there or
-        worth its compilation; otherwise a block for each.
+        worth its compilation; otherwise a block for each, packed when its turn comes.
         """
-        packer, steps = self.packers["train"], len(windows)
-        if steps == 1:
-            return [Block(windows, packer.pack(windows[0], self.micro_batches))]
-        if self._is_worth_compiling(steps):
-            micros = [batch for window in windows for batch in window]
-            slots = steps * self.micro_batches
-            if packer.can_stack(micros, slots, self.micro_batches):
-                return [Block(windows, packer.pack(micros, slots, steps))]
-        return [
-            Block([window], packer.pack(window, self.micro_batches))
-            for window in windows
-        ]
+        packed = self._packed_together(windows)
+        if packed is None:
+            yield from map(self._single, windows)
+        else:
+            yield Block(windows, packed)
 
-    def prepare_training(self, block: Block) -> list[Block]:
+    def _single(self, window: list[Batch]) -> Block:
+        return Block([window], self.packers["train"].pack(window, self.micro_batches))
+
+    def _packed_together(self, windows: list[list[Batch]]) -> Packed | None:
+        """The batches of several steps for one dispatch; None where that can't be."""
+        steps = len(windows)
+        if steps < 2 or not self._is_worth_compiling(steps):
+            return None
+        packer, slots = self.packers["train"], steps * self.micro_batches
+        micros = [batch for window in windows for batch in window]
+        if not packer.can_stack(micros, slots, self.micro_batches):
+            return None
+        try:
+            packed = packer.pack(micros, slots, steps)
+        except ValueError:
+            if self._blocks.count > 1:  # other processes may know of nothing wrong
+                raise
+            return None  # the steps before the wrong batch are taken first
+        return None if self._has_wrong_labels(packed) else packed
+
+    def prepare_training(self, block: Block) -> Iterable[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
         if self.steps_per_execution > 1 and not self._loops_well(block.packed):
             self.steps_per_execution = 1
-            blocks = self.blocks(block.windows)
-            return self.prepare_training(blocks[0]) + blocks[1:]
+            first, *others = block.windows
+            blocks = self.prepare_training(self._single(first))
+            return itertools.chain(blocks, map(self._single, others))
         self.compiled_for("train", block.packed)
         packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
-            blocks = self.blocks(block.windows)
+            blocks = list(self.blocks(block.windows))
             if all(each.packed.shape != block.packed.shape for each in blocks):
                 self._forget_training()  # a program that nothing will run
             return blocks
+        if self._has_wrong_labels(block.packed):
+            return map(self._single, block.windows)
         return [block]
+
+    def _has_wrong_labels(self, packed: Packed) -> bool:
+        """Whether a step of several, on one process, will be refused for its labels."""
+        if len(packed.rows) < 2 or "train" not in self.facts or self._blocks.count > 1:
+            return False
+        try:
+            self._check_labels(self.facts["train"], packed)
+        except ValueError:
+            return True
+        return False
 
     def train(self, block: Block, window: list[Batch] | None = None) -> list[Metrics]:
         """Takes the steps of `block`, in one dispatch; returns each one's metrics.

@@ -180,10 +180,12 @@ def check_metric_name(argument: str, name: Any) -> None:
             f"{argument}: metric names must be str; got {name!r} of type"
             f" {type(name).__name__}."
         )
-    if name == "loss" or name.startswith(("val_", "test_")):
+    taken = "loss", "epoch", "step"
+    if name in taken or name.startswith(("val_", "test_")):
         raise ValueError(
             f"{argument}: the metric name {name!r} is taken: 'loss' is the loss itself,"
-            " and 'val_' and 'test_' are put before names by validation and test."
+            " 'epoch' and 'step' are columns of every log, and 'val_' and 'test_' are"
+            " put before names by validation and test."
         )
 
 

@@ -95,7 +95,7 @@ class PortionPacker(Packer):
                 for leaves, each in zip(micros, counts, strict=True)
             ]
             missing = slots - len(micros)
-            micros += micros[:1] * missing
+            micros += micros[-1:] * missing  # of the step that lacks some
             counts += [(0,) * self.blocks.count] * missing
             groups = [self._group(micros, counts)]
             return Packed(groups, True, rows, (True, steps, ((slots, self.size),)))

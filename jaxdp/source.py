@@ -66,6 +66,14 @@ class Source:
         """`num_batches`, where no more and no fewer can come."""
         return self.num_batches
 
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether batches may be asked for before the steps that need them.
+
+        An iterator that tells its position must not be further than the steps.
+        """
+        return self._own is None or not hasattr(self.loader, "__next__")
+
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """Host batches of an epoch, in order, but for the first `skip`.
 

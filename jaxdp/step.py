@@ -534,11 +534,11 @@ def _with_names(
     inside: dict[str, Array], more: dict[str, Array], facts: Facts
 ) -> dict[str, Array]:
     """The values inside a step and some more, whose names must be new."""
-    if clash := {*more} & {*inside, *facts.names}:
+    if clash := {*more} & {*inside, *facts.names, "epoch", "step"}:
         raise ValueError(
             f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
-            " of callbacks returned, and the trainer's own (`skipped`, `loss_scale`)"
-            " must differ in their names. Rename yours."
+            " of callbacks returned, and the trainer's own (`skipped`, `loss_scale`,"
+            " `epoch`, `step`) must differ in their names. Rename yours."
         )
     return inside | more
 

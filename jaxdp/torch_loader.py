@@ -251,8 +251,12 @@ class TorchSource(SeededSource):
 
     def _has_torchs_samplers(self) -> bool:
         """Whether index lists do not depend on when they are drawn."""
-        known = "torch.utils.data.", "builtins"
-        return all(type(each).__module__.startswith(known) for each in self._samplers())
+        kinds = map(type, self._samplers())
+        return all(
+            kind in (list, tuple, range)
+            or kind.__module__.startswith("torch.utils.data.")
+            for kind in kinds
+        )
 
     def _parts(self) -> tuple[Any, ...]:
         return self.loader.dataset, self.loader.sampler, self.loader.batch_sampler
@@ -359,6 +363,7 @@ def fetch(
         ahead: whether the lists of many batches may be asked for at once.
     """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
+    lists = (each if hasattr(each, "__len__") else list(each) for each in lists)
 
     def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
         if not all(map(len, parts)):

@@ -1,5 +1,6 @@
 """The Trainer: fit, validate, predict; the loop in the order things happen."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -31,7 +32,7 @@ from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory
-from .data import rows_of, taken, windows
+from .data import read_only, rows_of, taken, windows
 from .engine import Block, Engine, Kind, wait
 from .history import History
 from .interrupts import Interrupts, Preempted
@@ -225,7 +226,9 @@ class Trainer:
         self._engine: Engine | None = None
         self._planned: tuple[Any, Plan | None] | None = None
         self._batches_done = 0
-        self._batches_seen = 0
+        self._batches_seen = self._batches_loaded = 0
+        self._taken: collections.deque[list[Batch]] = collections.deque()
+        self._taken_from: Any = None
         self._validated_at = 0
         self._epoch_ended = False
         self._padded_rows: Any = None
@@ -293,7 +296,8 @@ class Trainer:
         Returns:
             The history of this trainer: means per epoch over real rows.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments: dict[str, Any] = {**locals()}
+        del arguments["self"]
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
         if self._roll_back is not None:
@@ -310,9 +314,12 @@ class Trainer:
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
         if self._source is not None:  # of an earlier fit
-            self._source_state = self._source.state if self._batches_done else None
+            is_begun = self._source.of_epoch == self.current_epoch
+            goes_on = is_begun and self._source.loader is train.loader
+            goes_on = goes_on or self._batches_done > 0
+            self._source_state = self._source.state if goes_on else None
             self._source_place = self._source.place(self._batches_done)
-        else:
+        elif self._batches_seen == self._batches_loaded:
             train.replay = self._batches_seen
         train.start_from, train.go_on_from = self._source_state, self._source_place
         train.keep_places(lambda: self._batches_done)
@@ -379,11 +386,13 @@ class Trainer:
                         ):
                             self._validate(val, limits, hooks)
                 if self._batches_done == 0:
-                    warnings.warn(
-                        f"`train_loader` gave no batches in epoch {self.current_epoch}:"
-                        " a generator can be iterated only once. The fit ends here.",
-                        stacklevel=2,
-                    )
+                    if not self.should_stop and not limits.time_is_up():
+                        warnings.warn(
+                            "`train_loader` gave no batches in epoch"
+                            f" {self.current_epoch}: a generator can be iterated only"
+                            " once. The fit ends here.",
+                            stacklevel=2,
+                        )
                     break
                 if val is not None and limits.epoch_is_due(self.current_epoch):
                     self._validate(val, limits, hooks)
@@ -398,7 +407,9 @@ class Trainer:
                     f" after {self._roll_back.path}; pass an iterable that can start"
                     " again, such as a DataLoader."
                 )
-            return self.fit(**(arguments | {"ckpt_path": self._roll_back.path}))
+            arguments["ckpt_path"] = self._roll_back.path
+            arguments["max_time"] = limits.time_left()
+            return self.fit(**arguments)
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
@@ -421,6 +432,9 @@ class Trainer:
             self._open(train_loader, "train_loader", "train")
         ) as source:
             self._batches_done, self.num_training_batches = 0, None
+            source.keep_places(lambda: self._batches_done)
+            self._source = source
+            self._source_state = self._source_place = None
             self.stopwatch = None
             self._hooks.setup(self)
             hooks = self._timed(self._hooks)
@@ -692,7 +706,9 @@ class Trainer:
         self.global_step = meta["global_step"]
         self.current_epoch = meta["current_epoch"]
         self._batches_done = meta["batches_done"]
-        self._batches_seen = meta.get("batches_seen", 0)
+        self._batches_seen = self._batches_loaded = meta.get("batches_seen", 0)
+        self._taken_from = None
+        self._is_whole = self._epoch_is_over = False
         self._epoch_ended = meta.get("epoch_ended", False)
         self._validated_at = meta.get("validated_at", 0)
         self._val_metrics = meta.get("val_metrics", {})
@@ -728,11 +744,11 @@ class Trainer:
 
         Its path, or None if there is none.
         """
-        folders = [
-            callback.folder(self)
-            for callback in self.callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
+        folders = []
+        for callback in self.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.finish_saving()  # it may remove older ones then
+                folders.append(callback.folder(self))
 
         def newest() -> str | None:
             found = [
@@ -878,7 +894,7 @@ class Trainer:
         else:
             hooks.on_fit_end(self)
         finally:
-            self._is_fitting = False
+            self._is_fitting = self._is_whole = self._epoch_is_over = False
             for source in sources:
                 if source is not None:
                     source.close()
@@ -912,7 +928,7 @@ class Trainer:
                 window = next(windows(again, self.accumulate_grad_batches), None)
             if window is not None:
                 self._ready(window[0])
-                engine.prepare_training(engine.blocks([window])[0])
+                engine.prepare_training(*engine.blocks([window]))
                 return iter(())
         if first is None and self._batches_done:
             # An earlier fit stopped just at the end of an epoch of unknown length.
@@ -920,8 +936,9 @@ class Trainer:
             return self._begin(source, limits, hooks)
         if first is None:
             raise ValueError(source.gave_nothing())
-        self._ready(first.windows[0][0])
-        blocks = itertools.chain(engine.prepare_training(first), blocks)
+        with self._dropping():
+            self._ready(first.windows[0][0])
+            blocks = itertools.chain(engine.prepare_training(first), blocks)
         engine.in_flight.wait = wait
         if self.stopwatch is not None:
             engine.in_flight.wait = self.stopwatch.function("device", wait)
@@ -938,7 +955,9 @@ class Trainer:
     ) -> Iterator[Block]:
         """What is left of the epoch, as many batches at a time as a dispatch takes."""
         engine = self._ready()
-        batches = source.epoch(self.current_epoch, skip=self._batches_done)
+        kept = self._kept_batches(source)
+        skip = self._batches_done + len(kept)
+        batches = itertools.chain(kept, source.epoch(self.current_epoch, skip=skip))
         if limits is not None and limits.train_batches is not None:
             left = max(0, limits.train_batches - self._batches_done)
             batches = itertools.islice(batches, left)
@@ -948,11 +967,36 @@ class Trainer:
         error = None
         while error is None:
             # Of a loader that fails, the batches before it are trained on first.
-            found, error = taken(steps, self._room(limits, hooks))
+            room = self._room(limits, hooks) if source.may_read_ahead else 1
+            found, error = taken(steps, room)
             if not found and error is None:
                 return
-            yield from engine.blocks(found)
+            self._taken.extend(found)
+            with self._dropping():
+                yield from engine.blocks(found)
         raise error
+
+    def _kept_batches(self, source: Source) -> list[Batch]:
+        """What an iterator has given for steps that were not begun."""
+        is_the_same = source.loader is self._taken_from
+        kept = self._taken if is_the_same and hasattr(source.loader, "__next__") else ()
+        batches = [batch for window in kept for batch in window]
+        self._taken_from, self._taken = source.loader, collections.deque()
+        return batches
+
+    def _has_begun(self) -> None:
+        """The step of the first window that is taken; it does not come again."""
+        if self._taken:  # else another pass has begun inside this one
+            self._taken.popleft()
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Where a step that fails has begun."""
+        try:
+            yield
+        except Exception:
+            self._has_begun()
+            raise
 
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
@@ -982,6 +1026,7 @@ class Trainer:
             # What is left out is a block of its own, see `_room`.
             if self._left_out and (self.current_epoch, batch_idx) in self._left_out:
                 for window in block.windows:
+                    self._has_begun()
                     self._batches_done += len(window)
                     self._batches_seen += len(window)
                     batch_idx += 1
@@ -991,6 +1036,7 @@ class Trainer:
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
                     if looks:
                         hooks.on_train_batch_start(self, self._shown(window), batch_idx)
+                    self._has_begun()
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)
@@ -1009,9 +1055,8 @@ class Trainer:
 
     def _shown(self, window: list[Batch]) -> Any:
         """What batch hooks are given: the rows that are here."""
-        if self.accumulate_grad_batches == 1:
-            return shown(window[0])
-        return [shown(batch) for batch in window]
+        batches = [read_only(shown(batch)) for batch in window]
+        return batches[0] if self.accumulate_grad_batches == 1 else batches
 
     def _count(self, window: list[Batch], rows: int) -> None:
         self.global_step += 1
@@ -1032,6 +1077,7 @@ class Trainer:
         elif engine.ahead and block is not None:
             rest = zip(block.windows, block.packed.rows, strict=True)
             for window, rows in list(rest)[-engine.ahead :]:
+                self._has_begun()
                 self._count(window, rows)
             engine.ahead = 0
 

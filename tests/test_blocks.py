@@ -1,5 +1,7 @@
 """Several optimizer steps per dispatch change the speed, and nothing else."""
 
+import contextlib
+import itertools
 import re
 
 import equinox as eqx
@@ -12,7 +14,7 @@ from toys import Mlp, NormNet, Recorder, batches
 
 import jaxdp
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint
+from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint, NanGuard
 
 RAGGED = (16,) * 11 + (5,)
 
@@ -373,3 +375,123 @@ def test_what_is_asked_inside_a_block_is_of_the_step_that_is_counted():
     answers = run(1)
     assert len(answers) > 9
     assert answers == run(3)
+
+
+def test_rows_that_interact_are_not_padded_where_a_room_is_not_full():
+    def contrastive(model, x, y):
+        return optax.losses.ntxent(jax.vmap(model)(x), jnp.arange(len(y)) % 3)
+
+    def with_norm(steps, sizes):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        return train(steps, model=model, state=state, data=batches(*sizes))
+
+    def with_loss_fn(steps, sizes):
+        model = Mlp(jax.random.key(0), rate=0)
+        options = {"loss": None, "loss_fn": contrastive}
+        return train(steps, model=model, data=batches(*sizes), **options)
+
+    for run in (with_norm, with_loss_fn):
+        for sizes in ((8, 8, 3), (8, 8, 10, 4)):
+            same(run(1, sizes), run(4, sizes))
+
+
+def test_what_is_not_finite_stays_in_its_step():
+    data = [(x.copy(), y) for x, y in batches(*[8] * 10)]
+    data[6][0][:] = np.nan
+
+    def run(steps):
+        guard = NanGuard("skip")
+        with pytest.warns(UserWarning, match="skipped this update"):
+            _, trainer = train(steps, guard, data=data, accumulate_grad_batches=3)
+        return guard.skipped_steps, bits(trainer.state)
+
+    one = run(1)
+    assert one[0] == [3]
+    assert one == run(2) == run(4)
+
+
+@pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "batch number 6 differs"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
+    data = batches(*[8] * 8)
+    x, y = data[6]
+    data[6] = (x, y + 7) if "labels" in wrong else (x[:, :3], y)
+    recorder = Recorder()
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        steps_per_execution=steps,
+        strategy=SingleDevice(),
+        callbacks=[recorder],
+    )
+    with pytest.raises(ValueError, match=wrong):
+        trainer.fit(data)
+    assert trainer.global_step == len(recorder.losses) == 6
+
+
+def numbered():
+    """Batches without end, each full of its number."""
+    for number in itertools.count():
+        yield np.full((4, 4), number, np.float32), np.arange(4) % 3
+
+
+class Numbers(Callback):
+    """The numbers of the batches that steps began with; ends the fit at a step."""
+
+    def __init__(self, at=None, end=None):
+        self.seen, self.at, self.end = [], at, end
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self.seen.append(int(batch[0][0, 0]))
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if trainer.global_step == self.at and self.end == "raise":
+            raise KeyError(self.at)
+        trainer.should_stop = trainer.global_step == self.at and self.end == "stop"
+
+
+def numbers(steps, at=None, end=None):
+    seen = Numbers(at, end)
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        steps_per_execution=steps,
+        strategy=SingleDevice(),
+        callbacks=[seen],
+    )
+    return trainer, seen.seen
+
+
+@pytest.mark.parametrize("end", ["stop", "raise", "break"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_a_block_had_of_an_iterator_comes_again(steps, end):
+    trainer, seen = numbers(steps, 6, end)
+    stream = numbered()
+    if end == "break":
+        for _ in trainer.steps(stream):
+            if trainer.global_step == 6:
+                break
+    else:
+        with contextlib.suppress(KeyError):
+            trainer.fit(stream, max_steps=100)
+    assert trainer.global_step == 6
+    trainer.fit(stream, max_steps=10)
+    assert seen == list(range(10))
+
+
+def test_an_iterator_goes_on_after_steps_over_something_else():
+    trainer, seen = numbers(1)
+    stream = numbered()
+    for _ in trainer.steps(list(itertools.islice(stream, 5))):
+        pass
+    trainer.fit(stream, max_steps=8)
+    assert seen == list(range(8))
+
+
+def test_a_load_inside_steps_is_gone_on_with(tmp_path):
+    trainer, seen = numbers(4)
+    for _ in trainer.steps(itertools.islice(numbered(), 6)):
+        if trainer.global_step == 2:
+            trainer.load(trainer.save(tmp_path / "saved"))
+    assert seen == list(range(6))
+    assert trainer.global_step == 6

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import batches
+from toys import Mlp, batches
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import (
@@ -444,3 +444,24 @@ def test_every_callback_may_end_well_also_after_one_that_cannot():
     with pytest.raises(OSError, match="disk"):
         trainer.fit(batches(8))
     assert ended == [1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_can_not_be_changed_by_a_hook(accumulate):
+    class Mixing(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            x, _ = batch if accumulate == 1 else batch[0]
+            x[:] = 0
+
+    data = batches(8, 8)
+    before = data[0][0].copy()
+    with pytest.raises(ValueError, match="read-only") as caught:
+        Trainer(
+            Mlp(jax.random.key(0)),
+            loss="cross_entropy",
+            accumulate_grad_batches=accumulate,
+            callbacks=[Mixing()],
+        ).fit(data)
+    assert "callback Mixing in on_train_batch_start" in caught.value.__notes__[0]
+    np.testing.assert_array_equal(data[0][0], before)
+    data[0][0][:] = 0  # the user's own array still can

@@ -1,6 +1,8 @@
 """Saving and loading the whole trainer."""
 
 import json
+import os
+import signal
 
 import equinox as eqx
 import jax
@@ -11,7 +13,7 @@ import pytest
 from toys import Mlp, Recorder, batches
 
 import jaxdp
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -275,3 +277,141 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, before, after):
         jax.tree.leaves(model), jax.tree.leaves(trainer.model), strict=True
     ):
         assert bits(ours) == bits(theirs)
+
+
+VAL = batches(16, seed=1)
+
+
+class Sigterm(Callback):
+    def __init__(self, step, hook="on_train_batch_end"):
+        self.step = step
+        setattr(self, hook, self.kill)
+
+    def kill(self, trainer, *arguments):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_what_a_signal_saves_displaces_no_better_one(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.raises(SystemExit):
+        make(callbacks=[checkpoint, Sigterm(5)]).fit(DATA, VAL, max_epochs=3)
+    assert folders(tmp_path) == [3, 5]
+    assert checkpoint.best_model_path == str(tmp_path / "3")
+    resumed = ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = make(callbacks=[resumed])
+    history = trainer.fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
+    assert resumed.best_model_score == min(history["val_loss"])
+
+
+def test_what_a_signal_saves_before_its_validation_is_judged_by_it(tmp_path):
+    def judging():
+        return ModelCheckpoint(tmp_path, monitor="val_loss", mode="max")
+
+    with pytest.raises(SystemExit):
+        killed = make(callbacks=[judging(), Sigterm(3, "on_validation_start")])
+        killed.fit(DATA, VAL, max_epochs=3)
+    assert folders(tmp_path) == [3]
+    resumed = judging()
+    trainer = make(callbacks=[resumed])
+    history = trainer.fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
+    assert max(history["val_loss"]) == history["val_loss"][0]
+    assert resumed.best_model_path == str(tmp_path / "3")
+    assert resumed.best_model_score == history["val_loss"][0]
+
+
+def test_checkpoints_of_another_run_at_the_same_steps_are_set_aside(tmp_path):
+    make(callbacks=[ModelCheckpoint(tmp_path / "b", save_top_k=-1)]).fit(
+        DATA, max_epochs=3
+    )
+    make(callbacks=[ModelCheckpoint(tmp_path / "a", save_top_k=-1)]).fit(
+        DATA, max_epochs=3
+    )
+    moved = ModelCheckpoint(tmp_path / "b", save_top_k=1)
+    path = tmp_path / "a" / "9"
+    make(callbacks=[moved]).fit(DATA, max_epochs=4, ckpt_path=path)
+    assert sorted(os.listdir(tmp_path / "b" / "before-1")) == ["3", "6", "9"]
+    assert {"12"} == {name for name in os.listdir(tmp_path / "b") if name.isdecimal()}
+
+
+def test_a_callback_in_a_second_trainer_begins_anew(tmp_path):
+    checkpoint = ModelCheckpoint(monitor="loss")
+    for root, model in (("one", Mlp(jax.random.key(1))), ("two", None)):
+        folder = tmp_path / root
+        trainer = make(callbacks=[checkpoint], model=model, default_root_dir=folder)
+        trainer.fit(DATA, max_epochs=2)
+        assert folders(folder / "checkpoints") == [6]
+        assert checkpoint.best_model_path == str(folder / "checkpoints" / "6")
+        assert checkpoint.best_model_score == trainer.history["loss"][1]
+    given = ModelCheckpoint(tmp_path / "given")
+    for key in range(2):
+        trainer = make(callbacks=[given], model=Mlp(jax.random.key(key)))
+        trainer.fit(DATA)
+        saved = make()
+        saved.load(given.best_model_path)
+        assert [*map(bits, leaves(saved))] == [*map(bits, leaves(trainer))]
+    assert os.listdir(tmp_path / "given" / "before-1") == ["3"]
+
+
+def test_a_validation_outside_of_a_fit_judges_nothing(tmp_path):
+    checkpoint = ModelCheckpoint(
+        tmp_path, monitor="val_loss", every_n_train_steps=2, save_top_k=-1
+    )
+    trainer = make(callbacks=[checkpoint])
+    trainer.fit(DATA, VAL, max_epochs=1)
+    other = trainer.validate(batches(16, seed=2))["val_loss"]
+    trainer.fit(DATA, VAL, max_epochs=2)
+    assert checkpoint.best_model_score not in (None, other)
+    assert str(other) not in [score for _, score in checkpoint.state_dict()["scores"]]
+
+
+def test_training_goes_on_where_the_folder_is_gone(tmp_path):
+    folder = tmp_path / "share" / "run"
+
+    class Unmount(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 4:
+                checkpoint.finish_saving()
+                folder.parent.rename(tmp_path / "away")
+                folder.parent.write_text("")
+
+    checkpoint = ModelCheckpoint(folder, on_save_error="warn")
+    trainer = make(callbacks=[checkpoint, Unmount()])
+    with pytest.warns(UserWarning, match="could not be written"):
+        trainer.fit(DATA, max_epochs=3)
+    assert trainer.global_step == 9
+
+
+def test_an_error_at_the_end_of_an_epoch_leaves_the_place_right(tmp_path):
+    class Failing(Callback):
+        fails = True
+
+        def on_train_epoch_end(self, trainer, metrics):
+            if self.fails:
+                self.fails = False
+                raise KeyError("once")
+
+    trainer = make(callbacks=[Failing()])
+    with pytest.raises(KeyError, match="once"):
+        trainer.fit(DATA, max_epochs=2)
+    trainer.fit(DATA, max_steps=5)
+    resumed = make()
+    history = resumed.fit(DATA, max_epochs=2, ckpt_path=trainer.save(tmp_path / "5"))
+    assert (resumed.global_step, history.epochs) == (6, [0, 1])
+
+
+def test_a_metric_can_not_have_the_name_of_a_column():
+    with pytest.raises(ValueError, match="'step' is taken.*columns of every log"):
+        make(metrics={"step": lambda predictions, targets: targets})
+
+
+def test_wrong_arguments_of_model_checkpoint_are_named():
+    for options, match in (
+        ({"monitor": 5}, "`monitor` must be the name"),
+        ({"save_top_k": 2.5}, "`save_top_k` must be -1 .all., 0 .none. or an int"),
+        ({"every_n_train_steps": "5"}, "`every_n_train_steps` must be an int or None"),
+        ({"train_time_interval": object()}, "train_time_interval"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            ModelCheckpoint(**options)
+    assert ModelCheckpoint(train_time_interval=60).train_time_interval.seconds == 60

@@ -85,6 +85,22 @@ def test_rolling_back_has_an_end_and_needs_a_checkpoint(tmp_path):
         make(NanGuard("rollback")).fit(data(17))
 
 
+def test_a_checkpoint_that_is_still_being_saved_is_rolled_back_to(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=16)
+    trainer = make(NanGuard("rollback"), saver)
+    given = []
+
+    def fit(**arguments):
+        given.append(arguments["max_time"])
+        return type(trainer).fit(trainer, **arguments)
+
+    trainer.fit = fit
+    with pytest.warns(UserWarning, match="step 18 .*going back to .*16"):
+        fit(train_loader=data(17), max_time=600, max_epochs=1)
+    assert trainer.global_step == len(data()) - 1
+    assert given[0] == 600 > given[1] > 0  # the time before it counts
+
+
 def test_an_iterator_cannot_be_rolled_back(tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
     with (

@@ -505,6 +505,57 @@ def test_set_epoch_is_called_on_all_parts_that_have_it():
             assert int(next(source.epoch(epoch))[0][0]) == dataset.epoch == epoch
 
 
+@pytest.mark.parametrize("kind", ["one list", "iterators"])
+def test_batch_samplers_may_be_generators(kind):
+    def lists():
+        same = []
+        for start in range(0, 10, 2):
+            same[:] = range(start, start + 2)
+            yield same if kind == "one list" else iter(same)
+
+    rows = torch.arange(10)
+    for dataset in (TensorDataset(rows), [(row,) for row in rows]):
+        loader = DataLoader(dataset, batch_sampler=lists())
+        batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+        assert [x.tolist() for (x,) in batches] == [[i, i + 1] for i in range(0, 10, 2)]
+
+
+def test_an_epoch_begun_by_steps_is_gone_on_with_in_its_order(tmp_path):
+    rows = torch.arange(80.0).reshape(80, 1).repeat(1, 4)
+
+    def loader():
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.zeros(80, dtype=torch.int64)
+        return DataLoader(
+            TensorDataset(rows, labels), 8, shuffle=True, generator=generator
+        )
+
+    class Rows(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            self.seen += batch[0][:, 0].tolist()
+
+    def make(callback):
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        return Trainer(model, loss="cross_entropy", callbacks=[callback])
+
+    first, second, shuffled = Rows(), Rows(), loader()
+    trainer = make(first)
+    trainer.fit(shuffled)
+    for number, _ in enumerate(trainer.steps(shuffled), 1):
+        if number == 4:
+            trainer.save(tmp_path / "14")
+            break
+    resumed = make(second)
+    resumed.load(tmp_path / "14")
+    resumed.fit(loader(), max_epochs=2)
+    assert sorted(first.seen[80:] + second.seen) == rows[:, 0].tolist()
+    trainer.fit(shuffled, max_epochs=2)
+    assert first.seen[80:][32:] == second.seen
+
+
 class Endless(Squares):
     def __len__(self):
         raise NotImplementedError

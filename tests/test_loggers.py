@@ -113,6 +113,24 @@ def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
     assert [row["step"] for row in read(tmp_path / "log.1.csv")] == ["2", "2"]
 
 
+def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
+    one = make_trainer(CSVLogger(tmp_path))
+    one.fit(batches(8, 8), max_epochs=1)
+    other = make_trainer(CSVLogger(tmp_path), metrics=[])
+    other.fit(batches(8, 8), max_epochs=1)
+    one.fit(batches(8, 8), max_epochs=2)
+    tables = {
+        path.name: [row["step"] for row in read(path)]
+        for path in tmp_path.glob("*.csv")
+    }
+    alone = ["2", "2"]
+    assert tables == {
+        "metrics.1.csv": alone,
+        "metrics.2.csv": alone,
+        "metrics.csv": ["4", "4"],
+    }
+
+
 def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path):
     data = batches(*[8] * 4), batches(8)
     whole = CSVLogger(tmp_path / "whole")

@@ -75,7 +75,9 @@ class Callback:
         """Before the first batch of an epoch is asked for."""
 
     def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
-        """Before a step. `batch` is on the host, as the loader gave it."""
+        """Before a step. `batch` is on the host, as the loader gave it, and read-only:
+        the step may have been given its rows before. Change rows in the dataset or
+        `collate_fn`."""
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int

@@ -247,6 +247,7 @@ class CSVLogger(Logger):
         self._run: weakref.ref[Any] | None = None
         self._columns: list[str] = []
         self._rows = 0
+        self._inode: int | None = None  # of the table; others may have put theirs there
 
     @property
     def path(self) -> Path | None:
@@ -258,7 +259,7 @@ class CSVLogger(Logger):
         latest = None if self._run is None else self._run()
         if not path.exists():
             self._columns, self._rows = [], 0
-        elif path != self._path or latest is not trainer:
+        elif (path, latest, path.stat().st_ino) != (self._path, trainer, self._inode):
             self._take_over(trainer, path)
         self._path, self._run = path, weakref.ref(trainer)
         epoch_names = [
@@ -301,6 +302,8 @@ class CSVLogger(Logger):
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
         self._record |= {"ended": _now(), "status": status}
         self._write_record()
+        if self._path is not None and self._path.exists():
+            self._inode = self._path.stat().st_ino
 
     def _write_record(self) -> None:
         """Writes the record anew, in one piece."""

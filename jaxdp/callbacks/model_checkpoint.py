@@ -1,5 +1,6 @@
 """Saves the trainer as it goes, and keeps the best."""
 
+import contextlib
 import math
 import os
 import time
@@ -13,6 +14,7 @@ from ..interrupts import Stopped
 from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_mode, check_monitor
+from .timer import parse_duration
 
 
 class ModelCheckpoint(Callback):
@@ -67,17 +69,20 @@ class ModelCheckpoint(Callback):
         on_save_error: str = "raise",
     ):
         check_mode("ModelCheckpoint", mode)
-        if save_top_k < -1:
-            raise ValueError(
-                f"`save_top_k` must be -1 (all), 0 (none) or a number to keep; got"
-                f" {save_top_k}."
+        if not isinstance(monitor, str | None):
+            raise TypeError(
+                f"`monitor` must be the name of a metric or None; got {monitor!r}."
             )
+        _check_count("save_top_k", save_top_k, least=-1)
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
         ):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be 1 or more, or None; got {value}.")
+            if value is not None:
+                _check_count(name, value, least=1)
+        if train_time_interval is not None:
+            seconds = parse_duration(train_time_interval, "train_time_interval")
+            train_time_interval = timedelta(seconds=seconds)
         if on_save_error not in ("raise", "warn"):
             raise ValueError(
                 f"`ModelCheckpoint(on_save_error={on_save_error!r})` must be 'raise' or"
@@ -86,6 +91,7 @@ class ModelCheckpoint(Callback):
         if every_n_train_steps is None and train_time_interval is None:
             every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
+        self._follows_trainer = dirpath is None
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
@@ -94,6 +100,8 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
         self.on_save_error = on_save_error
+        self._dir: CheckpointDir | None = None
+        self._run_id: str | None = None
         self._scores: dict[int, float] = {}  # of every step that is saved
         self._score: float | None = None
         self._is_fresh = False
@@ -120,10 +128,10 @@ class ModelCheckpoint(Callback):
 
     def folder(self, trainer: Any) -> CheckpointDir:
         """Where the checkpoints of a trainer go."""
-        if self.dirpath is None:
+        if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
             self.dirpath = os.path.abspath(root)
-        return CheckpointDir(self.dirpath)
+        return CheckpointDir(str(self.dirpath))
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that a saved state of this callback knows of, best first."""
@@ -134,6 +142,9 @@ class ModelCheckpoint(Callback):
         self._dir, self._processes = self.folder(trainer), trainer.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone = False
+        if self._run_id not in (None, trainer.run_id) and not self._is_restored:
+            self._score, self._is_fresh, self._kept_for_resuming = None, False, None
+        self._run_id = trainer.run_id
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         self._scores = dict(
             self._processes.first(
@@ -164,7 +175,8 @@ class ModelCheckpoint(Callback):
                 self._is_due = True
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        self._look(metrics)
+        if trainer.is_fitting:
+            self._look(metrics)
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._look(metrics)
@@ -188,15 +200,23 @@ class ModelCheckpoint(Callback):
         if isinstance(exception, Stopped):  # at a boundary: the state is whole
             self._settle(wait=True)
             if trainer.global_step and trainer.global_step not in self._scores:
-                self._kept_for_resuming = trainer.global_step
-                self._begin(trainer)
+                self._kept_for_resuming = step = trainer.global_step
+                # The last value was another model's: this one must not displace its.
+                judged = self._new(step) if self.monitor is None else {step: math.nan}
+                self._begin(trainer, judged)
                 self._settle(wait=True)
 
     def on_fit_end(self, trainer: Any) -> None:
+        if self._dir is None:  # another callback's `setup` has failed
+            return
         try:
             self._settle(wait=True)
         finally:
             self._dir.close()
+
+    def finish_saving(self) -> None:
+        """Waits until what is being saved is in its folder."""
+        self._settle(wait=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -222,11 +242,13 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Any) -> None:
         """Begins to save the present step, if it is to be kept."""
         self._settle(wait=True)  # one at a time
-        step = trainer.global_step
-        if step not in self._scores and step in self._kept(
-            self._scores | self._new(step)
-        ):
-            self._begin(trainer)
+        step, judged = trainer.global_step, self._new(trainer.global_step)
+        if step not in self._scores:
+            if step in self._kept(self._scores | judged):
+                self._begin(trainer, judged)
+        elif math.isnan(self._scores[step]):  # by a signal, before it was judged
+            self._scores |= judged
+            self._remove(set(self._scores) - self._kept(self._scores))
 
     def _new(self, step: int) -> dict[int, float]:
         """The present step and its score."""
@@ -235,9 +257,10 @@ class ModelCheckpoint(Callback):
         # NaN if there is nothing to judge by yet: worse than anything that comes.
         return {step: math.nan if self._score is None else self._score}
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: Any, judged: dict[int, float]) -> None:
+        assert self._dir is not None
         step = trainer.global_step
-        self._scores |= self._new(step)  # what is saved knows of itself
+        self._scores |= judged  # what is saved knows of itself
         self._saved_at = time.monotonic()
         try:
             self._saving = step, trainer.start_saving(self._dir.path_of(step))
@@ -265,8 +288,9 @@ class ModelCheckpoint(Callback):
 
     def _fail(self, step: int, error: checkpoint.SaveFailed) -> None:
         del self._scores[step]
-        if self._processes.index == 0:
-            self._dir.sweep()
+        if self._processes.index == 0 and self._dir is not None:
+            with contextlib.suppress(OSError):  # the folder may be what is gone
+                self._dir.sweep()
         if self.on_save_error == "raise":
             error.add_note(
                 "ModelCheckpoint(on_save_error='warn') would go on without this one."
@@ -295,6 +319,7 @@ class ModelCheckpoint(Callback):
         return _ranked(self._scores, self._mode)
 
     def _remove(self, steps: set[int]) -> None:
+        assert self._dir is not None
         for step in sorted(steps):
             del self._scores[step]
             if self._processes.index:
@@ -310,11 +335,17 @@ class ModelCheckpoint(Callback):
 
     def _sorted_out(self, trainer: Any) -> list[tuple[int, float]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
+        assert self._dir is not None
         there = set(self._dir.steps())
-        scores = {s: v for s, v in self._scores.items() if s in there}
+        scores = {
+            step: score
+            for step, score in self._scores.items()
+            # None: damaged, or older than these names.
+            if step in there and self._run_of(step) in (None, trainer.run_id)
+        }
         strangers = self._dir.impostors()
         for step in sorted(there - set(scores)):
-            if step > trainer.global_step or not self._is_of_run(step, trainer.run_id):
+            if step > trainer.global_step or self._run_of(step) != trainer.run_id:
                 strangers.append(step)
             elif self._is_restored:
                 # A process was killed after a newer one was saved and before this one
@@ -333,16 +364,24 @@ class ModelCheckpoint(Callback):
             )
         return list(scores.items())
 
-    def _is_of_run(self, step: int, run_id: str) -> bool:
+    def _run_of(self, step: int) -> str | None:
+        """The `run_id` of who saved a step, if it can be read."""
         try:
-            meta = checkpoint.read_meta(self._dir.path_of(step))
+            return checkpoint.read_meta(self._path_of(step)).get("run_id")
         except (OSError, ValueError):
-            return False
-        return meta.get("run_id") == run_id
+            return None
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
         return CheckpointDir(self.dirpath).path_of(step)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        either = "-1 (all), 0 (none) or an int" if least < 0 else "an int or None"
+        raise TypeError(f"`{name}` must be {either}; got {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
 
 
 def _scores_in(state: dict[str, Any]) -> dict[int, float]:

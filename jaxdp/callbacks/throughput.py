@@ -100,6 +100,7 @@ class ThroughputMonitor(Callback):
         self._stopwatch = trainer.stopwatch = Stopwatch()
         trainer.bar_notes["throughput"] = self._note
         self._flops = None
+        self._begin()
 
     def on_fit_start(self, trainer: Any) -> None:
         self._begin()
