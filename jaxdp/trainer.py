@@ -103,8 +103,9 @@ class Trainer:
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
         steps_per_execution: optimizer steps that one dispatch takes, or "auto", which
-            times some and picks. It changes the speed and nothing else: hooks see
-            every step, and whatever has to happen between two steps does.
+            times some and picks. It changes the speed, and how far ahead batches are
+            read, and nothing else: hooks see every step, and whatever has to happen
+            between two steps does.
         remat: recompute activations in the backward pass: True, a policy of
             `jax.checkpoint_policies`, or path patterns of submodules.
         data: with several processes, whether each is given the same loader ("global")

@@ -414,4 +414,5 @@ def test_wrong_arguments_of_model_checkpoint_are_named():
     ):
         with pytest.raises(TypeError, match=match):
             ModelCheckpoint(**options)
+    ModelCheckpoint(save_top_k=np.int64(2), every_n_epochs=np.int32(2))
     assert ModelCheckpoint(train_time_interval=60).train_time_interval.seconds == 60

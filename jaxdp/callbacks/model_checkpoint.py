@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 import os
 import time
 import warnings
@@ -41,7 +42,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: save each time so many optimizer steps are done (at the
             last step of an epoch, after its validation).
         every_n_epochs: save after each so many epochs; 1 if nothing else is given.
-        train_time_interval: save each time so much time has passed.
+        train_time_interval: save each time so much time has passed; like `max_time`.
         on_save_error: when a checkpoint can't be written, because the disk is full for
             example: `"raise"` a SaveFailed at the next step, or `"warn"` and try again
             when the next one is due. Older checkpoints stay in either case.
@@ -64,7 +65,7 @@ class ModelCheckpoint(Callback):
         save_last: bool = False,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
-        train_time_interval: timedelta | None = None,
+        train_time_interval: timedelta | float | str | None = None,
         *,
         on_save_error: str = "raise",
     ):
@@ -377,10 +378,10 @@ class ModelCheckpoint(Callback):
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         either = "-1 (all), 0 (none) or an int" if least < 0 else "an int or None"
         raise TypeError(f"`{name}` must be {either}; got {value!r}.")
-    if value < least:
+    if int(value) < least:
         raise ValueError(f"`{name}` must be {least} or more; got {value}.")
 
 
