@@ -1,7 +1,7 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -83,6 +83,11 @@ def check_strategy_argument(strategy: Any) -> None:
 def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     if callbacks is None or isinstance(callbacks, Callback):
         callbacks = () if callbacks is None else (callbacks,)
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(
+            f"`callbacks` must be a list of callbacks, one, or None; got {callbacks!r}."
+        )
+    callbacks = tuple(callbacks)
     for callback in callbacks:
         if isinstance(callback, type):
             raise TypeError(
@@ -94,7 +99,7 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
                 " element must be an instance of a jaxdp.callbacks.Callback subclass."
             )
-    return tuple(callbacks)
+    return callbacks
 
 
 def step_options(

@@ -27,7 +27,17 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
         ValueError: for a word that asks for what there can't be; or if a checkpoint
             is of another model or optimizer.
     """
+    if isinstance(where, bool) or not isinstance(where, str | os.PathLike):
+        raise TypeError(
+            f"`ckpt_path` must be the path of a checkpoint or one of {WORDS}; got"
+            f" {where!r}."
+        )
     if where not in WORDS or not isinstance(where, str):
+        if not os.path.lexists(where):
+            raise FileNotFoundError(
+                f"`ckpt_path`={os.fspath(where)!r} is none of {WORDS}, and there is"
+                f" nothing at {os.path.abspath(where)}."
+            )
         trainer.load(where)
         say(f"resumed {_place(trainer)} from {os.path.abspath(where)}")
         return

@@ -308,7 +308,10 @@ class Trainer:
         val = None
         if val_loader is not None:
             val = self._open(val_loader, "val_loader", "evaluate")
-        checks.check_count("fast_dev_run", int(fast_dev_run), least=0)
+        if not isinstance(fast_dev_run, bool):
+            checks.check_count(
+                "fast_dev_run", fast_dev_run, least=0, or_else=", or bool"
+            )
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
             max_epochs, max_steps = self.current_epoch + 1, None

@@ -422,3 +422,20 @@ def test_the_inferred_loss_is_said_once(caplog):
 def test_beliefs_about_dropout_models_hold_without_a_key():
     """A model whose __call__ has no `key` is called without one."""
     make(Mlp(jax.random.key(0)).first, loss="mse").fit([(X, np.ones((8, 16)))])
+
+
+@pytest.mark.parametrize("argument, value, error", [
+    ("ckpt_path", 5, TypeError), ("ckpt_path", True, TypeError),
+    ("ckpt_path", "lats", FileNotFoundError), ("fast_dev_run", "yes", TypeError),
+    ("fast_dev_run", 1.5, TypeError), ("fast_dev_run", None, TypeError),
+])  # fmt: skip
+def test_a_wrong_argument_of_fit_is_named(argument, value, error):
+    with pytest.raises(error, match=f"`{argument}`"):
+        make().fit(batches(8), **{argument: value})
+
+
+def test_callbacks_that_are_no_list_are_named():
+    with pytest.raises(TypeError, match="`callbacks` must be a list of callbacks"):
+        make(callbacks=5)
+    trainer = make(callbacks=(each for each in [Watching()]))
+    assert isinstance(trainer.callbacks[0], Watching)
