@@ -940,9 +940,12 @@ class Trainer:
             return self._begin(source, limits, hooks)
         if first is None:
             raise ValueError(source.gave_nothing())
-        with self._dropping():
+        try:
             self._ready(first.windows[0][0])
             blocks = itertools.chain(engine.prepare_training(first), blocks)
+        except Exception:
+            self._has_begun()
+            raise
         engine.in_flight.wait = wait
         if self.stopwatch is not None:
             engine.in_flight.wait = self.stopwatch.function("device", wait)
@@ -976,8 +979,11 @@ class Trainer:
             if not found and error is None:
                 return
             self._taken.extend(found)
-            with self._dropping():
+            try:
                 yield from engine.blocks(found)
+            except Exception:
+                self._has_begun()  # the wrong batch does not come again
+                raise
         raise error
 
     def _kept_batches(self, source: Source) -> list[Batch]:
@@ -992,15 +998,6 @@ class Trainer:
         """The step of the first window that is taken; it does not come again."""
         if self._taken:  # else another pass has begun inside this one
             self._taken.popleft()
-
-    @contextlib.contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Where a step that fails has begun."""
-        try:
-            yield
-        except Exception:
-            self._has_begun()
-            raise
 
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
