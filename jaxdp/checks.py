@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -117,38 +116,6 @@ def step_options(
         if isinstance(callback, NanGuard):
             skip_nonfinite = True
     return donate, skip_nonfinite
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"`{name}` must be one of {listed}; got {value!r}.")
-
-
-def check_count(name: str, value: Any, least: int = 1, *, or_else: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        kind = type(value).__name__
-        raise TypeError(
-            f"`{name}` must be an int{or_else}; got {value!r} of type {kind}."
-        )
-    if value < least:
-        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
-
-
-def check_norm(name: str, value: Any) -> None:
-    """Raises unless `value` is None or a number greater than 0."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"`{name}` must be a number or None; got {value!r} of type"
-            f" {type(value).__name__}."
-        )
-    if not value > 0:
-        raise ValueError(
-            f"`{name}` must be a norm greater than 0, or None for no clipping; got"
-            f" {value!r}."
-        )
 
 
 def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> None:

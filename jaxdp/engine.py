@@ -53,11 +53,13 @@ _WHAT: Final[dict[Kind, str]] = {
     "predict": "prediction",
 }
 
+_LONG_STEP: Final = 0.005
+_ENOUGH_SECONDS: Final = 0.05
 _MOST_STEPS: Final = 64
-_ENOUGH_SECONDS: Final = 0.01
 _MOST_BYTES: Final = 2**26
-"""What `steps_per_execution="auto"` aims at: blocks of at most so many steps and bytes
-of batches that keep the device busy for so long."""
+"""What `steps_per_execution="auto"` aims at: steps no longer than the first of them, in
+blocks that keep the device busy for as long as the second (to dispatch a hundred arrays
+takes a millisecond), of at most so many steps and bytes of batches."""
 
 _MOST_SIZES: Final = 4
 """Block sizes that are compiled for; others run step by step."""
@@ -428,7 +430,8 @@ class Engine:
         packed = block.packed
         compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
-        self._check_labels(facts, packed)
+        if steps == 1 or self._blocks.count > 1:
+            self._check_labels(facts, packed)  # else `blocks` or the first call has
         groups = self._placed(packed, compiled)
         before = self._arrays
         started = 0 if self._trial is None else time.perf_counter()
@@ -672,7 +675,7 @@ class Engine:
         most = min(
             _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
         )
-        if seconds > _ENOUGH_SECONDS / 2 or most < 2:
+        if seconds > _LONG_STEP or most < 2:
             most = 1
         elif not self._loops_well(packed):
             return

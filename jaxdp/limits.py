@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from .checks import check_count
+from .arguments import check_count
 from .source import Source, capped, check_share
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from . import hardware as devices_of
 from . import hosts as hosts_of
 from . import reading as readings
+from .arguments import check_number
 from .cpu import convolution_options
 from .flops import matmul_flops
 from .hardware import Hardware
@@ -318,13 +319,7 @@ class Planner:
                     " `hardware` or `topology`."
                 )
             memory = 0.9 * found
-        if isinstance(memory, bool) or not isinstance(memory, int | float):
-            raise TypeError(
-                f"`memory` must be a number of bytes; got {memory!r} of type"
-                f" {type(memory).__name__}."
-            )
-        if not 0 < memory < math.inf:
-            raise ValueError(f"`memory` must be more than 0 bytes; got {memory!r}.")
+        check_number("memory", memory, above=0, below=math.inf)
         return int(memory)
 
     def plan(self, num_devices: int | None = None, rows: int | None = None) -> Plan:

@@ -17,6 +17,18 @@ Remat = bool | Callable[..., Any] | str | Sequence[str]
 patterns such as `"layers*"`: the calls of the submodules whose path they match."""
 
 
+def check_remat(remat: Any) -> None:
+    """Raises for what is no `Remat`."""
+    if isinstance(remat, bool | str) or callable(remat):
+        return
+    if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
+        return
+    raise TypeError(
+        "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"
+        f" of submodules; got {remat!r} of type {type(remat).__name__}."
+    )
+
+
 def remat_function(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """`function` that keeps for the backward pass only what `remat` lets it."""
     if remat is True:

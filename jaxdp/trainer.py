@@ -1,6 +1,5 @@
 """The Trainer: fit, validate, predict; the loop in the order things happen."""
 
-import collections
 import contextlib
 import itertools
 import os
@@ -24,6 +23,7 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, distributed, losses, resume
+from .arguments import check_choice, check_count, check_number
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.lockstep import Lockstep
 from .callbacks.loggers import CSVLogger
@@ -32,8 +32,9 @@ from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory
-from .data import read_only, rows_of, taken, windows
+from .data import read_only, rows_of, windows
 from .engine import Block, Engine, Kind, wait
+from .feed import Feed
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .layout import layout
@@ -45,7 +46,7 @@ from .phases import Phase, Stopwatch
 from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
 from .processes import Pulse, find_processes
-from .remat import Remat
+from .remat import Remat, check_remat
 from .source import ALL, Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
@@ -150,17 +151,18 @@ class Trainer:
         own_optimizer = optimizer
         strategy = Sharded() if strategy is None else strategy
         checks.check_strategy_argument(strategy)
-        checks.check_choice("reproducible", reproducible, (None, "bitwise"))
-        checks.check_choice("data", data, ("global", "local"))
-        checks.check_count("accumulate_grad_batches", accumulate_grad_batches)
+        check_choice("reproducible", reproducible, (None, "bitwise"))
+        check_choice("data", data, ("global", "local"))
+        check_count("accumulate_grad_batches", accumulate_grad_batches)
         if steps_per_execution != "auto":
-            checks.check_count(
+            check_count(
                 "steps_per_execution", steps_per_execution, or_else=" or 'auto'"
             )
-        checks.check_count("log_every_n_steps", log_every_n_steps)
-        checks.check_count("seed", seed, least=0)
-        checks.check_norm("gradient_clip_val", gradient_clip_val)
+        check_count("log_every_n_steps", log_every_n_steps)
+        check_count("seed", seed, least=0, most=2**63 - 1)
+        check_remat(remat)
         if gradient_clip_val is not None:
+            check_number("gradient_clip_val", gradient_clip_val, above=0)
             clip = optax.clip_by_global_norm(gradient_clip_val)
             optimizer = optax.chain(clip, optimizer)
 
@@ -226,18 +228,12 @@ class Trainer:
         self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
         self._planned: tuple[Any, Plan | None] | None = None
-        self._batches_done = 0
-        self._batches_seen = self._batches_loaded = 0
-        self._taken: collections.deque[list[Batch]] = collections.deque()
-        self._taken_from: Any = None
+        self._feed = Feed()
         self._validated_at = 0
         self._epoch_ended = False
         self._padded_rows: Any = None
         self._left_out: set[tuple[int, int]] = set()
         self._roll_back: RollBack | None = None
-        self._source: Source | None = None
-        self._source_state: Any = None
-        self._source_place: Any = None
         self._epoch_is_over = False
         self._is_whole = False
         self._is_fitting = False
@@ -309,25 +305,13 @@ class Trainer:
         if val_loader is not None:
             val = self._open(val_loader, "val_loader", "evaluate")
         if not isinstance(fast_dev_run, bool):
-            checks.check_count(
-                "fast_dev_run", fast_dev_run, least=0, or_else=", or bool"
-            )
+            check_count("fast_dev_run", fast_dev_run, least=0, or_else=", or bool")
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
-        if self._source is not None:  # of an earlier fit
-            is_begun = self._source.of_epoch == self.current_epoch
-            goes_on = is_begun and self._source.loader is train.loader
-            goes_on = goes_on or self._batches_done > 0
-            self._source_state = self._source.state if goes_on else None
-            self._source_place = self._source.place(self._batches_done)
-        elif self._batches_seen == self._batches_loaded:
-            train.replay = self._batches_seen
-        train.start_from, train.go_on_from = self._source_state, self._source_place
-        train.keep_places(lambda: self._batches_done)
-        self._source = train
+        self._feed.go_on_with(train, self.current_epoch)
         limits = Limits(
             train,
             val,
@@ -353,10 +337,10 @@ class Trainer:
                 with self._ending_well(self._hooks):
                     self._hooks.setup(self)
             return self.history
-        if self._batches_done:
+        if self._feed.done:
             say(
                 f"going on in epoch {self.current_epoch}, after batch"
-                f" {self._batches_done} of it, where the last fit stopped"
+                f" {self._feed.done} of it, where the last fit stopped"
             )
         val = None if limits.skips_validation else val
         self._announce(limits, val)
@@ -380,16 +364,16 @@ class Trainer:
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
                 if val is not None and limits.interval_is_up(
-                    self.current_epoch, self._batches_done
+                    self.current_epoch, self._feed.done
                 ):  # it was due where the run stopped
                     self._validate(val, limits, hooks)
                 with contextlib.closing(self._steps(blocks, hooks)) as steps:
                     while not self._is_done(limits) and next(steps, None) is not None:
                         if val is not None and limits.interval_is_up(
-                            self.current_epoch, self._batches_done
+                            self.current_epoch, self._feed.done
                         ):
                             self._validate(val, limits, hooks)
-                if self._batches_done == 0:
+                if self._feed.done == 0:
                     if not self.should_stop and not limits.time_is_up():
                         warnings.warn(
                             "`train_loader` gave no batches in epoch"
@@ -435,11 +419,8 @@ class Trainer:
         with contextlib.closing(
             self._open(train_loader, "train_loader", "train")
         ) as source:
-            self._batches_done, self.num_training_batches = 0, None
-            source.keep_places(lambda: self._batches_done)
-            self._source = source
-            self._source_state = self._source_place = None
-            self.stopwatch = None
+            self._feed.start_with(source)
+            self.num_training_batches = self.stopwatch = None
             self._hooks.setup(self)
             hooks = self._timed(self._hooks)
             steps = self._steps(self._begin(source, None, hooks), hooks)
@@ -450,7 +431,7 @@ class Trainer:
                     break
                 yield metrics
         self.current_epoch += 1
-        self._batches_done = 0
+        self._feed.done = 0
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
@@ -502,7 +483,7 @@ class Trainer:
         from .plan import Planner
 
         if devices is not None:
-            checks.check_count("devices", devices)
+            check_count("devices", devices)
             if topology is not None:
                 raise ValueError(
                     f"`devices`={devices} and `topology`={topology!r} were both given;"
@@ -529,7 +510,7 @@ class Trainer:
         strategy = self._reproducibly(self.strategy)
         planner = Planner(engine_on, strategy, window, topology, hardware)
         if hosts is not None:
-            checks.check_count("hosts", hosts)
+            check_count("hosts", hosts)
             planner.spread(devices, hosts)
         rows = None
         if self.data == "local" and self.processes.count > 1:
@@ -579,7 +560,7 @@ class Trainer:
         """
         from . import comparison
 
-        checks.check_count("steps", steps)
+        check_count("steps", steps)
         if self.processes.count > 1:
             raise RuntimeError(
                 f"`compare` was called in a job of {self.processes.count} processes; it"
@@ -639,7 +620,7 @@ class Trainer:
     def is_at_epoch_end(self) -> bool:
         """Whether all steps of the epoch are done, and what ends it is still to come:
         validation, history, `on_train_epoch_end`."""
-        steps = -(-self._batches_done // self.accumulate_grad_batches)
+        steps = -(-self._feed.done // self.accumulate_grad_batches)
         total = self.num_training_batches
         return total is not None and 0 < total <= steps and not self._epoch_ended
 
@@ -665,15 +646,14 @@ class Trainer:
             "run_id": self.run_id,
             "global_step": self.global_step,
             "current_epoch": self.current_epoch + self._is_whole,
-            "batches_done": 0 if self._is_whole else self._batches_done,
-            "batches_seen": self._batches_seen,
+            **self._feed.state_dict(
+                self.current_epoch, self._is_whole, self._share("train")
+            ),
             "epoch_ended": self._epoch_ended and not self._is_whole,
             "validated_at": 0 if self._is_whole else self._validated_at,
             "left_out": sorted(self._left_out),
             "val_metrics": {} if self._is_whole else self._val_metrics,
             "examples_seen": self.examples_seen,
-            "source": self._share("train").states(self._state_of_source()),
-            "place": self._share("train").states(self._place_in_source()),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -709,9 +689,7 @@ class Trainer:
         self.run_id = meta.get("run_id", self.run_id)
         self.global_step = meta["global_step"]
         self.current_epoch = meta["current_epoch"]
-        self._batches_done = meta["batches_done"]
-        self._batches_seen = self._batches_loaded = meta.get("batches_seen", 0)
-        self._taken_from = None
+        self._feed.load_state_dict(meta, self._share("train"))
         self._is_whole = self._epoch_is_over = False
         self._epoch_ended = meta.get("epoch_ended", False)
         self._validated_at = meta.get("validated_at", 0)
@@ -719,9 +697,6 @@ class Trainer:
         self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
         self._padded_rows = meta.get("padded_rows")
         self.examples_seen = meta["examples_seen"]
-        self._source, share = None, self._share("train")
-        self._source_state = share.state(meta["source"])
-        self._source_place = share.state(meta.get("place"))
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -925,7 +900,7 @@ class Trainer:
         engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
         blocks = self._blocks(source, limits, hooks)
         first = next(blocks, None)
-        if first is None and self._batches_done and not self._epoch_ended:
+        if first is None and self._feed.done and not self._epoch_ended:
             # It was saved between the last step of an epoch and what ends the epoch.
             with source.looking_back():
                 again = source.epoch(self.current_epoch)
@@ -934,9 +909,9 @@ class Trainer:
                 self._ready(window[0])
                 engine.prepare_training(*engine.blocks([window]))
                 return iter(())
-        if first is None and self._batches_done:
+        if first is None and self._feed.done:
             # An earlier fit stopped just at the end of an epoch of unknown length.
-            self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            self.current_epoch, self._feed.done = self.current_epoch + 1, 0
             return self._begin(source, limits, hooks)
         if first is None:
             raise ValueError(source.gave_nothing())
@@ -944,7 +919,7 @@ class Trainer:
             self._ready(first.windows[0][0])
             blocks = itertools.chain(engine.prepare_training(first), blocks)
         except Exception:
-            self._has_begun()
+            self._feed.begin()
             raise
         engine.in_flight.wait = wait
         if self.stopwatch is not None:
@@ -961,43 +936,26 @@ class Trainer:
         self, source: Source, limits: Limits | None, hooks: Hooks
     ) -> Iterator[Block]:
         """What is left of the epoch, as many batches at a time as a dispatch takes."""
-        engine = self._ready()
-        kept = self._kept_batches(source)
-        skip = self._batches_done + len(kept)
-        batches = itertools.chain(kept, source.epoch(self.current_epoch, skip=skip))
-        if limits is not None and limits.train_batches is not None:
-            left = max(0, limits.train_batches - self._batches_done)
-            batches = itertools.islice(batches, left)
-        steps = windows(batches, self.accumulate_grad_batches)
+        engine, feed = self._ready(), self._feed
+        limit = None if limits is None else limits.train_batches
+        steps = feed.steps(
+            source, self.current_epoch, self.accumulate_grad_batches, limit
+        )
         if self.stopwatch is not None:
             steps = self.stopwatch.iterator("data", steps)
         error = None
         while error is None:
             # Of a loader that fails, the batches before it are trained on first.
             room = self._room(limits, hooks) if source.may_read_ahead else 1
-            found, error = taken(steps, room)
+            found, error = feed.take(steps, room)
             if not found and error is None:
                 return
-            self._taken.extend(found)
             try:
                 yield from engine.blocks(found)
             except Exception:
-                self._has_begun()  # the wrong batch does not come again
+                feed.begin()  # the wrong batch does not come again
                 raise
         raise error
-
-    def _kept_batches(self, source: Source) -> list[Batch]:
-        """What an iterator has given for steps that were not begun."""
-        is_the_same = source.loader is self._taken_from
-        kept = self._taken if is_the_same and hasattr(source.loader, "__next__") else ()
-        batches = [batch for window in kept for batch in window]
-        self._taken_from, self._taken = source.loader, collections.deque()
-        return batches
-
-    def _has_begun(self) -> None:
-        """The step of the first window that is taken; it does not come again."""
-        if self._taken:  # else another pass has begun inside this one
-            self._taken.popleft()
 
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
@@ -1007,7 +965,7 @@ class Trainer:
         stop = hooks.next_stop(self)
         rooms = [most] if stop is None else [most, stop - self.global_step]
         if limits is not None:
-            left = limits.steps_until_stop(self.global_step, self._batches_done)
+            left = limits.steps_until_stop(self.global_step, self._feed.done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
 
@@ -1016,20 +974,19 @@ class Trainer:
     ) -> Generator[Metrics, None, None]:
         """Takes the steps of `blocks`, and never waits for one."""
         engine = self._ready()
-        if self._batches_done == 0:
+        if self._feed.done == 0:
             engine.start_epoch()
             self.examples_seen = self._validated_at = 0
             self._val_metrics = {}
         self._epoch_is_over = False
         looks = hooks.has("on_train_batch_start")
-        batch_idx = -(-self._batches_done // self.accumulate_grad_batches)
+        batch_idx = -(-self._feed.done // self.accumulate_grad_batches)
         for block in blocks:
             # What is left out is a block of its own, see `_room`.
             if self._left_out and (self.current_epoch, batch_idx) in self._left_out:
                 for window in block.windows:
-                    self._has_begun()
-                    self._batches_done += len(window)
-                    self._batches_seen += len(window)
+                    self._feed.begin()
+                    self._feed.count(window)
                     batch_idx += 1
                 continue
             try:
@@ -1037,7 +994,7 @@ class Trainer:
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
                     if looks:
                         hooks.on_train_batch_start(self, self._shown(window), batch_idx)
-                    self._has_begun()
+                    self._feed.begin()
                     if engine.ahead == 0:
                         ahead = iter(engine.train(block, window))
                     metrics = next(ahead)
@@ -1062,8 +1019,7 @@ class Trainer:
     def _count(self, window: list[Batch], rows: int) -> None:
         self.global_step += 1
         self.examples_seen += rows
-        self._batches_done += len(window)
-        self._batches_seen += len(window)
+        self._feed.count(window)
         self._epoch_ended = False
 
     def _settle(self, block: Block | None = None) -> None:
@@ -1078,7 +1034,7 @@ class Trainer:
         elif engine.ahead and block is not None:
             rest = zip(block.windows, block.packed.rows, strict=True)
             for window, rows in list(rest)[-engine.ahead :]:
-                self._has_begun()
+                self._feed.begin()
                 self._count(window, rows)
             engine.ahead = 0
 
@@ -1100,7 +1056,7 @@ class Trainer:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._phase("validation"):
             self._val_metrics = self._evaluate(source, "val", limits.val_limit, hooks)
-        self._validated_at = self._batches_done
+        self._validated_at = self._feed.done
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -1124,11 +1080,11 @@ class Trainer:
         with self._phase("device"):
             metrics = self._ready().epoch_means() | self._val_metrics
         self.history.append(self.current_epoch, metrics)
-        self._is_whole = self._epoch_is_over or limits.is_whole(self._batches_done)
+        self._is_whole = self._epoch_is_over or limits.is_whole(self._feed.done)
         self._epoch_ended = True
         hooks.on_train_epoch_end(self, metrics)
         if self._is_whole:
-            self.current_epoch, self._batches_done = self.current_epoch + 1, 0
+            self.current_epoch, self._feed.done = self.current_epoch + 1, 0
             self._validated_at, self._val_metrics = 0, {}
         self._is_whole = self._epoch_is_over = False
         hooks.on_boundary(self)
@@ -1152,20 +1108,6 @@ class Trainer:
             count = counts[name] = counts.get(name, -1) + 1
             yield f"{name}:{count}" if count else name, callback
 
-    def _state_of_source(self) -> Any:
-        """What the next batch's epoch starts from, for a checkpoint."""
-        source = self._source
-        if source is None:
-            return self._source_state
-        is_begun = source.of_epoch == self.current_epoch and not self._is_whole
-        return source.state if is_begun else source.present_state()
-
-    def _place_in_source(self) -> Any:
-        """Where the next batch is in its epoch, if the loader can tell."""
-        if self._source is None:
-            return self._source_place
-        return None if self._is_whole else self._source.place(self._batches_done)
-
     def _is_done(self, limits: Limits, between_epochs: bool = False) -> bool:
         engine = self._ready()
         if engine.ahead and not engine.can_rewind:
@@ -1186,7 +1128,7 @@ class Trainer:
     def _lacks_its_end(self, limits: Limits) -> bool:
         """Whether a killed run took the last step of an epoch, but did not end it."""
         is_inside = limits.max_epochs is None or self.current_epoch < limits.max_epochs
-        return is_inside and self._batches_done > 0 and not self._epoch_ended
+        return is_inside and self._feed.done > 0 and not self._epoch_ended
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""
@@ -1195,11 +1137,11 @@ class Trainer:
         self.num_val_batches = None if val is None else limits.val_batches
         if self._padded_rows and self._padded_rows[0] == self.num_training_batches:
             self._ready().pad_to(self._padded_rows[1])  # the same loader, resumed
-        elif self._padded_rows and self._padded_rows[0] and self._batches_done:
+        elif self._padded_rows and self._padded_rows[0] and self._feed.done:
             warnings.warn(
                 f"an epoch of `train_loader` had {self._padded_rows[0]} steps when this"
                 f" run was saved, and has {self.num_training_batches} now. As ever, the"
-                f" {self._batches_done} batches that were trained on are left out of"
+                f" {self._feed.done} batches that were trained on are left out of"
                 " the present epoch; with another batch size these are other rows.",
                 stacklevel=3,
             )

@@ -127,15 +127,6 @@ def test_early_stopping_names_what_is_logged_when_nobody_logs_the_monitor():
         trainer.fit(batches(8))
 
 
-def test_early_stopping_checks_its_arguments():
-    with pytest.raises(ValueError, match=r"mode='up'\)` must be 'min'.*'max'"):
-        EarlyStopping(mode="up")
-    with pytest.raises(ValueError, match=r"patience=-1\)` must be a whole number"):
-        EarlyStopping(patience=-1)
-    with pytest.raises(ValueError, match=r"min_delta=-0.1\)` must be 0 or more"):
-        EarlyStopping(min_delta=-0.1)
-
-
 def test_early_stopping_goes_on_from_its_state():
     _, stopping = epochs_until_stopped([1.0, 2.0, 3.0], patience=5)
     state = json.loads(json.dumps(stopping.state_dict(), allow_nan=False))
@@ -333,11 +324,9 @@ def test_nan_guard_changes_nothing_in_a_run_that_is_well():
     assert guarded.fit(poisoned())["loss"] == plain.fit(poisoned())["loss"]
 
 
-def test_nan_guard_checks_its_arguments():
+def test_nan_guard_says_what_its_actions_do():
     with pytest.raises(ValueError, match=r"action='halt'\)` must be 'stop'.*'skip'"):
         NanGuard("halt")
-    with pytest.raises(ValueError, match=r"max_skips=-1\)` must be 0 or more"):
-        NanGuard(max_skips=-1)
 
 
 @pytest.mark.parametrize("what", ["state", "all"])

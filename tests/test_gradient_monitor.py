@@ -187,10 +187,3 @@ def test_a_failing_fit_keeps_its_own_error():
 
     with pytest.raises(RuntimeError, match="the cable"):
         make_trainer(GradientMonitor(), Fails()).fit(batches(*[8] * 5))
-
-
-def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match=r"max_layers=-1\)` must be a whole number"):
-        GradientMonitor(max_layers=-1)
-    with pytest.raises(ValueError, match=r"check_steps=1.5\)` must be a whole number"):
-        GradientMonitor(check_steps=1.5)

@@ -11,7 +11,7 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["coordination"],
+    ["arguments", "coordination"],
     ["console"],
     [
         "charts",
@@ -53,7 +53,7 @@ ORDER = [
     ["data"],
     ["portions", "checks", "compilations"],
     ["source", "engine"],
-    ["torch_loader", "limits", "resume", "plan", "comparison"],
+    ["torch_loader", "feed", "limits", "resume", "plan", "comparison"],
     ["on_device"],
     ["loaders"],
     ["trainer"],

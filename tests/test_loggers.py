@@ -518,8 +518,6 @@ def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
         trainer.fit(data)
     steps = drawn[-1]["loss"][2]
     assert [step for step, _ in steps] == [1, *range(3, 10)]
-    with pytest.raises(ValueError, match=r"every_n_seconds=-1.0\)` must be 0 or more"):
-        LivePlot(every_n_seconds=-1.0)
 
 
 def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):

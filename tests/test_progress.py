@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import types
-import warnings
 
 import equinox as eqx
 import jax
@@ -285,11 +284,3 @@ def test_rates_and_times_are_short():
     assert [_clock(s) for s in (0.04, 9.96, 75.0, 3661.0)] == [
         *("0.0 s", "10.0 s", "1:15", "1:01:01"),
     ]
-
-
-def test_arguments_are_checked():
-    with warnings.catch_warnings():
-        with pytest.raises(ValueError, match=r"refresh_per_second=0.0\)` must be pos"):
-            ProgressBar(refresh_per_second=0.0)
-        with pytest.raises(ValueError, match=r"every_n_seconds=-1.0\)` must be pos"):
-            ProgressBar(every_n_seconds=-1.0)

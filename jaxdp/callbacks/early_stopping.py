@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
+from ..arguments import check_choice, check_count, check_number
 from .base import Callback
-from .monitor import announce, check_mode, check_monitor, is_better
+from .monitor import announce, check_monitor, is_better
 
 
 class EarlyStopping(Callback):
@@ -45,17 +46,17 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         verbose: bool = True,
     ):
-        check_mode("EarlyStopping", mode)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(
-                f"`EarlyStopping(patience={patience!r})` must be a whole number of"
-                " checks, 0 or more."
-            )
-        if not min_delta >= 0:
-            raise ValueError(
-                f"`EarlyStopping(min_delta={min_delta!r})` must be 0 or more; `mode`"
-                " says in which direction."
-            )
+        if not isinstance(monitor, str):
+            raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
+        check_choice("mode", mode, ("min", "max"))
+        check_count("patience", patience, least=0)
+        check_number("min_delta", min_delta, least=0)
+        for name, threshold in (
+            ("stopping_threshold", stopping_threshold),
+            ("divergence_threshold", divergence_threshold),
+        ):
+            if threshold is not None:
+                check_number(name, threshold, or_else=", or None")
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta

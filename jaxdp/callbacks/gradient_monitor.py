@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..arguments import check_count
 from ..tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
@@ -50,12 +51,8 @@ class GradientMonitor(Callback):
     looks_inside_blocks = False
 
     def __init__(self, max_layers: int = 16, check_steps: int = 10):
-        for name, value in (("max_layers", max_layers), ("check_steps", check_steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(
-                    f"`GradientMonitor({name}={value!r})` must be a whole number, 0 or"
-                    " more."
-                )
+        check_count("max_layers", max_layers, least=0)
+        check_count("check_steps", check_steps, least=0)
         self.max_layers = max_layers
         self.check_steps = check_steps
         self.dead: list[str] = []

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..arguments import check_number
 from ..history import VALIDATION, Panel, draw, save_figure, to_png
 from .base import Callback
 from .loggers import check_writable
@@ -42,10 +43,7 @@ class LivePlot(Callback):
         path: str | os.PathLike[str] | None = None,
         every_n_seconds: float = 5.0,
     ):
-        if not every_n_seconds >= 0:
-            raise ValueError(
-                f"`LivePlot(every_n_seconds={every_n_seconds!r})` must be 0 or more."
-            )
+        check_number("every_n_seconds", every_n_seconds, least=0)
         self.path = path
         self.every_n_seconds = every_n_seconds
         self._late = LateReads()

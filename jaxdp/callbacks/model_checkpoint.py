@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import numbers
 import os
 import time
 import warnings
@@ -10,11 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 from .. import checkpoint
+from ..arguments import check_choice, check_count
 from ..checkpoint_dir import CheckpointDir
 from ..interrupts import Stopped
 from ..processes import Pulse
 from .base import Callback
-from .monitor import announce, check_mode, check_monitor
+from .monitor import announce, check_monitor
 from .timer import parse_duration
 
 
@@ -69,26 +69,22 @@ class ModelCheckpoint(Callback):
         *,
         on_save_error: str = "raise",
     ):
-        check_mode("ModelCheckpoint", mode)
+        check_choice("mode", mode, ("min", "max"))
         if not isinstance(monitor, str | None):
             raise TypeError(
                 f"`monitor` must be the name of a metric or None; got {monitor!r}."
             )
-        _check_count("save_top_k", save_top_k, least=-1)
+        check_count("save_top_k", save_top_k, least=-1, or_else=", -1 for all")
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
             ("every_n_epochs", every_n_epochs),
         ):
             if value is not None:
-                _check_count(name, value, least=1)
+                check_count(name, value, or_else=" or None")
         if train_time_interval is not None:
             seconds = parse_duration(train_time_interval, "train_time_interval")
             train_time_interval = timedelta(seconds=seconds)
-        if on_save_error not in ("raise", "warn"):
-            raise ValueError(
-                f"`ModelCheckpoint(on_save_error={on_save_error!r})` must be 'raise' or"
-                " 'warn'."
-            )
+        check_choice("on_save_error", on_save_error, ("raise", "warn"))
         if every_n_train_steps is None and train_time_interval is None:
             every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
@@ -375,14 +371,6 @@ class ModelCheckpoint(Callback):
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
         return CheckpointDir(self.dirpath).path_of(step)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        either = "-1 (all), 0 (none) or an int" if least < 0 else "an int or None"
-        raise TypeError(f"`{name}` must be {either}; got {value!r}.")
-    if int(value) < least:
-        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
 
 
 def _scores_in(state: dict[str, Any]) -> dict[int, float]:

@@ -29,15 +29,6 @@ def check_monitor(trainer: Any, callback_name: str, monitor: str) -> None:
     )
 
 
-def check_mode(callback_name: str, mode: str) -> None:
-    """Raises when `mode` is not a direction."""
-    if mode not in ("min", "max"):
-        raise ValueError(
-            f"`{callback_name}(mode={mode!r})` must be 'min' (smaller is better) or"
-            " 'max' (larger is better)."
-        )
-
-
 def is_better(
     mode: str, value: float, best: float | None, min_delta: float = 0.0
 ) -> bool:

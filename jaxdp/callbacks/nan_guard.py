@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from ..arguments import check_count, check_number
 from ..tree import leaf_path
 from .base import Callback, RollBack
 from .monitor import LateReads
@@ -68,14 +69,9 @@ class NanGuard(Callback):
             ("max_rollbacks", max_rollbacks),
             ("warmup", warmup),
         ):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"`NanGuard({name}={count!r})` must be a whole number.")
-            if count < 0:
-                raise ValueError(f"`NanGuard({name}={count})` must be 0 or more.")
-        if spike is not None and not spike > 0:
-            raise ValueError(
-                f"`NanGuard(spike={spike!r})` must be more than 0 standard deviations."
-            )
+            check_count(name, count, least=0)
+        if spike is not None:
+            check_number("spike", spike, above=0, or_else=", or None")
         self.action = action
         self.max_skips = max_skips
         self.max_rollbacks = max_rollbacks

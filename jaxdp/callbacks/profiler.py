@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
+from ..arguments import check_count
 from .base import Callback
 from .loggers import check_writable
 from .monitor import announce
@@ -55,11 +56,7 @@ class Profiler(Callback):
             ("num_steps", num_steps, 1),
             ("top", top, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"`Profiler({name}={value!r})` must be a whole number, {least} or"
-                    " more."
-                )
+            check_count(name, value, least)
         self.dirpath = dirpath
         self.start_step = start_step
         self.num_steps = num_steps

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
+from ..arguments import check_number
 from .base import Callback
 from .monitor import LAG, in_notebook
 
@@ -47,12 +48,8 @@ class ProgressBar(Callback):
         every_n_seconds: float = 30.0,
         file: Output | None = None,
     ):
-        for name, value in {
-            "refresh_per_second": refresh_per_second,
-            "every_n_seconds": every_n_seconds,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"`ProgressBar({name}={value!r})` must be positive.")
+        check_number("refresh_per_second", refresh_per_second, above=0)
+        check_number("every_n_seconds", every_n_seconds, above=0)
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file

@@ -1,6 +1,7 @@
 """Says what a fit waits for when it no longer moves."""
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any, Final
 
 from .. import meetings
+from ..arguments import check_number
 from .base import Callback
 
 ABORTED: Final = 70
@@ -59,10 +61,7 @@ class StallWatch(Callback):
         abort: bool = False,
         path: str | os.PathLike[str] | None = None,
     ):
-        if not timeout > 0:
-            raise ValueError(
-                f"`StallWatch(timeout={timeout!r})` must be more than 0 s."
-            )
+        check_number("timeout", timeout, above=0, below=math.inf)
         self.timeout = float(timeout)
         self.abort = abort
         self.path = None if path is None else Path(path)

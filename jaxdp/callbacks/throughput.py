@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from .. import coordination, meetings
+from ..arguments import check_number
 from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
 from .base import Callback
@@ -79,14 +80,10 @@ class ThroughputMonitor(Callback):
         flops_per_example: float | None = None,
         peak_flops_per_device: float | None = None,
     ):
-        for name, value, least in (
-            ("flops_per_example", flops_per_example, "0 or more"),
-            ("peak_flops_per_device", peak_flops_per_device, "positive"),
-        ):
-            if value is not None and not (value > 0 or value == 0 and "0" in least):
-                raise ValueError(
-                    f"`ThroughputMonitor({name}={value!r})` must be {least}"
-                )
+        if flops_per_example is not None:
+            check_number("flops_per_example", flops_per_example, least=0)
+        if peak_flops_per_device is not None:
+            check_number("peak_flops_per_device", peak_flops_per_device, above=0)
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from ..arguments import check_count, check_number
 from .base import Callback
 
 
@@ -42,20 +43,11 @@ class WeightAveraging(Callback):
         start_step: int = 0,
         evaluate: bool = True,
     ):
-        if decay is not None and not 0 <= decay < 1:
-            raise ValueError(
-                f"`WeightAveraging(decay={decay!r})` must be from 0 up to, but not"
-                " including, 1; or None for the plain mean."
-            )
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 1),
-            ("start_step", start_step, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"`WeightAveraging({name}={value!r})` must be a whole number of"
-                    f" steps, {least} or more."
-                )
+        if decay is not None:
+            mean = ", or None for the plain mean"
+            check_number("decay", decay, least=0, below=1, or_else=mean)
+        check_count("every_n_steps", every_n_steps)
+        check_count("start_step", start_step, least=0)
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.start_step = start_step

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from ..arguments import check_count
 from ..collectives import DATA, Collectives
 from ..stack import Stack, in_turn
 from ..step import TrainState
@@ -42,8 +43,7 @@ class Pipeline(Sharded):
     def __init__(self, stages: int, microbatches: int, devices: Devices = None):
         found = find_devices(devices)
         for name, value in {"stages": stages, "microbatches": microbatches}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` must be 1 or more; got {value!r}.")
+            check_count(name, value)
         if len(found) % stages:
             raise ValueError(
                 f"`stages`: {stages} do not divide the {len(found)} devices. Take a"

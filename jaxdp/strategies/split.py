@@ -6,6 +6,7 @@ from typing import Any, Final
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
+from ..arguments import check_count
 from .base import Devices
 from .sharded import Sharded
 
@@ -17,11 +18,7 @@ class _Split(Sharded):
 
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
         super().__init__(devices, mesh)
-        if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
-            raise ValueError(
-                "`min_size` must be a number of elements, 0 or more, below which a leaf"
-                f" is held whole; got {min_size!r}."
-            )
+        check_count("min_size", min_size, least=0)
         self.min_size = min_size
 
     def reason(self, path: str, leaf: Array) -> str:

@@ -1,0 +1,57 @@
+"""Checks of single arguments, with errors that name them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {listed}; got {value!r}.")
+
+
+def check_count(
+    name: str, value: Any, least: int = 1, most: int | None = None, *, or_else: str = ""
+) -> None:
+    """Raises unless `value` is an int, or NumPy's, from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        kind = type(value).__name__
+        raise TypeError(
+            f"`{name}` must be an int{or_else}; got {value!r} of type {kind}."
+        )
+    if value < least:
+        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"`{name}` must be {most} or less; got {value}.")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    or_else: str = "",
+) -> None:
+    """Raises unless `value` is a number in bounds; of these `least` is in bounds."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | np.integer | np.floating
+    ):
+        raise TypeError(
+            f"`{name}` must be a number{or_else}; got {value!r} of type"
+            f" {type(value).__name__}."
+        )
+    rules = {
+        f"{least} or more": least is None or value >= least,
+        f"more than {above}": above is None or value > above,
+        f"less than {below}": below is None or value < below,
+    }
+    if math.isnan(value) or not all(rules.values()):
+        rule = " and ".join(rule for rule in rules if "None" not in rule)
+        raise ValueError(
+            f"`{name}` must be {rule or 'a number'}{or_else}; got {value!r}."
+        )
