@@ -307,7 +307,8 @@ class Trainer:
         if not isinstance(fast_dev_run, bool):
             check_count("fast_dev_run", fast_dev_run, least=0, or_else=", or bool")
         if fast_dev_run:
-            limit_train_batches = limit_val_batches = int(fast_dev_run)
+            limit_val_batches = int(fast_dev_run)
+            limit_train_batches = self._feed.done + limit_val_batches
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
@@ -620,9 +621,13 @@ class Trainer:
     def is_at_epoch_end(self) -> bool:
         """Whether all steps of the epoch are done, and what ends it is still to come:
         validation, history, `on_train_epoch_end`."""
-        steps = -(-self._feed.done // self.accumulate_grad_batches)
-        total = self.num_training_batches
-        return total is not None and 0 < total <= steps and not self._epoch_ended
+        total, done = self.num_training_batches, self.batch_idx
+        return total is not None and 0 < total <= done and not self._epoch_ended
+
+    @property
+    def batch_idx(self) -> int:
+        """Optimizer steps done of the present epoch: the number of the next one."""
+        return -(-self._feed.done // self.accumulate_grad_batches)
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
@@ -910,7 +915,12 @@ class Trainer:
                 engine.prepare_training(*engine.blocks([window]))
                 return iter(())
         if first is None and self._feed.done:
-            # An earlier fit stopped just at the end of an epoch of unknown length.
+            # An earlier fit stopped at the end of an epoch of unknown length, or this
+            # one has a smaller loader.
+            say(
+                f"epoch {self.current_epoch} is over: `train_loader` has no batch after"
+                f" the {self._feed.done} that are done"
+            )
             self.current_epoch, self._feed.done = self.current_epoch + 1, 0
             return self._begin(source, limits, hooks)
         if first is None:
@@ -980,7 +990,7 @@ class Trainer:
             self._val_metrics = {}
         self._epoch_is_over = False
         looks = hooks.has("on_train_batch_start")
-        batch_idx = -(-self._feed.done // self.accumulate_grad_batches)
+        batch_idx = self.batch_idx
         for block in blocks:
             # What is left out is a block of its own, see `_room`.
             if self._left_out and (self.current_epoch, batch_idx) in self._left_out:

@@ -385,10 +385,15 @@ def test_names_of_values_from_two_callbacks_must_differ():
         def inside_step(self, grads, updates, state):
             return {"loss": jnp.float32(0)}
 
+    class Step(Callback):
+        def inside_step(self, grads, updates, state):
+            return {"step": jnp.float32(0)}
+
     for name, callbacks in {
         "norm": [Inside(), Inside()],
         "skipped": [Skipping(), NanGuard()],
         "loss": [Loss()],
+        "step": [Step()],
     }.items():
         with pytest.raises(ValueError, match=rf"two values named \['{name}'\]"):
             make(callbacks=callbacks).fit(batches(8))
@@ -410,11 +415,44 @@ def test_integers_may_be_numpys(tmp_path):
     make(seed=1).load(tmp_path / "saved")
 
 
+def test_a_setup_that_fails_is_the_only_error(tmp_path):
+    class Fails(Callback):
+        def setup(self, trainer):
+            raise OSError("no")
+
+    for others in (
+        [ThroughputMonitor(), Fails(), ModelCheckpoint(tmp_path)],
+        [ModelCheckpoint(tmp_path), ThroughputMonitor(), Fails()],
+    ):
+        with pytest.raises(OSError, match="no") as caught:
+            make(callbacks=others).fit(batches(8))
+        notes = caught.value.__notes__
+        assert notes == ["raised by the callback Fails in setup"]
+
+
+def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
+    trainer = make()
+    trainer.fit(batches(*[8] * 6), max_steps=4)
+    trainer.fit(batches(8, 8), max_epochs=1)
+    assert "epoch 0 is over: `train_loader` has no batch after the 4" in caplog.text
+    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+
+
 def test_nothing_to_do_is_said():
     trainer = make()
     trainer.fit(batches(8))
     with pytest.warns(UserWarning, match="`fit` has nothing to do: 1 epochs"):
         trainer.fit(batches(8))
+
+
+def test_an_epoch_that_a_hook_stops_before_its_first_batch_is_no_empty_loader(recwarn):
+    class Stops(Callback):
+        def on_train_epoch_start(self, trainer):
+            trainer.should_stop = trainer.current_epoch == 1
+
+    trainer = make(callbacks=[Stops()])
+    trainer.fit(batches(8), max_epochs=3)
+    assert (trainer.global_step, [str(w.message) for w in recwarn]) == (1, [])
 
 
 def test_an_exhausted_generator_ends_the_fit_with_a_warning():

@@ -410,6 +410,17 @@ def test_what_is_not_finite_stays_in_its_step():
     assert one == run(2) == run(4)
 
 
+def in_blocks(steps, *callbacks):
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        steps_per_execution=steps,
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
 @pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "batch number 6 differs"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
@@ -417,13 +428,7 @@ def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
     x, y = data[6]
     data[6] = (x, y + 7) if "labels" in wrong else (x[:, :3], y)
     recorder = Recorder()
-    trainer = Trainer(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        steps_per_execution=steps,
-        strategy=SingleDevice(),
-        callbacks=[recorder],
-    )
+    trainer = in_blocks(steps, recorder)
     with pytest.raises(ValueError, match=wrong):
         trainer.fit(data)
     assert trainer.global_step == len(recorder.losses) == 6
@@ -452,14 +457,37 @@ class Numbers(Callback):
 
 def numbers(steps, at=None, end=None):
     seen = Numbers(at, end)
-    trainer = Trainer(
-        Mlp(jax.random.key(0)),
-        loss="cross_entropy",
-        steps_per_execution=steps,
-        strategy=SingleDevice(),
-        callbacks=[seen],
-    )
-    return trainer, seen.seen
+    return in_blocks(steps, seen), seen.seen
+
+
+class Positioned:
+    """An iterator over `numbered` that tells its position."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.given += 1
+        return next(itertools.islice(numbered(), self.given - 1, None))
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def test_an_iterator_that_tells_its_position_is_not_ahead_of_the_steps():
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            given.append((stream.given, batch_idx + 1))
+
+    stream, given = Positioned(), []
+    in_blocks(4, Looks()).fit(stream, max_steps=9)
+    assert given == [(number, number) for number in range(1, 10)]
 
 
 @pytest.mark.parametrize("end", ["stop", "raise", "break"])

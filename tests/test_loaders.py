@@ -1,5 +1,6 @@
 """Batches from torch loaders and other iterables: the same as plain iteration."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from toys import Mlp, Recorder, rows
 
 torch = pytest.importorskip("torch")
 
@@ -678,3 +680,36 @@ def test_rows_that_differ_get_the_error_of_torchs_collation():
 
     with pytest.raises(RuntimeError, match="equal size"):
         list(TorchSource(DataLoader(Uneven(""), 3), "loader", 0).epoch(0))
+
+
+def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
+    """With a generator of the user's, which the failed epoch has drawn from."""
+
+    class Fails(Recorder):
+        def __init__(self, at):
+            super().__init__()
+            self.at = at
+
+        def on_train_epoch_start(self, trainer):
+            if trainer.current_epoch == self.at:
+                self.at = None
+                raise OSError("once")
+
+    def fit(at):
+        recorder = Fails(at)
+        loader = DataLoader(
+            TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+            4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        )
+        trainer = Trainer(
+            Mlp(jax.random.key(0)), callbacks=[recorder], enable_progress_bar=False
+        )
+        with contextlib.suppress(OSError):
+            trainer.fit(loader, max_epochs=2)
+        trainer.fit(loader, max_epochs=3)
+        return recorder.losses
+
+    x, y = rows(24)
+    assert fit(0) == fit(1) == fit(None)

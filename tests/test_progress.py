@@ -175,6 +175,9 @@ def test_unknown_lengths_and_max_steps_are_shown_for_what_they_are(clock):
     out.truncate(0)
     trainer.fit(batches(*[8] * 5), max_steps=8, max_epochs=-1)
     assert any(line.startswith("epoch 2 |") and " 3/3 [" in line for line in drawn(out))
+    out.truncate(0)
+    trainer.fit(batches(*[8] * 9), max_steps=10, max_epochs=-1)  # inside the epoch
+    assert any(line.startswith("epoch 2 |") and " 5/5 [" in line for line in drawn(out))
 
 
 def test_an_exception_leaves_the_line_empty(clock):

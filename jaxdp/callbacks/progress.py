@@ -282,7 +282,8 @@ def _total(trainer: Any) -> int | None:
     if trainer.num_training_batches is not None:
         totals.append(trainer.num_training_batches)
     if trainer.max_steps is not None:
-        totals.append(max(trainer.max_steps - trainer.global_step, 0))
+        left = max(trainer.max_steps - trainer.global_step, 0)
+        totals.append(trainer.batch_idx + left)
     return min(totals, default=None)
 
 
