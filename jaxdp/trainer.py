@@ -295,6 +295,7 @@ class Trainer:
         """
         arguments: dict[str, Any] = {**locals()}
         del arguments["self"]
+        self._hooks = self._hooks.renewed(self.callbacks)
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
         if self._roll_back is not None:
@@ -417,6 +418,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
+        self._hooks = self._hooks.renewed(self.callbacks)
         with contextlib.closing(
             self._open(train_loader, "train_loader", "train")
         ) as source:

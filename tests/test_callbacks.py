@@ -17,8 +17,11 @@ from jaxdp import Callback, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import (
     DonateBuffers,
     EarlyStopping,
+    GradientMonitor,
+    ModelCheckpoint,
     NanGuard,
     Timer,
+    WeightAveraging,
 )
 from jaxdp.callbacks.base import Hooks
 from jaxdp.callbacks.monitor import LAG, LateReads, is_better
@@ -454,3 +457,20 @@ def test_a_batch_can_not_be_changed_by_a_hook(accumulate):
     assert "callback Mixing in on_train_batch_start" in caught.value.__notes__[0]
     np.testing.assert_array_equal(data[0][0], before)
     data[0][0][:] = 0  # the user's own array still can
+
+
+def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
+    trainer, saved = make_trainer(), []
+
+    class Saves(Callback):
+        def on_save_checkpoint(self, trainer, path):
+            saved.append(path)
+
+    trainer.callbacks += [Saves(), ModelCheckpoint(tmp_path)]
+    trainer.fit(batches(8))
+    assert [path == str(tmp_path / "1") for path in saved] == [True]
+    for late in (GradientMonitor(), WeightAveraging()):
+        trainer = make_trainer()
+        trainer.callbacks.append(late)
+        with pytest.raises(ValueError, match=f"{type(late).__name__} was added to a t"):
+            trainer.fit(batches(8))

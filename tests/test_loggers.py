@@ -152,6 +152,24 @@ def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path)
     assert read(tmp_path / "metrics.before.csv")[: len(last_rows)] == last_rows
 
 
+def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
+    trainer = make_trainer(CSVLogger(tmp_path / "own"))
+    trainer.fit(batches(8, 8))
+    path = trainer.save(tmp_path / "saved")
+    make_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
+    other = read(tmp_path / "metrics.csv")
+    again = make_trainer(CSVLogger(tmp_path))
+    again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
+    assert read(tmp_path / "metrics.1.csv") == other
+    assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "sub/metrics.csv", "metrics", ""])
+def test_the_name_of_a_table_is_that_of_a_file(name):
+    with pytest.raises(ValueError, match="`name` must be the file name of a table"):
+        CSVLogger("runs", name)
+
+
 def events(folder):
     from tensorboard.backend.event_processing import event_file_loader
 

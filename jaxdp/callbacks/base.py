@@ -141,6 +141,9 @@ class Callback:
     #     take, made of arrays in `state`; training goes on with those of `state`.
 
 
+_IN_THE_STEP: Final = "inside_step", "wrap_optimizer", "evaluated_state"
+
+
 class Hooks:
     """The overridden hooks of a list of callbacks, resolved once.
 
@@ -160,6 +163,25 @@ class Hooks:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
+
+    def renewed(self, callbacks: Iterable[Callback]) -> "Hooks":
+        """The hooks of what `trainer.callbacks` is by now.
+
+        Raises:
+            ValueError: if one was added that has a part in the compiled step.
+        """
+        if (callbacks := tuple(callbacks)) == self.callbacks:
+            return self
+        for callback in callbacks:
+            if callback not in self.callbacks and any(
+                hasattr(callback, name) for name in _IN_THE_STEP
+            ):
+                raise ValueError(
+                    f"`trainer.callbacks`: {type(callback).__name__} was added to a"
+                    " trainer that is made already, and has a part in its compiled"
+                    " step; pass it to `Trainer(callbacks=[...])`."
+                )
+        return Hooks(callbacks)
 
     def has(self, name: str) -> bool:
         """Whether any callback has the hook `name`."""

@@ -240,6 +240,12 @@ class CSVLogger(Logger):
         hyperparameters: Mapping[str, Any] | None = None,
     ):
         super().__init__(dirpath, hyperparameters)
+        as_path = Path(name)
+        if as_path.name != str(name) or as_path.suffix in ("", ".json"):
+            raise ValueError(
+                "`name` must be the file name of a table, such as 'metrics.csv', and"
+                f" `dirpath` its folder; got {name!r}."
+            )
         self.name = name
         self._record: dict[str, Any] = {}
         self._path: Path | None = None
@@ -283,7 +289,10 @@ class CSVLogger(Logger):
         self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
-        self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
+        trainer = None if self._run is None else self._run()
+        run_id = getattr(trainer, "run_id", None)
+        self._record = {**facts, "run_id": run_id, "started": _now()}
+        self._record |= {"ended": None, "status": "running"}
         self._write_record()
 
     def log_plan(self, plan: Any) -> None:
@@ -333,7 +342,8 @@ class CSVLogger(Logger):
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             columns, *rows = list(csv.reader(file)) or [[]]
         self._columns, self._rows = [], 0
-        if self._restored is None or columns[:2] != ["epoch", "step"]:
+        is_own = self._restored is not None and _run_of(path) in (None, trainer.run_id)
+        if not is_own or columns[:2] != ["epoch", "step"]:
             kept = _free_name(path)
             os.replace(path, kept)
             for suffix in (".json", SUFFIX):
@@ -341,7 +351,7 @@ class CSVLogger(Logger):
                     os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
-        count = self._restored.get("rows")
+        count = (self._restored or {}).get("rows")
         if count is None:  # of an older version
             count = sum(_step_of(row) <= trainer.global_step for row in rows)
         if len(rows) < count:
@@ -557,6 +567,15 @@ def _step_of(row: list[str]) -> float:
         return float(row[1])
     except (IndexError, ValueError):
         return float("inf")
+
+
+def _run_of(table: Path) -> str | None:
+    """The `run_id` of who wrote a table, if its record tells."""
+    try:
+        record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
+        return record.get("run_id")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _free_name(path: Path) -> Path:
