@@ -240,7 +240,7 @@ class Engine:
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
-    def _joining_pays(self, leaves: Sequence[Array]) -> bool:
+    def _joining_pays(self, leaves: Sequence[Any]) -> bool:
         """Whether small leaves had better cross together.
 
         CPU devices share the cores, and each joins them for itself. But a sum that is
