@@ -155,5 +155,5 @@ def test_a_stalled_loader_is_told_from_a_callback(tmp_path):
 
 def test_outside_of_the_trainer_nothing_is_blamed():
     assert waits_for(sys._getframe()) == "something outside of the trainer"
-    with pytest.raises(ValueError, match="must be more than 0 s"):
+    with pytest.raises(ValueError, match="`timeout` must be more than 0"):
         StallWatch(0)
