@@ -1,6 +1,7 @@
 """Checks of single arguments, with errors that name them."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,9 @@ def check_count(
             f"`{name}` must be an int{or_else}; got {value!r} of type {kind}."
         )
     if value < least:
-        raise ValueError(f"`{name}` must be {least} or more; got {value}.")
+        raise ValueError(f"`{name}` must be {least} or more{or_else}; got {value}.")
     if most is not None and value > most:
-        raise ValueError(f"`{name}` must be {most} or less; got {value}.")
+        raise ValueError(f"`{name}` must be {most} or less{or_else}; got {value}.")
 
 
 def check_number(
@@ -38,13 +39,13 @@ def check_number(
     or_else: str = "",
 ) -> None:
     """Raises unless `value` is a number in bounds; of these `least` is in bounds."""
-    if isinstance(value, bool) or not isinstance(
-        value, int | float | np.integer | np.floating
-    ):
+    is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    if isinstance(value, bool) or not is_number:
         raise TypeError(
             f"`{name}` must be a number{or_else}; got {value!r} of type"
             f" {type(value).__name__}."
         )
+    value = float(value)
     rules = {
         f"{least} or more": least is None or value >= least,
         f"more than {above}": above is None or value > above,

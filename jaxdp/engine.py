@@ -43,7 +43,6 @@ from .processes import RowBlocks, find_processes
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import Role, no_ambient_mesh, replicated, with_auto_axes
-from .strategies.bitwise import Bitwise
 from .tree import leaf_path
 
 Kind = Literal["train", "evaluate", "predict"]
@@ -234,21 +233,11 @@ class Engine:
     @state.setter
     def state(self, state: TrainState) -> None:
         leaves = jax.tree.leaves(state)
-        self._flat = Flat(state, join=self._joins and self._joining_pays(leaves))
+        self._flat = Flat(state, join=self._joins)
         self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
-
-    def _joining_pays(self, leaves: Sequence[Any]) -> bool:
-        """Whether small leaves had better cross together.
-
-        CPU devices share the cores, and each joins them for itself. But a sum that is
-        joined may round otherwise: "bitwise" joins on one device and on eight.
-        """
-        devices = leaves[0].sharding.device_set
-        share_cores = len(devices) > 1 and any(d.platform == "cpu" for d in devices)
-        return not share_cores or isinstance(self.strategy, Bitwise)
 
     def _placed(self, packed: Packed, compiled: jax.stages.Compiled) -> Sequence[Group]:
         """The batches of a dispatch as its step takes them."""

@@ -30,12 +30,11 @@ class Feed:
 
     def go_on_with(self, source: Source, epoch: int) -> None:
         """The next batch of `epoch` is one of `source`, after those that are done."""
-        if self._source is not None:  # of an earlier fit
-            is_begun = self._source.of_epoch == epoch
-            goes_on = is_begun and self._source.loader is source.loader
+        if (last := self._read()) is not None:
+            goes_on = last.of_epoch == epoch and last.loader is source.loader
             goes_on = goes_on or self.done > 0
-            self._state = self._source.state if goes_on else None
-            self._place = self._source.place(self.done)
+            self._state = last.state if goes_on else None
+            self._place = last.place(self.done)
         elif self.seen == self._loaded:
             source.replay = self.seen
         source.start_from, source.go_on_from = self._state, self._place
@@ -46,6 +45,10 @@ class Feed:
         self.done = 0
         self._state = self._place = None
         self._keep(source)
+
+    def leave_epoch(self) -> None:
+        """The next batch is the first of another epoch."""
+        self.done, self._state, self._place = 0, None, None
 
     def steps(
         self, source: Source, epoch: int, accumulate: int, limit: int | None
@@ -86,7 +89,7 @@ class Feed:
             share: of all batches, what comes to this process.
         """
         state, place = self._state, self._place
-        if (source := self._source) is not None:
+        if (source := self._read()) is not None:
             goes_on = source.of_epoch == epoch and not is_over
             state = source.state if goes_on else source.present_state()
             place = None if is_over else source.place(self.done)
@@ -103,6 +106,11 @@ class Feed:
         self._source = self._taken_from = None
         self._state = share.state(state["source"])
         self._place = share.state(state.get("place"))
+
+    def _read(self) -> Source | None:
+        """The source of the last batch, if it is here; a fit may have read none."""
+        source = self._source
+        return None if source is None or source.of_epoch is None else source
 
     def _keep(self, source: Source) -> None:
         source.keep_places(lambda: self.done)

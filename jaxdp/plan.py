@@ -319,7 +319,7 @@ class Planner:
                     " `hardware` or `topology`."
                 )
             memory = 0.9 * found
-        check_number("memory", memory, above=0, below=math.inf)
+        check_number("memory", memory, above=0, below=math.inf, or_else=", in bytes")
         return int(memory)
 
     def plan(self, num_devices: int | None = None, rows: int | None = None) -> Plan:

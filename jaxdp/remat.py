@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +21,7 @@ def check_remat(remat: Any) -> None:
     """Raises for what is no `Remat`."""
     if isinstance(remat, bool | str) or callable(remat):
         return
-    if isinstance(remat, Sequence) and all(isinstance(part, str) for part in remat):
+    if isinstance(remat, Iterable) and all(isinstance(part, str) for part in remat):
         return
     raise TypeError(
         "`remat` must be a bool, a policy of jax.checkpoint_policies, or path patterns"

@@ -162,8 +162,9 @@ class Trainer:
         check_count("seed", seed, least=0, most=2**63 - 1)
         check_remat(remat)
         if gradient_clip_val is not None:
-            check_number("gradient_clip_val", gradient_clip_val, above=0)
-            clip = optax.clip_by_global_norm(gradient_clip_val)
+            none = ", or None for no clipping"
+            check_number("gradient_clip_val", gradient_clip_val, above=0, or_else=none)
+            clip = optax.clip_by_global_norm(float(gradient_clip_val))
             optimizer = optax.chain(clip, optimizer)
 
         self.arguments = {**arguments, "strategy": strategy, "optimizer": own_optimizer}
@@ -295,7 +296,7 @@ class Trainer:
         """
         arguments: dict[str, Any] = {**locals()}
         del arguments["self"]
-        self._hooks = self._hooks.renewed(self.callbacks)
+        self._renew_hooks()
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
         if self._roll_back is not None:
@@ -308,8 +309,10 @@ class Trainer:
         if not isinstance(fast_dev_run, bool):
             check_count("fast_dev_run", fast_dev_run, least=0, or_else=", or bool")
         if fast_dev_run:
-            limit_val_batches = int(fast_dev_run)
-            limit_train_batches = self._feed.done + limit_val_batches
+            limit_train_batches = limit_val_batches = int(fast_dev_run)
+            if self._feed.done:
+                self.current_epoch += 1
+                self._feed.leave_epoch()
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
@@ -418,7 +421,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
-        self._hooks = self._hooks.renewed(self.callbacks)
+        self._renew_hooks()
         with contextlib.closing(
             self._open(train_loader, "train_loader", "train")
         ) as source:
@@ -441,6 +444,7 @@ class Trainer:
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         """
+        self._renew_hooks()
         self._settle()
         with contextlib.closing(self._open(loader, "loader", "evaluate")) as source:
             return self._evaluate(source, "val", None, self._hooks)
@@ -648,6 +652,7 @@ class Trainer:
 
         The state is that of now, and the next step may overwrite it.
         """
+        self._renew_hooks()
         state = self.state
         meta = {
             "run_id": self.run_id,
@@ -844,6 +849,11 @@ class Trainer:
 
     # What the public methods are made of, in the order that `fit` uses it.
 
+    def _renew_hooks(self) -> None:
+        """Callbacks may have been added since the last time, or taken out."""
+        checks.check_callbacks(self.callbacks)
+        self._hooks = self._hooks.renewed(self.callbacks)
+
     def _guard(self) -> None:
         """Lets processes meet before anything else happens at a hook."""
         guards = [c for c in self.callbacks if isinstance(c, Lockstep)] or [Lockstep()]
@@ -919,9 +929,12 @@ class Trainer:
         if first is None and self._feed.done:
             # An earlier fit stopped at the end of an epoch of unknown length, or this
             # one has a smaller loader.
+            limit = None if limits is None else limits.train_batches
+            is_cut = limit is not None and limit <= self._feed.done
+            last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
             say(
-                f"epoch {self.current_epoch} is over: `train_loader` has no batch after"
-                f" the {self._feed.done} that are done"
+                f"epoch {self.current_epoch} is over: of `train_loader`"
+                f" {self._feed.done} batches are done, and {last}"
             )
             self.current_epoch, self._feed.done = self.current_epoch + 1, 0
             return self._begin(source, limits, hooks)

@@ -13,6 +13,7 @@ from toys import Mlp, NormNet, batches
 
 from jaxdp import Callback, Sharded, Trainer
 from jaxdp.callbacks import (
+    CSVLogger,
     EarlyStopping,
     GradientMonitor,
     LivePlot,
@@ -434,8 +435,11 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     trainer = make()
     trainer.fit(batches(*[8] * 6), max_steps=4)
     trainer.fit(batches(8, 8), max_epochs=1)
-    assert "epoch 0 is over: `train_loader` has no batch after the 4" in caplog.text
+    assert "epoch 0 is over: of `train_loader` 4 batches are done, and" in caplog.text
     assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+    trainer.fit(batches(8, 8, 8), max_steps=6)
+    trainer.fit(batches(8, 8, 8), max_epochs=2, limit_train_batches=1)
+    assert "2 batches are done, and `limit_train_batches` is 1" in caplog.text
 
 
 def test_nothing_to_do_is_said():
@@ -493,6 +497,7 @@ def test_callbacks_that_are_no_list_are_named():
 
 
 @pytest.mark.parametrize("callback, options, error, match", [
+    (CSVLogger, {"name": None}, ValueError, "`name` must be the file name of a table"),
     (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be the name of a m"),
     (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'min', 'max'"),
     (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
@@ -507,7 +512,7 @@ def test_callbacks_that_are_no_list_are_named():
     (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be the name"),
     (ModelCheckpoint, {"save_top_k": -2}, ValueError, "`save_top_k` must be -1 or mo"),
     (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "an int, -1 for all; got 2.5"),
-    (ModelCheckpoint, {"every_n_epochs": 0}, ValueError, "must be 1 or more; got 0"),
+    (ModelCheckpoint, {"every_n_epochs": 0}, ValueError, "must be 1 or more or None"),
     (ModelCheckpoint, {"every_n_train_steps": "5"}, TypeError, "must be an int or Non"),
     (ModelCheckpoint, {"train_time_interval": []}, TypeError, "`train_time_interval`"),
     (ModelCheckpoint, {"on_save_error": "log"}, ValueError, "one of 'raise', 'warn'"),

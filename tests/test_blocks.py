@@ -410,6 +410,18 @@ def test_what_is_not_finite_stays_in_its_step():
     assert one == run(2) == run(4)
 
 
+@pytest.mark.parametrize("strategy, size", [
+    (lambda: Sharded(jax.devices()[:2]), 16), (lambda: Sharded(), 64),
+    (lambda: Pmap(2), 16),
+])  # fmt: skip
+def test_blocks_have_the_bits_of_single_steps_on_several_devices(strategy, size):
+    fits = [
+        train(steps, data=batches(*[size] * 12), strategy=strategy())
+        for steps in (1, 4)
+    ]
+    same(*fits)
+
+
 def in_blocks(steps, *callbacks):
     return Trainer(
         Mlp(jax.random.key(0)),

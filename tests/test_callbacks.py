@@ -469,8 +469,22 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
     trainer.callbacks += [Saves(), ModelCheckpoint(tmp_path)]
     trainer.fit(batches(8))
     assert [path == str(tmp_path / "1") for path in saved] == [True]
+    del trainer.callbacks[:2]
+    trainer.save(tmp_path / "own")
+    assert len(saved) == 1  # `Saves` is gone
+    monitor = GradientMonitor()
+    trainer = make_trainer(monitor)
+    for epochs in (1, 2, 3):  # one that was there from the start may come and go
+        trainer.fit(batches(8), max_epochs=epochs)
+        trainer.callbacks[:] = [] if epochs == 1 else [monitor]
     for late in (GradientMonitor(), WeightAveraging()):
         trainer = make_trainer()
         trainer.callbacks.append(late)
         with pytest.raises(ValueError, match=f"{type(late).__name__} was added to a t"):
             trainer.fit(batches(8))
+
+
+def test_early_stopping_with_numpys_numbers_can_be_saved(tmp_path):
+    stopping = EarlyStopping("loss", min_delta=np.float32(0.001), patience=np.int64(2))
+    make_trainer(stopping, ModelCheckpoint(tmp_path)).fit(batches(8), max_epochs=2)
+    assert (tmp_path / "2").exists()

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 
 import equinox as eqx
 import jax
@@ -713,3 +714,43 @@ def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
 
     x, y = rows(24)
     assert fit(0) == fit(1) == fit(None)
+
+
+@pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup"])
+def test_a_fit_that_reads_nothing_after_a_load_changes_nothing(tmp_path, way):
+    class Fails(Callback):
+        def setup(self, trainer):
+            if way == "setup" and not tried:
+                tried.append(True)
+                raise OSError("once")
+
+    def trainer_and_loader(*callbacks):
+        data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        generator = torch.Generator().manual_seed(3)
+        recorder = Recorder()
+        trainer = Trainer(
+            Mlp(jax.random.key(0)),
+            callbacks=[recorder, *callbacks],
+            enable_progress_bar=False,
+        )
+        loader = DataLoader(data, 4, shuffle=True, generator=generator)
+        return trainer, loader, recorder.losses
+
+    (x, y), tried = rows(24), []
+    trainer, loader, losses = trainer_and_loader()
+    trainer.fit(loader, max_steps=8)
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(loader, max_epochs=3)
+    again, loader, rest = trainer_and_loader(Fails())
+    again.load(path)
+    options = {
+        "nothing to do": {"max_epochs": 1},
+        "wrong argument": {"limit_train_batches": "x"},
+        "setup": {"max_epochs": 3},
+    }[way]
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, OSError):
+        warnings.simplefilter("ignore")
+        again.fit(loader, **options)
+    assert not rest
+    again.fit(loader, max_epochs=3)
+    assert losses[8:] == rest

@@ -694,7 +694,7 @@ def test_wrong_arguments_are_refused(options, error, words):
     ("memory", "error", "words"),
     [
         (None, ValueError, "`memory` is needed"),
-        ("16GB", TypeError, "`memory` must be a number; got '16GB'"),
+        ("16GB", TypeError, "`memory` must be a number, in bytes"),
         (0, ValueError, "`memory` must be more than 0"),
     ],
 )

@@ -141,9 +141,6 @@ class Callback:
     #     take, made of arrays in `state`; training goes on with those of `state`.
 
 
-_IN_THE_STEP: Final = "inside_step", "wrap_optimizer", "evaluated_state"
-
-
 class Hooks:
     """The overridden hooks of a list of callbacks, resolved once.
 
@@ -153,6 +150,7 @@ class Hooks:
 
     def __init__(self, callbacks: Iterable[Callback]):
         self.callbacks = tuple(callbacks)
+        self._in_the_step = tuple(filter(_has_part, self.callbacks))
         for name in HOOKS:
             bound = tuple(
                 getattr(callback, name)
@@ -170,18 +168,19 @@ class Hooks:
         Raises:
             ValueError: if one was added that has a part in the compiled step.
         """
-        if (callbacks := tuple(callbacks)) == self.callbacks:
+        callbacks, known = tuple(callbacks), set(map(id, self._in_the_step))
+        if list(map(id, callbacks)) == list(map(id, self.callbacks)):
             return self
         for callback in callbacks:
-            if callback not in self.callbacks and any(
-                hasattr(callback, name) for name in _IN_THE_STEP
-            ):
+            if id(callback) not in known and _has_part(callback):
                 raise ValueError(
                     f"`trainer.callbacks`: {type(callback).__name__} was added to a"
                     " trainer that is made already, and has a part in its compiled"
                     " step; pass it to `Trainer(callbacks=[...])`."
                 )
-        return Hooks(callbacks)
+        renewed = Hooks(callbacks)
+        renewed._in_the_step = self._in_the_step
+        return renewed
 
     def has(self, name: str) -> bool:
         """Whether any callback has the hook `name`."""
@@ -228,6 +227,12 @@ class Hooks:
             for callback in self.callbacks
             if hasattr(callback, "inside_step")
         )
+
+
+def _has_part(callback: Callback) -> bool:
+    """Whether a callback has a part in the compiled step."""
+    names = "inside_step", "wrap_optimizer", "evaluated_state"
+    return any(hasattr(callback, name) for name in names)
 
 
 def _overrides(callback: Callback, name: str) -> bool:

@@ -50,7 +50,8 @@ class EarlyStopping(Callback):
             raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
         check_choice("mode", mode, ("min", "max"))
         check_count("patience", patience, least=0)
-        check_number("min_delta", min_delta, least=0)
+        way = "; `mode` says in which direction"
+        check_number("min_delta", min_delta, least=0, or_else=way)
         for name, threshold in (
             ("stopping_threshold", stopping_threshold),
             ("divergence_threshold", divergence_threshold),
@@ -58,8 +59,8 @@ class EarlyStopping(Callback):
             if threshold is not None:
                 check_number(name, threshold, or_else=", or None")
         self.monitor = monitor
-        self.patience = patience
-        self.min_delta = min_delta
+        self.patience = int(patience)
+        self.min_delta = float(min_delta)
         self.mode = mode
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold

@@ -240,11 +240,12 @@ class CSVLogger(Logger):
         hyperparameters: Mapping[str, Any] | None = None,
     ):
         super().__init__(dirpath, hyperparameters)
-        as_path = Path(name)
-        if as_path.name != str(name) or as_path.suffix in ("", ".json"):
+        given = name
+        name = os.path.normpath(name) if isinstance(name, str) and name else ""
+        if os.path.basename(name) != name or Path(name).suffix in ("", ".json"):
             raise ValueError(
                 "`name` must be the file name of a table, such as 'metrics.csv', and"
-                f" `dirpath` its folder; got {name!r}."
+                f" `dirpath` its folder; got {given!r}."
             )
         self.name = name
         self._record: dict[str, Any] = {}

@@ -81,9 +81,11 @@ class ThroughputMonitor(Callback):
         peak_flops_per_device: float | None = None,
     ):
         if flops_per_example is not None:
-            check_number("flops_per_example", flops_per_example, least=0)
+            none = ", or None"
+            check_number("flops_per_example", flops_per_example, least=0, or_else=none)
         if peak_flops_per_device is not None:
-            check_number("peak_flops_per_device", peak_flops_per_device, above=0)
+            peak, none = peak_flops_per_device, ", or None"
+            check_number("peak_flops_per_device", peak, above=0, or_else=none)
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}

@@ -18,7 +18,8 @@ class _Split(Sharded):
 
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
         super().__init__(devices, mesh)
-        check_count("min_size", min_size, least=0)
+        what = " (elements, below which a leaf is held whole)"
+        check_count("min_size", min_size, least=0, or_else=what)
         self.min_size = min_size
 
     def reason(self, path: str, leaf: Array) -> str:
