@@ -693,6 +693,7 @@ class Engine:
 
     def _compile_train(self, packed: Packed) -> jax.stages.Compiled:
         flat, steps = self._flat, len(packed.rows)
+        is_split = any(not x.sharding.is_fully_replicated for x in self._arrays)
 
         def train(
             collectives: Collectives, arrays: list[Array], groups: list[Group]
@@ -709,10 +710,18 @@ class Engine:
             if steps == 1:
                 return train(collectives, arrays, groups)
             (group,) = groups
+
+            def body(arrays: list[Array], group: Group) -> tuple[list[Array], Any]:
+                if is_split:
+                    # As opaque as the parameters of a single step. (Without splits the
+                    # fusions are the same, and a barrier may cost time.)
+                    arrays, group = jax.lax.optimization_barrier((arrays, group))
+                return train(collectives, arrays, [group])
+
             # The carry is what crosses into single steps, so that XLA fuses the same
             # operations in both; other fusions round otherwise.
             return jax.lax.scan(
-                lambda arrays, group: train(collectives, arrays, [group]),
+                body,
                 arrays,
                 jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group),
             )

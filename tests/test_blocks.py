@@ -13,7 +13,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches
 
 import jaxdp
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
 from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint, NanGuard
 
 RAGGED = (16,) * 11 + (5,)
@@ -412,7 +412,7 @@ def test_what_is_not_finite_stays_in_its_step():
 
 @pytest.mark.parametrize("strategy, size", [
     (lambda: Sharded(jax.devices()[:2]), 16), (lambda: Sharded(), 64),
-    (lambda: Pmap(2), 16),
+    (lambda: Pmap(2), 16), (lambda: FSDP(min_size=0), 64), (lambda: ZeRO(), 64),
 ])  # fmt: skip
 def test_blocks_have_the_bits_of_single_steps_on_several_devices(strategy, size):
     fits = [
