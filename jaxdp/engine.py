@@ -713,8 +713,8 @@ class Engine:
 
             def body(arrays: list[Array], group: Group) -> tuple[list[Array], Any]:
                 if is_split:
-                    # As opaque as the parameters of a single step. (Without splits the
-                    # fusions are the same, and a barrier may cost time.)
+                    # As opaque as the parameters of a single step. (Without splits it
+                    # has changed no bit, and may cost time.)
                     arrays, group = jax.lax.optimization_barrier((arrays, group))
                 return train(collectives, arrays, [group])
 
