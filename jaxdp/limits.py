@@ -60,9 +60,13 @@ class Limits:
         self.val_interval = self._interval(val_check_interval, per_epoch)
         self._periods = 0
         self.accumulate = accumulate
-        self.steps_per_epoch = (
-            None if per_epoch is None else -(-per_epoch // accumulate)
-        )
+        self.batches_per_epoch = per_epoch
+        self.steps_per_epoch = self.steps_by(accumulate)
+
+    def steps_by(self, accumulate: int) -> int | None:
+        """Optimizer steps of an epoch, of so many batches each."""
+        batches = self.batches_per_epoch
+        return None if batches is None else -(-batches // accumulate)
 
     def start_clock(self) -> None:
         """From now on `max_time` counts."""

@@ -443,11 +443,14 @@ class Trainer:
         """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
+        Callbacks hear of it, but not while a fit runs, whose own they would take it
+        for.
         """
         self._renew_hooks()
         self._settle()
+        hooks = Hooks(()) if self._is_fitting else self._hooks
         with contextlib.closing(self._open(loader, "loader", "evaluate")) as source:
-            return self._evaluate(source, "val", None, self._hooks)
+            return self._evaluate(source, "val", None, hooks)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
         """Like `validate`, with keys `test_loss` and so on, and without hooks."""
@@ -672,7 +675,11 @@ class Trainer:
                 name: checks.check_json(name, callback.state_dict())
                 for name, callback in self.named_callbacks()
             },
-            "padded_rows": [self.num_training_batches, self._ready().sizes],
+            "padded_rows": [
+                self.num_training_batches,
+                self._ready().sizes,
+                self.accumulate_grad_batches,
+            ],
             "strategy": repr(self.strategy),
             "devices": len(state.step.sharding.device_set),
         }
@@ -1160,14 +1167,18 @@ class Trainer:
         self.max_epochs, self.max_steps = limits.max_epochs, limits.max_steps
         self.num_training_batches = limits.steps_per_epoch
         self.num_val_batches = None if val is None else limits.val_batches
-        if self._padded_rows and self._padded_rows[0] == self.num_training_batches:
-            self._ready().pad_to(self._padded_rows[1])  # the same loader, resumed
-        elif self._padded_rows and self._padded_rows[0] and self._feed.done:
+        if self._padded_rows is None:
+            return
+        steps, sizes, *saved = self._padded_rows
+        now = limits.steps_by(*saved or [self.accumulate_grad_batches])
+        if steps == now:
+            self._ready().pad_to(sizes)  # the same loader, resumed
+        elif steps and self._feed.done:
             warnings.warn(
-                f"an epoch of `train_loader` had {self._padded_rows[0]} steps when this"
-                f" run was saved, and has {self.num_training_batches} now. As ever, the"
-                f" {self._feed.done} batches that were trained on are left out of"
-                " the present epoch; with another batch size these are other rows.",
+                f"an epoch of `train_loader` had {steps} steps when this run was saved,"
+                f" and has {now} now. As ever, the {self._feed.done} batches that were"
+                " trained on are left out of the present epoch; with another batch"
+                " size these are other rows.",
                 stacklevel=3,
             )
         self._padded_rows = None

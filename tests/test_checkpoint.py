@@ -359,6 +359,42 @@ def test_a_validation_outside_of_a_fit_judges_nothing(tmp_path):
     assert str(other) not in [score for _, score in checkpoint.state_dict()["scores"]]
 
 
+def test_a_validation_by_a_callback_inside_a_fit_judges_nothing(tmp_path):
+    class Probe(Callback):
+        ended = 0
+
+        def on_train_epoch_start(self, trainer):
+            self.value = trainer.validate(batches(16, seed=2))["val_loss"]
+
+        def on_validation_end(self, trainer, metrics):
+            self.ended += 1
+            assert metrics["val_loss"] != self.value
+
+    checkpoint, probe = ModelCheckpoint(tmp_path, monitor="val_loss"), Probe()
+    trainer = make(callbacks=[checkpoint, probe])
+    trainer.fit(DATA, VAL, max_epochs=2)
+    assert probe.ended == 2
+    assert checkpoint.best_model_score == min(trainer.history["val_loss"])
+
+
+def test_training_goes_on_where_a_name_is_taken(tmp_path):
+    class Squat(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 4:
+                (tmp_path / "6").write_text("not a checkpoint")
+
+    def fit(**options):
+        saver = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, **options)
+        make(callbacks=[saver, Squat()]).fit(DATA, max_epochs=3)
+
+    with pytest.warns(UserWarning, match="6 exists already.*Training goes on"):
+        fit(on_save_error="warn")
+    assert folders(tmp_path) == [3, 6, 9]
+    assert (tmp_path / "6").read_text() == "not a checkpoint"
+    with pytest.raises(FileExistsError, match="6 exists already"):
+        fit()
+
+
 def test_training_goes_on_where_the_folder_is_gone(tmp_path):
     folder = tmp_path / "share" / "run"
 

@@ -287,10 +287,9 @@ def test_a_newer_format_says_what_wrote_it(tmp_path):
 
 
 def test_another_batch_size_after_a_resume_is_said(tmp_path):
-    def trainer():
-        return Trainer(
-            Mlp(jax.random.key(0)), loss="cross_entropy", enable_progress_bar=False
-        )
+    def trainer(**options):
+        options = {"enable_progress_bar": False, **options}
+        return Trainer(Mlp(jax.random.key(0)), loss="cross_entropy", **options)
 
     part = trainer()
     part.fit(batches(*[8] * 6), max_steps=3)
@@ -300,3 +299,8 @@ def test_another_batch_size_after_a_resume_is_said(tmp_path):
     assert same.global_step == 6
     with pytest.warns(UserWarning, match="had 6 steps .* and has 4 now.* 3 batches"):
         trainer().fit(batches(*[12] * 4), ckpt_path=path)
+    longer = trainer(accumulate_grad_batches=2)
+    longer.fit(batches(*[8] * 6), ckpt_path=path)  # no warning: the rows are the same
+    assert longer.global_step == 5
+    with pytest.warns(UserWarning, match="had 6 steps .* and has 4 now.* 3 batches"):
+        trainer(accumulate_grad_batches=2).fit(batches(*[12] * 4), ckpt_path=path)

@@ -261,7 +261,7 @@ class ModelCheckpoint(Callback):
         self._saved_at = time.monotonic()
         try:
             self._saving = step, trainer.start_saving(self._dir.path_of(step))
-        except checkpoint.SaveFailed as error:
+        except (checkpoint.SaveFailed, FileExistsError) as error:
             self._fail(step, error)
         except BaseException:
             del self._scores[step]
@@ -283,7 +283,7 @@ class ModelCheckpoint(Callback):
         self._saving = None
         self._remove(set(self._scores) - self._kept(self._scores))
 
-    def _fail(self, step: int, error: checkpoint.SaveFailed) -> None:
+    def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
         if self._processes.index == 0 and self._dir is not None:
             with contextlib.suppress(OSError):  # the folder may be what is gone
