@@ -6,6 +6,7 @@ that of any other loader.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,10 @@ class Columns:
         self.host = host
         self._leaves, self._treedef = jax.tree.flatten(host)
         self._placed: dict[Any, Array] = {} if placed is None else placed
-        self._takers: dict[jax.stages.Compiled, Callable[..., Any]] = {}
+        # Of trainers that are gone, nothing stays.
+        self._takers: weakref.WeakKeyDictionary[
+            jax.stages.Compiled, Callable[..., Any]
+        ] = weakref.WeakKeyDictionary()
 
     @functools.cached_property
     def inputs(self) -> "Columns":

@@ -132,7 +132,6 @@ class Packer:
         self.rows_interact = False
         self.size = 0
         self._usual: Hashable = None
-        self._count = 0
         self._expected: tuple[Any, ...] = ()
         self._form: tuple[Any, ...] = ()
 
@@ -151,12 +150,7 @@ class Packer:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        before = self._count
-        try:
-            micros = [self._checked_leaves(batch) for batch in micro_batches]
-        except ValueError:
-            self._count = before  # none of them is packed
-            raise
+        micros = [self._checked_leaves(batch) for batch in micro_batches]
         rows = len(micros[0][0])
         if slots == 1 and rows == self.size and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
@@ -204,7 +198,7 @@ class Packer:
 
     def forget(self) -> None:
         """Takes the next batch for the first."""
-        self.size, self._usual, self._count = 0, None, 0
+        self.size, self._usual = 0, None
         self._expected = self._form = ()
 
     def pad_to(self, rows: int) -> None:
@@ -240,24 +234,23 @@ class Packer:
         """The leaves of a batch that is like the first one but for its rows."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._count == 0 or self._expected != found:
+        if self._expected != found:
             self._check_form(shapes_of(batch))
             self._expected = found
-        self._count += 1
         return leaves
 
     def _check_form(self, batch: Batch) -> None:
         """Raises unless the rows are like those of the first batch."""
         leaves, treedef = jax.tree.flatten(batch)
         form = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._count == 0:
+        if not self._form:
             self._form = form
         elif self._form != form:
             raise ValueError(self._changed(batch, *self._form))
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)
-        start = f"{self.what} batch number {self._count} differs from the first one"
+        start = f"a {self.what} batch differs from the first one"
         if treedef != new_treedef:
             return f"{start} in structure: was {treedef}, is {new_treedef}."
         differences = "; ".join(

@@ -5,6 +5,7 @@ between steps: flattening a model's tree in Python costs more than a small step.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -426,7 +427,7 @@ class Engine:
         rewound: then it is one step, over that window.
         """
         if window is not None and window is not block.windows[0]:
-            (block,) = self.blocks([window])
+            block = self._single(window)
         packed = block.packed
         compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
@@ -459,8 +460,7 @@ class Engine:
         assert self._start is not None
         (self._arrays, block), self._start = self._start, None
         for window in block.windows[: len(block.windows) - self.ahead]:
-            (single,) = self.blocks([window])
-            self.train(single)
+            self.train(self._single(window))
         self.ahead = 0
 
     def _outdate(self, kept: bool) -> None:
@@ -487,8 +487,9 @@ class Engine:
 
     def evaluate(self, batch: Batch, totals: Any, batch_idx: int) -> Any:
         """`totals` with those of `batch` added; start from `new_totals()`."""
-        packed, compiled = self.prepare("evaluate", batch)
-        self._check_labels(self.facts["evaluate"], packed)
+        with _in_batch(batch_idx):
+            packed, compiled = self.prepare("evaluate", batch)
+            self._check_labels(self.facts["evaluate"], packed)
         groups = self._placed(packed, compiled)
         weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
@@ -517,8 +518,9 @@ class Engine:
             return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
 
         weights = jax.tree.leaves(self.evaluated.weights)
-        for x in inputs:
-            packed, compiled = self.prepare("predict", x)
+        for number, x in enumerate(inputs):
+            with _in_batch(number):
+                packed, compiled = self.prepare("predict", x)
             groups = self._placed(packed, compiled)
             prediction = compiled(weights, groups)
             waiting.append((replicated(prediction) if gather else prediction, x))
@@ -812,6 +814,16 @@ class Engine:
             "rows",
             split=packed.split,
         )
+
+
+@contextlib.contextmanager
+def _in_batch(batch_idx: int) -> Iterator[None]:
+    """Says which batch it is that is wrong."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"in batch {batch_idx}")
+        raise
 
 
 def _of_rows(packed: Packed) -> Packed:

@@ -54,7 +54,7 @@ class Feed:
         self, source: Source, epoch: int, accumulate: int, limit: int | None
     ) -> Iterator[list[Batch]]:
         """What is left of an epoch of at most `limit` batches, window by window."""
-        kept = self._kept(source.loader)
+        kept = self._left_over(source)
         rest = source.epoch(epoch, skip=self.done + len(kept))
         left = None if limit is None else max(0, limit - self.done)
         return windows(itertools.islice(itertools.chain(kept, rest), left), accumulate)
@@ -116,9 +116,9 @@ class Feed:
         source.keep_places(lambda: self.done)
         self._source = source
 
-    def _kept(self, loader: Any) -> list[Batch]:
-        """What `loader`, an iterator, has given for steps that were not begun."""
-        comes_again = loader is not self._taken_from or not hasattr(loader, "__next__")
+    def _left_over(self, source: Source) -> list[Batch]:
+        """What an iterator has given for steps that were not begun, taken up now."""
+        comes_again = not source.is_iterator or source.loader is not self._taken_from
         batches = [] if comes_again else [batch for w in self._taken for batch in w]
-        self._taken_from, self._taken = loader, collections.deque()
+        self._taken_from, self._taken = source.loader, collections.deque()
         return batches

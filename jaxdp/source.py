@@ -49,7 +49,7 @@ class Source:
         self.of_epoch: int | None = None
         self.replay: int | None = 0
         self._own = self._own_state()
-        self._keeps_places = False
+        self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
 
     @property
@@ -67,12 +67,17 @@ class Source:
         return self.num_batches
 
     @property
+    def is_iterator(self) -> bool:
+        """Whether the loader gives each batch but once."""
+        return hasattr(self.loader, "__next__")
+
+    @property
     def may_read_ahead(self) -> bool:
         """Whether batches may be asked for before the steps that need them.
 
         An iterator that tells its position must not be further than the steps.
         """
-        return self._own is None or not hasattr(self.loader, "__next__")
+        return self._own is None or not self.is_iterator
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """Host batches of an epoch, in order, but for the first `skip`.
@@ -82,7 +87,7 @@ class Source:
         self._start(epoch)
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
-        peek = None if hasattr(self.loader, "__next__") else self._peek_here
+        peek = None if self.is_iterator else self._peek_here
         batches = self._positioned(epoch, skip)
         return self.share.of(self._converted(batches, epoch, skip, copy), peek)
 
@@ -111,7 +116,7 @@ class Source:
         An iterator that can't tell its position has nothing to look back at.
         """
         loader, state, following = self.loader, self.state, self.present_state()
-        if hasattr(loader, "__next__") and self._own is None:
+        if self.is_iterator and self._own is None:
             self.loader = ()
         self.start_from = state
         try:
@@ -155,16 +160,17 @@ class Source:
         Raises:
             TypeError: for an iterator, which would be one batch shorter.
         """
-        if hasattr(self.loader, "__next__"):
+        if self.is_iterator:
             raise TypeError(
                 f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        before = self._own and self._own.present()
+        before, present = self._own and self._own.present(), (self.state, self.of_epoch)
         batches = self.epoch(0)
         batch = next(batches, None)
         getattr(batches, "close", lambda: None)()
+        self.state, self.of_epoch = present
         if self._own is not None:
             self._own.load(before)
         if batch is None:
@@ -212,7 +218,9 @@ class Source:
 
     def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
         """Iterates the loader in its own way."""
-        return iter(self.loader)
+        batches = iter(self.loader)
+        self._goes_on = batches is self.loader
+        return batches
 
     def _positioned(self, epoch: int, skip: int) -> Iterator[Any]:
         """The loader's batches of an epoch, but for the first `skip`."""
@@ -220,7 +228,7 @@ class Source:
         if place is None or self._own is None:
             batches = self._iterate(epoch)
             replay, self.replay = self.replay, 0
-            if batches is not self.loader or replay is None:
+            if not self._goes_on or replay is None:
                 replay = skip
             self._pass_over(batches, replay)
             return batches
@@ -246,7 +254,7 @@ class Source:
 
     def _pass_over(self, batches: Iterator[Any], count: int) -> None:
         """Asks for `count` batches that an earlier fit has had."""
-        if isinstance(self.loader, list | tuple | range) or not count:
+        if isinstance(self.loader, list | tuple) or not count:
             next(itertools.islice(batches, count, count), None)
             return
         from tqdm import tqdm

@@ -84,6 +84,7 @@ class SeededSource(Source):
         started = _Generators(_seed_of(self.seed, epoch, *self.share.sampling))
         with started.active():
             batches = self._begun()
+        self._goes_on = batches is self.loader
         own = self._own_generators()
         if generators is not None:
             # torchdata's loader sets its sampler's generator to where an epoch began,
@@ -170,12 +171,11 @@ class TorchSource(SeededSource):
         return {"generators": generators, "own": self._own.present()}
 
     def peek(self) -> Batch:
-        before, state = self.present_state(), self.state
+        before = self.present_state()
         try:
             return super().peek()
         finally:
             self._take_up(before)
-            self.state = state
 
     def _own_state(self) -> OwnState | None:
         return None if self.is_plain() else super()._own_state()

@@ -296,6 +296,7 @@ class Trainer:
         """
         arguments: dict[str, Any] = {**locals()}
         del arguments["self"]
+        self._check_is_free("fit")
         self._renew_hooks()
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
@@ -310,13 +311,13 @@ class Trainer:
             check_count("fast_dev_run", fast_dev_run, least=0, or_else=", or bool")
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
+            check_val_every_n_epoch, val_check_interval = 1, None
             if self._feed.done:
                 self.current_epoch += 1
                 self._feed.leave_epoch()
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
-        self._feed.go_on_with(train, self.current_epoch)
         limits = Limits(
             train,
             val,
@@ -358,6 +359,7 @@ class Trainer:
             self.stopwatch = None
             hooks.setup(self)
             hooks = self._timed(hooks)
+            self._feed.go_on_with(train, self.current_epoch)
             blocks = self._begin(train, limits, hooks)
             self._prepare_validation(val)
             self._interrupts.check()
@@ -421,6 +423,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
+        self._check_is_free("steps")
         self._renew_hooks()
         with contextlib.closing(
             self._open(train_loader, "train_loader", "train")
@@ -861,6 +864,13 @@ class Trainer:
         checks.check_callbacks(self.callbacks)
         self._hooks = self._hooks.renewed(self.callbacks)
 
+    def _check_is_free(self, method: str) -> None:
+        if self._is_fitting:
+            raise RuntimeError(
+                f"`{method}` was called while a fit of the same trainer is running,"
+                " from a callback perhaps; use a Trainer of its own."
+            )
+
     def _guard(self) -> None:
         """Lets processes meet before anything else happens at a hook."""
         guards = [c for c in self.callbacks if isinstance(c, Lockstep)] or [Lockstep()]
@@ -873,11 +883,6 @@ class Trainer:
 
         Then the passes over `sources` end.
         """
-        if self._is_fitting:
-            raise RuntimeError(
-                "`fit` was called while a fit of the same trainer is running, from a"
-                " callback perhaps; use a Trainer of its own."
-            )
         self.should_stop, self._is_fitting = False, True
         try:
             with self._interrupts:
@@ -916,6 +921,9 @@ class Trainer:
         """Reads the first batch and compiles for it; returns all that the epoch has."""
         engine = self._ready()
         engine.check_state()
+        engine.in_flight.wait = wait
+        if self.stopwatch is not None:
+            engine.in_flight.wait = self.stopwatch.function("device", wait)
         engine.set_options(
             self.donate,
             self.skip_nonfinite,
@@ -953,9 +961,6 @@ class Trainer:
         except Exception:
             self._feed.begin()
             raise
-        engine.in_flight.wait = wait
-        if self.stopwatch is not None:
-            engine.in_flight.wait = self.stopwatch.function("device", wait)
         return blocks
 
     def _prepare_validation(self, val: Source | None) -> None:
@@ -984,8 +989,9 @@ class Trainer:
                 return
             try:
                 yield from engine.blocks(found)
-            except Exception:
+            except Exception as wrong:
                 feed.begin()  # the wrong batch does not come again
+                wrong.add_note(self._place())
                 raise
         raise error
 
@@ -1028,7 +1034,11 @@ class Trainer:
                         hooks.on_train_batch_start(self, self._shown(window), batch_idx)
                     self._feed.begin()
                     if engine.ahead == 0:
-                        ahead = iter(engine.train(block, window))
+                        try:
+                            ahead = iter(engine.train(block, window))
+                        except ValueError as wrong:
+                            wrong.add_note(self._place())
+                            raise
                     metrics = next(ahead)
                     engine.ahead -= 1
                     self._count(window, rows)
@@ -1042,6 +1052,14 @@ class Trainer:
                 if engine.ahead:
                     self._settle(block)
         self._epoch_is_over = True
+
+    def _place(self) -> str:
+        """Where the next step's batches are, for messages."""
+        first, size = self._feed.done, self.accumulate_grad_batches
+        those = f"batch {first}"
+        if size > 1:
+            those = f"one of the batches {first} to {first + size - 1}"
+        return f"in {those} of epoch {self.current_epoch} of `train_loader`"
 
     def _shown(self, window: list[Batch]) -> Any:
         """What batch hooks are given: the rows that are here."""

@@ -306,13 +306,19 @@ def test_ctrl_c_between_steps_is_the_callers():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_fit_inside_a_fit_is_refused():
+@pytest.mark.parametrize("method", ["fit", "steps"])
+def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
     class Again(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):
-            trainer.fit(batches(8), max_epochs=5)
+            if trainer.global_step == 2:
+                again = getattr(trainer, method)(batches(16, 16))
+                list(again)
 
-    with pytest.raises(RuntimeError, match="while a fit of the same trainer is runn"):
-        make(callbacks=[Again()]).fit(batches(8))
+    trainer = make(callbacks=[Again()])
+    with pytest.raises(RuntimeError, match=f"`{method}` was called while a fit of the"):
+        trainer.fit(batches(8, 8, 8), max_epochs=2)
+    assert (trainer.global_step, trainer.num_training_batches) == (2, 3)
+    assert (trainer.max_epochs, trainer.batch_idx) == (2, 2)
 
 
 def test_a_callback_that_raises_is_named_in_every_hook():

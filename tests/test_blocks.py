@@ -14,7 +14,13 @@ from toys import Mlp, NormNet, Recorder, batches
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.callbacks import CSVLogger, GradientMonitor, ModelCheckpoint, NanGuard
+from jaxdp.callbacks import (
+    CSVLogger,
+    GradientMonitor,
+    ModelCheckpoint,
+    NanGuard,
+    ThroughputMonitor,
+)
 
 RAGGED = (16,) * 11 + (5,)
 
@@ -433,17 +439,38 @@ def in_blocks(steps, *callbacks):
     )
 
 
-@pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "batch number 6 differs"])
+@pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "a training batch differs"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
     data = batches(*[8] * 8)
     x, y = data[6]
     data[6] = (x, y + 7) if "labels" in wrong else (x[:, :3], y)
     recorder = Recorder()
-    trainer = in_blocks(steps, recorder)
-    with pytest.raises(ValueError, match=wrong):
+    trainer = in_blocks(steps, recorder, ThroughputMonitor())
+    with pytest.raises(ValueError, match=wrong) as caught:
         trainer.fit(data)
     assert trainer.global_step == len(recorder.losses) == 6
+    assert caught.value.__notes__ == ["in batch 6 of epoch 0 of `train_loader`"]
+
+
+def test_a_wrong_batch_is_named_wherever_it_comes():
+    data, trainer = batches(*[8] * 4), in_blocks(1)
+    wrong = [*data[:3], (data[3][0][:, :3], data[3][1])]
+    for take, what in ((trainer.validate, "validat"), (trainer.predict, "predic")):
+        with pytest.raises(ValueError, match=f"a {what}.* batch differs") as caught:
+            take(wrong)
+        assert caught.value.__notes__ == ["in batch 3"]
+    with pytest.raises(ValueError, match="labels must be 0 to 2") as caught:
+        trainer.test([*data, (data[0][0], data[0][1] + 7)])
+    assert caught.value.__notes__ == ["in batch 4"]
+    trainer = Trainer(
+        Mlp(jax.random.key(0)), accumulate_grad_batches=3, enable_progress_bar=False
+    )
+    with pytest.raises(ValueError, match="differs") as caught:
+        trainer.fit([*data, *wrong], max_epochs=1)
+    assert caught.value.__notes__ == [
+        "in one of the batches 6 to 8 of epoch 0 of `train_loader`"
+    ]
 
 
 def numbered():

@@ -291,6 +291,7 @@ def test_gpt_learns_the_same_whatever_the_layout():
 
 
 def test_gpt_sees_no_later_letter():
+    pytest.importorskip("torch")
     import gpt
 
     model = gpt.GPT(8, 6, 32, 2, jax.random.key(0))

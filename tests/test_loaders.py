@@ -754,3 +754,93 @@ def test_a_fit_that_reads_nothing_after_a_load_changes_nothing(tmp_path, way):
     assert not rest
     again.fit(loader, max_epochs=3)
     assert losses[8:] == rest
+
+
+@pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup", "nested"])
+def test_a_save_after_a_fit_that_read_nothing_keeps_the_place(tmp_path, way):
+    """With a generator of the user's: where it is, is all that tells the next order."""
+
+    class Fails(Callback):
+        def setup(self, trainer):
+            if way == "setup" and trainer.global_step:
+                raise OSError("no disk")
+
+        def on_train_epoch_end(self, trainer, metrics):
+            if way == "nested":
+                trainer.fit(batches_of(4), max_epochs=5)
+
+    def batches_of(size):
+        return DataLoader(
+            TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+            size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        )
+
+    def trainer(*callbacks):
+        model = Mlp(jax.random.key(0))
+        return Trainer(model, callbacks=callbacks, enable_progress_bar=False)
+
+    x, y = rows(24)
+    whole, rest = Recorder(), Recorder()
+    trainer(whole).fit(batches_of(4), max_epochs=3)
+    first, loader = trainer(Fails()), batches_of(4)
+    with contextlib.suppress(RuntimeError):
+        first.fit(loader, max_epochs=1)
+    options = {
+        "wrong argument": {"max_epochs": 2, "check_val_every_n_epoch": 0},
+        "setup": {"max_epochs": 3},
+    }.get(way, {"max_epochs": 1})
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, OSError):
+        warnings.simplefilter("ignore")
+        first.fit(loader, **options)
+    path = first.save(tmp_path / "saved")
+    trainer(rest).fit(batches_of(4), max_epochs=3, ckpt_path=path)
+    assert first.global_step == 6
+    assert whole.losses[6:] == rest.losses
+
+
+class Counting:
+    """An iterator of numbered batches."""
+
+    number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return np.full((4, 4), self.number, np.float32), np.arange(4) % 3
+
+
+class CountingDataset(Counting, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingDataset])
+def test_an_iterator_goes_on_in_a_cut_epoch(kind):
+    class Numbers(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            numbers.append(int(batch[0][0, 0]))
+
+    numbers, loader = [], kind()
+    trainer = Trainer(
+        Mlp(jax.random.key(0)), callbacks=[Numbers()], enable_progress_bar=False
+    )
+    trainer.fit(loader, max_steps=3)
+    trainer.fit(loader, max_steps=6)
+    assert numbers == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
+    x, y = rows(24)
+    data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    for loader in (
+        DataLoader(data, 4, shuffle=True, generator=torch.Generator()),
+        [(x, y)],
+    ):
+        source = open_loader(loader, "loader", 0)
+        next(source.epoch(5))
+        before = source.of_epoch, source.state
+        source.peek()
+        assert (source.of_epoch, source.state) == before and before[0] == 5

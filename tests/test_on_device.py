@@ -1,6 +1,7 @@
 """`OnDevice` changes where rows are taken from, and nothing else."""
 
 import gc
+import weakref
 
 import equinox as eqx
 import jax
@@ -219,6 +220,17 @@ def test_columns_are_placed_once_and_kept_until_the_loader_goes():
     assert (held((89, 4)), held((97, 4))) == (0, 1)
 
 
+def test_a_loader_keeps_no_program_of_a_trainer_that_is_gone():
+    train, programs = OnDevice(loader(data(89))), []
+    for _ in range(2):
+        trainer = make()
+        trainer.fit(train)
+        programs.append(weakref.ref(trainer.compiled_train_step()))
+    del trainer
+    gc.collect()
+    assert [program() for program in programs] == [None, None]
+
+
 class Watched(SingleDevice):
     """Notes what is handed to a step from the host."""
 
@@ -244,7 +256,8 @@ def test_a_step_is_handed_row_numbers_alone():
 @pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}])
 def test_devices_take_their_rows_without_talking(options):
     batches = OnDevice(loader())
-    make(strategy=Sharded(), **options).fit(batches)
+    trainer = make(strategy=Sharded(), **options)
+    trainer.fit(batches)
     (taker,) = batches.columns._takers.values()
     program = hlo.read(taker.func.as_text())
     assert program.num_partitions == 8

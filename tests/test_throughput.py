@@ -15,6 +15,7 @@ from toys import batches
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.throughput import peak_flops
+from jaxdp.engine import wait
 from jaxdp.flops import matmul_flops
 from jaxdp.phases import Stopwatch
 
@@ -157,6 +158,19 @@ def test_nothing_is_measured_without_a_monitor():
     trainer.fit(batches(8, 8))
     assert trainer.stopwatch is None
     assert trainer._timed(trainer._hooks) is trainer._hooks
+
+
+def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path):
+    class Save(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 4 and not (tmp_path / "4").exists():
+                trainer.save(tmp_path / "4")
+
+    data = batches(*[8] * 4)
+    make_trainer(Save()).fit(data)
+    trainer = make_trainer(ThroughputMonitor())
+    trainer.fit(data, max_epochs=3, ckpt_path=tmp_path / "4")
+    assert trainer._engine.in_flight.wait is not wait
 
 
 def test_a_short_run_and_generators_are_measured_too():

@@ -452,6 +452,8 @@ def test_validation_follows_its_interval_and_its_epochs():
     ) == [9, 12]
     assert steps_with(max_steps=4) == [4]
     assert steps_with(limit_val_batches=0) == []
+    assert steps_with(fast_dev_run=True, val_check_interval=4) == [1]
+    assert steps_with(fast_dev_run=2, check_val_every_n_epoch=3) == [2]
 
 
 def test_limits_and_dev_runs():

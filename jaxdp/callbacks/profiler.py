@@ -1,6 +1,7 @@
 """A trace of a few steps, and what they spent their time on."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -68,7 +69,6 @@ class Profiler(Callback):
         self._first: int | None = None
         self._step: Any = None
         self._done = False
-        self._latest: Any = None
 
     def setup(self, trainer: Any) -> None:
         self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
@@ -77,7 +77,7 @@ class Profiler(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         self._seen, self._done = 0, not trainer.is_global_zero
-        self._first = self._latest = None
+        self._first = None
 
     def next_stop(self, trainer: Any) -> int | None:
         if self._done:
@@ -106,7 +106,6 @@ class Profiler(Callback):
         if self._done or self._first is None:
             return
         self._leave_step()
-        self._latest = metrics
         if trainer.global_step - self._first >= self.num_steps:
             self._stop(trainer)
 
@@ -186,10 +185,14 @@ def operations(
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
     data = jax.profiler.ProfileData.from_file(str(trace))
-    for name, duration in _device_events(data.planes):
-        if not name.startswith(_CONTAINERS):
-            seconds[name] = seconds.get(name, 0.0) + duration * 1e-9
-            calls[name] = calls.get(name, 0) + 1
+    with warnings.catch_warnings():
+        # Python 3.12 warns of how jaxlib makes its types; where warnings are errors,
+        # that would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name, duration in _device_events(data.planes):
+            if not name.startswith(_CONTAINERS):
+                seconds[name] = seconds.get(name, 0.0) + duration * 1e-9
+                calls[name] = calls.get(name, 0) + 1
     known = sources or {}
     found = [Operation(n, s, calls[n], known.get(n, "")) for n, s in seconds.items()]
     return sorted(found, key=lambda operation: -operation.seconds)

@@ -82,6 +82,7 @@ class Jobs:
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory):
+    pytest.importorskip("torch")
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(HERE), str(HERE.parents[1]), before]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

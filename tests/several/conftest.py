@@ -16,6 +16,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def crew(tmp_path, monkeypatch, compiled):
+    pytest.importorskip("torch")
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(HERE), str(HERE.parents[1]), before]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

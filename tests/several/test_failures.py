@@ -3,6 +3,9 @@
 import re
 
 import pytest
+
+pytest.importorskip("torch")
+
 import tasks
 
 

@@ -5,6 +5,9 @@ import csv
 import re
 
 import pytest
+
+pytest.importorskip("torch")
+
 import tasks
 
 DIFFERENT = {

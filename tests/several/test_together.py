@@ -7,6 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import together
 
 
