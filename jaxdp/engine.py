@@ -1,4 +1,4 @@
-"""The compiled steps of a trainer and the placed state that they run on.
+"""The placed state of a trainer, and the compiled steps taken on it.
 
 The state crosses into the compiled step as a flat list of few arrays, and stays one
 between steps: flattening a model's tree in Python costs more than a small step.
@@ -6,14 +6,12 @@ between steps: flattening a model's tree in Python costs more than a small step.
 
 import collections
 import contextlib
-import functools
 import itertools
 import math
 import operator
 import time
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,38 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .collectives import Collectives
-from .columns import Rows, shapes_of
-from .compilations import Compilations
+from .columns import Rows
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
 from .flops import has_convolutions, matmul_flops
-from .interaction import RowsInteract, values_mix_rows
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
     Facts,
     Metrics,
     means_of,
-    new_totals,
 )
-from .objective import Objective
 from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks, find_processes
+from .programs import WHAT, Kind, Programs, of_rows, rows_in
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import Role, no_ambient_mesh, replicated, with_auto_axes
+from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
 from .tree import leaf_path
-
-Kind = Literal["train", "evaluate", "predict"]
-
-_WHAT: Final[dict[Kind, str]] = {
-    "train": "training",
-    "evaluate": "validation",
-    "predict": "prediction",
-}
 
 _LONG_STEP: Final = 0.005
 _ENOUGH_SECONDS: Final = 0.05
@@ -82,21 +68,6 @@ class InFlight:
         self._waiting.append(array)
         while len(self._waiting) > most:
             self.wait(self._waiting.popleft())
-
-
-class TrainProgram(NamedTuple):
-    """A compiled train step, and what it was compiled for."""
-
-    compiled: jax.stages.Compiled
-    steps: int
-    """How many optimizer steps a call takes. The next two are of all of them."""
-    rows: int
-    """Padding included."""
-    micro_batches: int
-    donated: bool
-    """Whether it may overwrite the state that it is given."""
-    seconds: float
-    """What it took to trace and compile."""
 
 
 class Block(NamedTuple):
@@ -154,17 +125,15 @@ class Engine:
             )
         self._is_abstract, self._joins = abstract, not abstract
         num_shards = strategy.num_shards
-        self.steps = steps
         self.strategy = strategy
-        self.donate = "state"
+        self.programs = Programs(steps, strategy, quiet=abstract)
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
-        self.facts: dict[Kind, Facts] = {}
+        self.facts = self.programs.facts
         self.ahead = 0
         self.can_rewind = False
         self.steps_per_epoch: int | None = None
         self._trial: list[float] | None = None
-        self._objective_is_inferred = False
         if steps_per_execution == "auto":
             self._trial, steps_per_execution = [], 1
         self.steps_per_execution = int(steps_per_execution)
@@ -175,11 +144,8 @@ class Engine:
         self._blocks = strategy.row_blocks() if several else RowBlocks()
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) if several else Packer(num_shards, what)
-            for kind, what in _WHAT.items()
+            for kind, what in WHAT.items()
         }
-        self._compilations = Compilations(quiet=abstract)
-        self._compiled: dict[tuple[Kind, Hashable, bool], jax.stages.Compiled] = {}
-        self._train_programs: dict[tuple[Kind, Hashable, bool], TrainProgram] = {}
         self._whole: tuple[list[Array], TrainState] | None = None
         self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
@@ -207,7 +173,7 @@ class Engine:
         """
         devices = self._arrays[0].sharding.device_set
         unroll = any(device.platform == "cpu" for device in devices)
-        self.steps = self.steps._replace(unroll_convolutions=unroll)
+        self.programs.set(unroll_convolutions=unroll)
 
     @property
     def state(self) -> TrainState:
@@ -276,8 +242,7 @@ class Engine:
         """From now on they cross as where steps run, for an `abstract` engine."""
         self._joins = True
         self.state = self.state
-        self._compiled.clear()
-        self._train_programs.clear()
+        self.programs.forget()
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""
@@ -325,7 +290,7 @@ class Engine:
     def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
         params, buffers = as_own((params, buffers), self._own)
-        return eqx.combine(params, buffers, self.steps.static), model_state
+        return eqx.combine(params, buffers, self.programs.steps.static), model_state
 
     def set_options(self, donate: str, skip_nonfinite: bool, can_rewind: bool) -> None:
         """What callbacks decide before compilation.
@@ -336,14 +301,11 @@ class Engine:
             can_rewind: whether the start of a block of steps is kept.
         """
         self.can_rewind = can_rewind
-        if (donate, skip_nonfinite) != (self.donate, self.steps.skip_nonfinite):
-            self.donate = donate
-            self.steps = self.steps._replace(skip_nonfinite=skip_nonfinite)
-            self._forget_training()
-
-    def _forget_training(self) -> None:
-        self._train_programs.clear()
-        self._compiled = {k: v for k, v in self._compiled.items() if k[0] != "train"}
+        programs = self.programs
+        if (donate, skip_nonfinite) != (programs.donate, programs.steps.skip_nonfinite):
+            programs.donate = donate
+            programs.set(skip_nonfinite=skip_nonfinite)
+            programs.forget_training()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -404,7 +366,7 @@ class Engine:
             packer.rows_interact = True
             blocks = list(self.blocks(block.windows))
             if all(each.packed.shape != block.packed.shape for each in blocks):
-                self._forget_training()  # a program that nothing will run
+                self.programs.forget_training()  # a program that nothing will run
             return blocks
         if self._has_wrong_labels(block.packed):
             return map(self._single, block.windows)
@@ -439,7 +401,7 @@ class Engine:
         self._arrays, (means, inside) = compiled(before, groups)
         self.ahead = steps
         if self._whole is not None:
-            kept = self.donate == "none" or steps > 1 and self.can_rewind
+            kept = self.programs.donate == "none" or steps > 1 and self.can_rewind
             self._outdate(kept)
         if steps > 1:
             self._start = (before, block) if self.can_rewind else None
@@ -536,19 +498,9 @@ class Engine:
         if isinstance(packer, PortionPacker):  # of the rows that are here
             packer = Packer(1, packer.what)
         packed = packer.pack(window, slots)
-        jaxpr = self._traced(packed, self.steps._replace(inside=(), remat=False))
-        rows = sum(
-            math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
-            for group in packed.groups
-        )
-        return matmul_flops(jaxpr) / rows
-
-    def train_program(self) -> TrainProgram | None:
-        """The first of the train steps that were compiled and are still in use."""
-        found = (
-            self._train_programs[key] for key in self._compiled if key[0] == "train"
-        )
-        return next(found, None)
+        steps = self.programs.steps._replace(inside=(), remat=False)
+        jaxpr = self.programs.traced(steps, self.state, packed)
+        return matmul_flops(jaxpr) / rows_in(packed.groups)
 
     def shapes(self) -> TrainState:
         """The state without its values: nothing is looked at on the devices."""
@@ -571,60 +523,24 @@ class Engine:
 
     def compiled_for(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
         """The step for batches of this shape, compiled if it is a new one."""
-        # What only trains blocks of steps without `can_rewind` overwrites the start.
-        key = kind, packed.shape, self.can_rewind and len(packed.rows) > 1
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            before, packed = self._compilations.seconds, _of_rows(packed)
-            try:
-                compiled = self._compiled[key] = self._compile(kind, packed)
-            except Exception:
-                self._forget_first(kind)
-                raise
-            if kind == "train":
-                groups, steps = self._shapes(packed), len(packed.rows)
-                self._train_programs[key] = TrainProgram(
-                    compiled,
-                    steps,
-                    sum(
-                        math.prod(jax.tree.leaves(group.batch)[0].shape[:2])
-                        for group in groups
-                    ),
-                    sum(len(group.counts) for group in groups),
-                    bool(self._donated(steps)),
-                    self._compilations.seconds - before,
-                )
-        return compiled
-
-    def infer(self, objective: Objective) -> None:
-        """Takes the objective that the first batch shows to fit."""
-        self.steps = self.steps._replace(objective=objective)
-        self._objective_is_inferred = True
-
-    def _forget_first(self, kind: Kind) -> None:
-        """The first batch did not fit the model; the next one may be another."""
-        if all(key[0] != kind for key in self._compiled):
-            self.packers[kind].forget()
-        if self._objective_is_inferred and not self._compiled:
-            self.steps = self.steps._replace(objective=None)
-
-    def _compile(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
-        compile_kind = {
-            "train": self._compile_train,
-            "evaluate": self._compile_evaluate,
-            "predict": self._compile_predict,
-        }[kind]
-        with no_ambient_mesh(), self._compilations.timed(_WHAT[kind], packed):
-            try:
-                return compile_kind(packed)
-            except RowsInteract:
-                say(
-                    "the loss or a metric has values per row that depend on other rows,"
-                    " as contrastive ones do: batches are neither padded nor taken"
-                    " apart, as if their mean had been returned"
-                )
-                self.steps = self.steps._replace(rows_interact=True)
-                return compile_kind(packed)
+        # Blocks of steps that nobody rewinds may overwrite what they start from.
+        keeps = self.can_rewind and len(packed.rows) > 1
+        compiled = self.programs.find(kind, packed, keeps=keeps)
+        if compiled is not None:
+            return compiled
+        inputs = self.evaluated.weights
+        if kind == "train":
+            inputs = self._flat, list(self._arrays)
+        packed = of_rows(packed)
+        try:
+            return self.programs.compile(
+                kind, packed, self._shapes(packed), inputs, keeps=keeps
+            )
+        except Exception:
+            if not self.programs.has(kind):
+                # The first batch did not fit the model; the next one may be another.
+                self.packers[kind].forget()
+            raise
 
     def _check_labels(self, facts: Facts, packed: Packed) -> None:
         if facts.num_classes is not None:
@@ -638,22 +554,18 @@ class Engine:
 
     def _loops_well(self, packed: Packed) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
-        if not self.steps.unroll_convolutions:
+        steps = self.programs.steps
+        if not steps.unroll_convolutions:
             return True
         if self._convolves is None:
-            self._convolves = has_convolutions(self._traced(packed, self.steps))
+            traced = self.programs.traced(steps, self.state, packed)
+            self._convolves = has_convolutions(traced)
             if self._convolves:
                 say(
                     "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
                     " slow inside loops on the CPU, and round otherwise"
                 )
         return not self._convolves
-
-    def _traced(self, packed: Packed, steps: Steps) -> Any:
-        """A train step for batches like `packed`, as JAX sees it."""
-        with no_ambient_mesh():
-            train = functools.partial(steps.train, Collectives())
-            return jax.make_jaxpr(train)(self.state, _of_rows(packed).groups)
 
     def _is_worth_compiling(self, steps: int) -> bool:
         """Whether blocks of so many steps are common enough for their own program."""
@@ -672,7 +584,7 @@ class Engine:
         seconds, self._trial = min(self._trial[2:]), None
         # One process's clock decides for all.
         seconds = find_processes().first("steps_per_execution", lambda: seconds)
-        leaves = jax.tree.leaves(_of_rows(packed).groups)
+        leaves = jax.tree.leaves(of_rows(packed).groups)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         most = min(
             _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
@@ -693,128 +605,6 @@ class Engine:
             f" {seconds * 1e3:.3g} ms"
         )
 
-    def _compile_train(self, packed: Packed) -> jax.stages.Compiled:
-        flat, steps = self._flat, len(packed.rows)
-        is_split = any(not x.sharding.is_fully_replicated for x in self._arrays)
-
-        def train(
-            collectives: Collectives, arrays: list[Array], groups: list[Group]
-        ) -> tuple[list[Array], Any]:
-            state = jax.tree.unflatten(flat.treedef, flat.unpack(arrays))
-            state, metrics = self.steps.train(collectives, state, groups)
-            self.facts["train"] = metrics.facts
-            results = metrics.means, metrics.inside
-            return flat.pack(jax.tree.leaves(state)), results
-
-        def train_all(
-            collectives: Collectives, arrays: list[Array], groups: list[Group]
-        ) -> tuple[list[Array], Any]:
-            if steps == 1:
-                return train(collectives, arrays, groups)
-            (group,) = groups
-
-            def body(arrays: list[Array], group: Group) -> tuple[list[Array], Any]:
-                if is_split:
-                    # As opaque as the parameters of a single step. (Without splits it
-                    # has changed no bit, and may cost time.)
-                    arrays, group = jax.lax.optimization_barrier((arrays, group))
-                return train(collectives, arrays, [group])
-
-            # The carry is what crosses into single steps, so that XLA fuses the same
-            # operations in both; other fusions round otherwise.
-            return jax.lax.scan(
-                body,
-                arrays,
-                jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group),
-            )
-
-        with warnings.catch_warnings():
-            if self.donate == "all":
-                # A batch has no result of its shape to become; DonateBuffers reports.
-                warnings.filterwarnings(
-                    "ignore", "Some donated buffers were not usable"
-                )
-            return self._compile_step(
-                train_all,
-                (self._arrays, self._shapes(packed)),
-                ("state", "groups"),
-                ("state", "whole"),
-                donate=self._donated(steps),
-                split=packed.split,
-            )
-
-    def _compile_step(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        split: bool,
-        donate: tuple[int, ...] = (),
-    ) -> jax.stages.Compiled:
-        shards = self.strategy.num_shards
-        batches = jax.tree.leaves([group.batch for group in arguments[-1]])
-        if split and 1 < shards == min(leaf.shape[1] for leaf in batches):
-            # One row for each device: shapes agree that would not, and operations say
-            # less, so the step is looked at over all rows first.
-            whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
-            if values_mix_rows(whole):
-                raise RowsInteract
-        return self.strategy.compile(
-            step, arguments, roles, results, donate=donate, split=split
-        )
-
-    def _donated(self, steps: int) -> tuple[int, ...]:
-        """Which arguments a program of so many steps may overwrite."""
-        if steps > 1 and self.can_rewind:
-            return ()
-        return {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
-
-    def _compile_evaluate(self, packed: Packed) -> jax.stages.Compiled:
-        weights, treedef = jax.tree.flatten(self.evaluated.weights)
-
-        def evaluate(
-            collectives: Collectives,
-            leaves: list[Array],
-            totals: Array,
-            batch_idx: Array,
-            groups: list[Group],
-        ) -> Any:
-            weights = jax.tree.unflatten(treedef, leaves)
-            (group,) = groups
-            totals, metrics = self.steps.evaluate(
-                collectives, weights, totals, batch_idx, group
-            )
-            self.facts["evaluate"] = metrics.facts
-            return totals, metrics.means
-
-        return self._compile_step(
-            evaluate,
-            (weights, new_totals(), np.int32(0), self._shapes(packed)),
-            ("state", "whole", "whole", "groups"),
-            ("whole", "whole"),
-            split=packed.split,
-        )
-
-    def _compile_predict(self, packed: Packed) -> jax.stages.Compiled:
-        weights, treedef = jax.tree.flatten(self.evaluated.weights)
-
-        def predict(
-            collectives: Collectives, leaves: list[Array], groups: list[Group]
-        ) -> PyTree:
-            weights = jax.tree.unflatten(treedef, leaves)
-            (group,) = groups
-            return self.steps.predict(collectives, weights, group)
-
-        return self._compile_step(
-            predict,
-            (weights, self._shapes(packed)),
-            ("state", "groups"),
-            "rows",
-            split=packed.split,
-        )
-
 
 @contextlib.contextmanager
 def _in_batch(batch_idx: int) -> Iterator[None]:
@@ -824,13 +614,6 @@ def _in_batch(batch_idx: int) -> Iterator[None]:
     except ValueError as error:
         error.add_note(f"in batch {batch_idx}")
         raise
-
-
-def _of_rows(packed: Packed) -> Packed:
-    """`packed`, but shapes where its batches only name their rows."""
-    return packed._replace(
-        groups=[Group(shapes_of(batch), counts) for batch, counts in packed.groups]
-    )
 
 
 def _shapes_of_state(

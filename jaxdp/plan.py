@@ -371,7 +371,7 @@ class Planner:
             engine.join_small_leaves()
             engine.compiled_for("train", block.packed)
         devices = self.here if stand_ins is None else stand_ins.devices
-        program = engine.train_program()
+        program = engine.programs.of_training()
         owner = self._owners(devices, stand_ins)
         reading = Reading(engine.shapes(), strategy, owner, program, compiled)
         return _planned(
@@ -426,7 +426,7 @@ def of_running(engine: Any) -> Plan | None:
     Returns:
         None before there is a step, and for a step that is not XLA's.
     """
-    runs = engine.train_program()
+    runs = engine.programs.of_training()
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
     state, strategy = engine.shapes(), engine.strategy

@@ -33,7 +33,7 @@ from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
-from .engine import Block, Engine, Kind, wait
+from .engine import Block, Engine, wait
 from .feed import Feed
 from .history import History
 from .interrupts import Interrupts, Preempted
@@ -46,6 +46,7 @@ from .phases import Phase, Stopwatch
 from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
 from .processes import Pulse, find_processes
+from .programs import Kind
 from .remat import Remat, check_remat
 from .source import ALL, Source
 from .step import Batch, Steps, TrainState
@@ -510,12 +511,14 @@ class Trainer:
         with contextlib.closing(open_loader(loader, "loader", self.seed)) as source:
             batch = shown(source.peek())
         options = checks.step_options(self.callbacks, self.donate, self.skip_nonfinite)
-        known = self._engine and self._engine.steps.objective or self._objective
+        known = (
+            self._engine and self._engine.programs.steps.objective or self._objective
+        )
         objective = known or self._infer_objective(batch)
 
         def engine_on(strategy: DataParallel) -> Engine:
             engine = self._new_engine(strategy, abstract=True)
-            engine.steps = engine.steps._replace(objective=objective)
+            engine.programs.set(objective=objective)
             engine.set_options(*options, can_rewind=False)
             return engine
 
@@ -595,7 +598,7 @@ class Trainer:
 
         def trace(strategy: DataParallel) -> comparison.Trace:
             engine = self._new_engine(self._reproducibly(strategy))
-            engine.steps = own.steps._replace(inside=())
+            engine.programs.steps = own.programs.steps._replace(inside=())
             engine.state = engine.strategy.place(start)
             return comparison.trace(engine, strategy, found)
 
@@ -817,7 +820,7 @@ class Trainer:
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        program = None if self._engine is None else self._engine.train_program()
+        program = None if self._engine is None else self._engine.programs.of_training()
         return None if program is None else program.compiled
 
     def running_plan(self) -> "Plan | None":
@@ -1213,8 +1216,8 @@ class Trainer:
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
             self._engine = self._new_engine(self._reproducibly(self.strategy))
-        if batch is not None and self._engine.steps.objective is None:
-            self._engine.infer(self._infer_objective(batch))
+        if batch is not None and self._engine.programs.steps.objective is None:
+            self._engine.programs.infer(self._infer_objective(batch))
         return self._engine
 
     def _open(self, loader: Any, argument: str, kind: Kind) -> Source:

@@ -23,6 +23,7 @@ INSIDE = [
     "metrics",
     "objective",
     "precision",
+    "programs",
     "remat",
     "step",
     "tree",

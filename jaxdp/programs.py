@@ -1,0 +1,324 @@
+"""The compiled steps of an engine: what each is made of, compiled once per shape."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Final, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .collectives import Collectives
+from .columns import shapes_of
+from .compilations import Compilations
+from .console import say
+from .data import Packed
+from .flat import Flat
+from .interaction import RowsInteract, values_mix_rows
+from .metrics import Facts, new_totals
+from .objective import Objective
+from .step import Group, Steps, Weights
+from .strategies import DataParallel
+from .strategies.base import Role, no_ambient_mesh
+
+Kind = Literal["train", "evaluate", "predict"]
+
+WHAT: Final[dict[Kind, str]] = {
+    "train": "training",
+    "evaluate": "validation",
+    "predict": "prediction",
+}
+
+_Key = tuple[Kind, Hashable, bool]
+
+
+class TrainProgram(NamedTuple):
+    """A compiled train step, and what it was compiled for."""
+
+    compiled: jax.stages.Compiled
+    steps: int
+    """How many optimizer steps a call takes. The next two are of all of them."""
+    rows: int
+    """Padding included."""
+    micro_batches: int
+    donated: bool
+    """Whether it may overwrite the state that it is given."""
+    seconds: float
+    """What it took to trace and compile."""
+
+
+class Programs:
+    """Compiles steps and keeps them.
+
+    Args:
+        steps: the pure steps.
+        strategy: compiles for its devices.
+        quiet: whether nothing is said of compilations.
+
+    Attributes:
+        steps: those that are compiled next.
+        facts: what tracing has told of each kind.
+        donate: what the train step may overwrite: "state", "all" or "none".
+    """
+
+    def __init__(self, steps: Steps, strategy: DataParallel, *, quiet: bool):
+        self.steps = steps
+        self.strategy = strategy
+        self.donate = "state"
+        self.facts: dict[Kind, Facts] = {}
+        self._objective_is_inferred = False
+        self._compilations = Compilations(quiet=quiet)
+        self._compiled: dict[_Key, jax.stages.Compiled] = {}
+        self._of_training: dict[_Key, TrainProgram] = {}
+
+    def set(self, **fields: Any) -> None:
+        """Replaces some fields of `steps`, for what is compiled from now on."""
+        self.steps = self.steps._replace(**fields)
+
+    def find(
+        self, kind: Kind, packed: Packed, *, keeps: bool
+    ) -> jax.stages.Compiled | None:
+        """The step for batches of this shape, if it was compiled.
+
+        Args:
+            kind: of the step.
+            packed: a batch as it will be called with.
+            keeps: whether the state that it is given has to stay as it is.
+        """
+        return self._compiled.get((kind, packed.shape, keeps))
+
+    def compile(
+        self,
+        kind: Kind,
+        packed: Packed,
+        groups: list[Group],
+        inputs: tuple[Flat, list[Any]] | Weights,
+        *,
+        keeps: bool,
+    ) -> jax.stages.Compiled:
+        """Compiles what `find` will give.
+
+        Args:
+            kind: of the step.
+            packed: a batch, or its shapes.
+            groups: the same of all processes.
+            inputs: what crosses besides: of a train step the state, else the weights.
+            keeps: as for `find`.
+        """
+        before = self._compilations.seconds
+        try:
+            compiled = self._compile(kind, packed, groups, inputs, keeps)
+        except Exception:
+            if self._objective_is_inferred and not self._compiled:
+                self.set(objective=None)
+            raise
+        key = kind, packed.shape, keeps
+        self._compiled[key] = compiled
+        if kind == "train":
+            self._of_training[key] = TrainProgram(
+                compiled,
+                len(packed.rows),
+                rows_in(groups),
+                sum(len(group.counts) for group in groups),
+                bool(self._donated(keeps)),
+                self._compilations.seconds - before,
+            )
+        return compiled
+
+    def has(self, kind: Kind) -> bool:
+        """Whether any step of a kind was compiled."""
+        return any(key[0] == kind for key in self._compiled)
+
+    def of_training(self) -> TrainProgram | None:
+        """The first of the train steps that are in use."""
+        return next(iter(self._of_training.values()), None)
+
+    def infer(self, objective: Objective) -> None:
+        """Takes the objective that the first batch shows to fit.
+
+        If that does not compile, the next batch may show another.
+        """
+        self.set(objective=objective)
+        self._objective_is_inferred = True
+
+    def forget(self) -> None:
+        """Nothing is compiled any more."""
+        self._compiled.clear()
+        self._of_training.clear()
+
+    def forget_training(self) -> None:
+        """The next train step is compiled anew."""
+        self._of_training.clear()
+        self._compiled = {k: v for k, v in self._compiled.items() if k[0] != "train"}
+
+    def traced(self, steps: Steps, state: PyTree, packed: Packed) -> Any:
+        """A train step for batches like `packed`, as JAX sees it."""
+        with no_ambient_mesh():
+            train = functools.partial(steps.train, Collectives())
+            return jax.make_jaxpr(train)(state, of_rows(packed).groups)
+
+    def _compile(
+        self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any, keeps: bool
+    ) -> jax.stages.Compiled:
+        def compiled() -> jax.stages.Compiled:
+            if kind == "train":
+                flat, arrays = inputs
+                donate = self._donated(keeps)
+                return self._train(flat, arrays, groups, packed, donate)
+            if kind == "evaluate":
+                return self._evaluate(inputs, groups, packed.split)
+            return self._predict(inputs, groups, packed.split)
+
+        with no_ambient_mesh(), self._compilations.timed(WHAT[kind], packed):
+            try:
+                return compiled()
+            except RowsInteract:
+                say(
+                    "the loss or a metric has values per row that depend on other rows,"
+                    " as contrastive ones do: batches are neither padded nor taken"
+                    " apart, as if their mean had been returned"
+                )
+                self.set(rows_interact=True)
+                return compiled()
+
+    def _train(
+        self,
+        flat: Flat,
+        arrays: list[Any],
+        groups: list[Group],
+        packed: Packed,
+        donate: tuple[int, ...],
+    ) -> jax.stages.Compiled:
+        number = len(packed.rows)
+        is_split = any(not x.sharding.is_fully_replicated for x in arrays)
+
+        def train(
+            collectives: Collectives, arrays: list[Array], groups: list[Group]
+        ) -> tuple[list[Array], Any]:
+            state = jax.tree.unflatten(flat.treedef, flat.unpack(arrays))
+            state, metrics = self.steps.train(collectives, state, groups)
+            self.facts["train"] = metrics.facts
+            results = metrics.means, metrics.inside
+            return flat.pack(jax.tree.leaves(state)), results
+
+        def train_all(
+            collectives: Collectives, arrays: list[Array], groups: list[Group]
+        ) -> tuple[list[Array], Any]:
+            if number == 1:
+                return train(collectives, arrays, groups)
+            (group,) = groups
+
+            def body(arrays: list[Array], group: Group) -> tuple[list[Array], Any]:
+                if is_split:
+                    # As opaque as the parameters of a single step. (Without splits it
+                    # has changed no bit, and may cost time.)
+                    arrays, group = jax.lax.optimization_barrier((arrays, group))
+                return train(collectives, arrays, [group])
+
+            # The carry is what crosses into single steps, so that XLA fuses the same
+            # operations in both; other fusions round otherwise.
+            return jax.lax.scan(
+                body,
+                arrays,
+                jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), group),
+            )
+
+        with warnings.catch_warnings():
+            if self.donate == "all":
+                # A batch has no result of its shape to become; DonateBuffers reports.
+                warnings.filterwarnings(
+                    "ignore", "Some donated buffers were not usable"
+                )
+            return self._over(
+                train_all,
+                (arrays, groups),
+                ("state", "groups"),
+                ("state", "whole"),
+                split=packed.split,
+                donate=donate,
+            )
+
+    def _evaluate(
+        self, weights: Weights, groups: list[Group], split: bool
+    ) -> jax.stages.Compiled:
+        leaves, treedef = jax.tree.flatten(weights)
+
+        def evaluate(
+            collectives: Collectives,
+            leaves: list[Array],
+            totals: Array,
+            batch_idx: Array,
+            groups: list[Group],
+        ) -> Any:
+            weights = jax.tree.unflatten(treedef, leaves)
+            (group,) = groups
+            totals, metrics = self.steps.evaluate(
+                collectives, weights, totals, batch_idx, group
+            )
+            self.facts["evaluate"] = metrics.facts
+            return totals, metrics.means
+
+        return self._over(
+            evaluate,
+            (leaves, new_totals(), np.int32(0), groups),
+            ("state", "whole", "whole", "groups"),
+            ("whole", "whole"),
+            split=split,
+        )
+
+    def _predict(
+        self, weights: Weights, groups: list[Group], split: bool
+    ) -> jax.stages.Compiled:
+        leaves, treedef = jax.tree.flatten(weights)
+
+        def predict(
+            collectives: Collectives, leaves: list[Array], groups: list[Group]
+        ) -> PyTree:
+            weights = jax.tree.unflatten(treedef, leaves)
+            (group,) = groups
+            return self.steps.predict(collectives, weights, group)
+
+        return self._over(
+            predict, (leaves, groups), ("state", "groups"), "rows", split=split
+        )
+
+    def _over(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        split: bool,
+        donate: tuple[int, ...] = (),
+    ) -> jax.stages.Compiled:
+        """`DataParallel.compile`, and `RowsInteract` where it could not tell."""
+        shards = self.strategy.num_shards
+        batches = jax.tree.leaves([group.batch for group in arguments[-1]])
+        if split and 1 < shards == min(leaf.shape[1] for leaf in batches):
+            # One row for each device: shapes agree that would not, and operations say
+            # less, so the step is looked at over all rows first.
+            whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
+            if values_mix_rows(whole):
+                raise RowsInteract
+        return self.strategy.compile(
+            step, arguments, roles, results, donate=donate, split=split
+        )
+
+    def _donated(self, keeps: bool) -> tuple[int, ...]:
+        """Which arguments of a train step may be overwritten."""
+        return () if keeps else {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
+
+
+def of_rows(packed: Packed) -> Packed:
+    """`packed`, but shapes where its batches only name their rows."""
+    return packed._replace(
+        groups=[Group(shapes_of(batch), counts) for batch, counts in packed.groups]
+    )
+
+
+def rows_in(groups: list[Group]) -> int:
+    """All rows of the micro-batches, padding included."""
+    return sum(math.prod(jax.tree.leaves(group.batch)[0].shape[:2]) for group in groups)
