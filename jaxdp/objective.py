@@ -21,10 +21,6 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from . import losses
 from .collectives import DATA
 
-INJECTED = ("keys", "key", "mask", "state")
-"""What a `loss_fn` is given when it has a parameter of that name."""
-
-
 _OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels
 """Criteria that make integer targets labels of the prediction's classes."""
 

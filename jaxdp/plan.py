@@ -14,13 +14,13 @@ import numpy as np
 
 from . import hardware as devices_of
 from . import hosts as hosts_of
-from . import reading as readings
+from . import plan_reading as readings
 from .arguments import check_number
 from .cpu import convolution_options
 from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts
-from .reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
+from .plan_reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
 from .step import Batch
 
 

@@ -63,6 +63,26 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
         _load_first_whole(trainer, where, paths, faults)
 
 
+def last_checkpoint(trainer: Any, before: int) -> str | None:
+    """The newest checkpoint of fewer than `before` steps that its callbacks saved."""
+    folders = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback.finish_saving()  # it may remove older ones then
+            folders.append(callback.folder(trainer))
+
+    def newest() -> str | None:
+        found = [
+            (step, folder.path_of(step))
+            for folder in folders
+            for step in folder.steps()
+            if step < before
+        ]
+        return max(found)[1] if found else None
+
+    return trainer.processes.first("the last checkpoint", newest)
+
+
 def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list[str]]:
     """The checkpoints that a word means, those to be tried first coming first.
 

@@ -27,14 +27,12 @@ from .arguments import check_choice, check_count, check_number
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.lockstep import Lockstep
 from .callbacks.loggers import CSVLogger
-from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
 from .engine import Block, Engine, wait
-from .feed import Feed
 from .history import History
 from .interrupts import Interrupts, Preempted
 from .layout import layout
@@ -47,6 +45,7 @@ from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
 from .processes import Pulse, find_processes
 from .programs import Kind
+from .progress import COUNTERS, Progress
 from .remat import Remat, check_remat
 from .source import ALL, Source
 from .step import Batch, Steps, TrainState
@@ -60,8 +59,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _SAVED = {
-    **dict.fromkeys(("global_step", "current_epoch", "batches_done"), int),
-    **dict.fromkeys(("examples_seen", "seed"), int),
+    **dict.fromkeys((*COUNTERS, "seed"), int),
     **dict.fromkeys(("history", "callbacks"), dict),
 }
 """What every checkpoint tells of a trainer, beside what newer ones do."""
@@ -191,9 +189,6 @@ class Trainer:
         elif warning := distributed.forgotten():
             warnings.warn(warning, stacklevel=2)
 
-        self.global_step = 0
-        self.current_epoch = 0
-        self.examples_seen = 0
         self.should_stop = False
         self.history = History()
         self.processes = find_processes()
@@ -230,16 +225,11 @@ class Trainer:
         self._wishes = Pulse(self.processes, "whether to stop")
         self._engine: Engine | None = None
         self._planned: tuple[Any, Plan | None] | None = None
-        self._feed = Feed()
-        self._validated_at = 0
-        self._epoch_ended = False
+        self._progress = Progress()
         self._padded_rows: Any = None
-        self._left_out: set[tuple[int, int]] = set()
         self._roll_back: RollBack | None = None
         self._epoch_is_over = False
-        self._is_whole = False
         self._is_fitting = False
-        self._val_metrics: dict[str, float] = {}
 
     def fit(
         self,
@@ -302,7 +292,7 @@ class Trainer:
         if ckpt_path is not None:
             resume.resume(self, ckpt_path)
         if self._roll_back is not None:
-            self._left_out |= self._roll_back.left_out
+            self._progress.left_out |= self._roll_back.left_out
             self._roll_back = None
         train = self._open(train_loader, "train_loader", "train")
         val = None
@@ -313,9 +303,8 @@ class Trainer:
         if fast_dev_run:
             limit_train_batches = limit_val_batches = int(fast_dev_run)
             check_val_every_n_epoch, val_check_interval = 1, None
-            if self._feed.done:
-                self.current_epoch += 1
-                self._feed.leave_epoch()
+            if self._progress.done:
+                self._progress.leave_epoch()
             max_epochs, max_steps = self.current_epoch + 1, None
         if overfit_batches:
             train = Source(train.first(overfit_batches), train.argument)
@@ -344,10 +333,10 @@ class Trainer:
                 with self._ending_well(self._hooks):
                     self._hooks.setup(self)
             return self.history
-        if self._feed.done:
+        if self._progress.done:
             say(
                 f"going on in epoch {self.current_epoch}, after batch"
-                f" {self._feed.done} of it, where the last fit stopped"
+                f" {self._progress.done} of it, where the last fit stopped"
             )
         val = None if limits.skips_validation else val
         self._announce(limits, val)
@@ -360,28 +349,22 @@ class Trainer:
             self.stopwatch = None
             hooks.setup(self)
             hooks = self._timed(hooks)
-            self._feed.go_on_with(train, self.current_epoch)
+            self._progress.go_on_with(train)
             blocks = self._begin(train, limits, hooks)
             self._prepare_validation(val)
             self._interrupts.check()
             self._name_what_is_logged(val is not None)
             hooks.on_fit_start(self)
             limits.start_clock()
-            limits.was_validated(self._validated_at)
+            limits.was_validated(self._progress.validated_at)
             while self._goes_on(limits):
                 hooks.on_train_epoch_start(self)
                 blocks = blocks or self._blocks(train, limits, hooks)
-                if val is not None and limits.interval_is_up(
-                    self.current_epoch, self._feed.done
-                ):  # it was due where the run stopped
-                    self._validate(val, limits, hooks)
+                self._validate_inside(val, limits, hooks)  # due where the run stopped
                 with contextlib.closing(self._steps(blocks, hooks)) as steps:
                     while not self._is_done(limits) and next(steps, None) is not None:
-                        if val is not None and limits.interval_is_up(
-                            self.current_epoch, self._feed.done
-                        ):
-                            self._validate(val, limits, hooks)
-                if self._feed.done == 0:
+                        self._validate_inside(val, limits, hooks)
+                if self._progress.done == 0:
                     if not self.should_stop and not limits.time_is_up():
                         warnings.warn(
                             "`train_loader` gave no batches in epoch"
@@ -429,7 +412,7 @@ class Trainer:
         with contextlib.closing(
             self._open(train_loader, "train_loader", "train")
         ) as source:
-            self._feed.start_with(source)
+            self._progress.start_with(source)
             self.num_training_batches = self.stopwatch = None
             self._hooks.setup(self)
             hooks = self._timed(self._hooks)
@@ -440,8 +423,7 @@ class Trainer:
                 if metrics is None:
                     break
                 yield metrics
-        self.current_epoch += 1
-        self._feed.done = 0
+        self._progress.next_epoch()
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
@@ -633,16 +615,33 @@ class Trainer:
         return engine.state
 
     @property
+    def global_step(self) -> int:
+        """Optimizer steps that were taken."""
+        return self._progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The present epoch, counted from 0."""
+        return self._progress.epoch
+
+    @property
+    def examples_seen(self) -> int:
+        """Real rows of the present epoch that steps have had."""
+        return self._progress.examples
+
+    @property
     def is_at_epoch_end(self) -> bool:
         """Whether all steps of the epoch are done, and what ends it is still to come:
         validation, history, `on_train_epoch_end`."""
         total, done = self.num_training_batches, self.batch_idx
-        return total is not None and 0 < total <= done and not self._epoch_ended
+        return (
+            total is not None and 0 < total <= done and not self._progress.epoch_ended
+        )
 
     @property
     def batch_idx(self) -> int:
         """Optimizer steps done of the present epoch: the number of the next one."""
-        return -(-self._feed.done // self.accumulate_grad_batches)
+        return -(-self._progress.done // self.accumulate_grad_batches)
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
@@ -665,16 +664,7 @@ class Trainer:
         state = self.state
         meta = {
             "run_id": self.run_id,
-            "global_step": self.global_step,
-            "current_epoch": self.current_epoch + self._is_whole,
-            **self._feed.state_dict(
-                self.current_epoch, self._is_whole, self._share("train")
-            ),
-            "epoch_ended": self._epoch_ended and not self._is_whole,
-            "validated_at": 0 if self._is_whole else self._validated_at,
-            "left_out": sorted(self._left_out),
-            "val_metrics": {} if self._is_whole else self._val_metrics,
-            "examples_seen": self.examples_seen,
+            **self._progress.state_dict(self._share("train")),
             "seed": self.seed,
             "history": self.history.state_dict(),
             "callbacks": {
@@ -712,16 +702,9 @@ class Trainer:
             )
         self._ready().state = self.strategy.place(state)
         self.run_id = meta.get("run_id", self.run_id)
-        self.global_step = meta["global_step"]
-        self.current_epoch = meta["current_epoch"]
-        self._feed.load_state_dict(meta, self._share("train"))
-        self._is_whole = self._epoch_is_over = False
-        self._epoch_ended = meta.get("epoch_ended", False)
-        self._validated_at = meta.get("validated_at", 0)
-        self._val_metrics = meta.get("val_metrics", {})
-        self._left_out |= {(epoch, idx) for epoch, idx in meta.get("left_out", ())}
+        self._progress.load_state_dict(meta, self._share("train"))
+        self._epoch_is_over = False
         self._padded_rows = meta.get("padded_rows")
-        self.examples_seen = meta["examples_seen"]
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -748,22 +731,7 @@ class Trainer:
 
         Its path, or None if there is none.
         """
-        folders = []
-        for callback in self.callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.finish_saving()  # it may remove older ones then
-                folders.append(callback.folder(self))
-
-        def newest() -> str | None:
-            found = [
-                (step, folder.path_of(step))
-                for folder in folders
-                for step in folder.steps()
-                if step < before
-            ]
-            return max(found)[1] if found else None
-
-        return self.processes.first("the last checkpoint", newest)
+        return resume.last_checkpoint(self, before)
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -905,7 +873,7 @@ class Trainer:
         else:
             hooks.on_fit_end(self)
         finally:
-            self._is_fitting = self._is_whole = self._epoch_is_over = False
+            self._is_fitting = self._epoch_is_over = self._progress.is_whole = False
             for source in sources:
                 if source is not None:
                     source.close()
@@ -921,7 +889,7 @@ class Trainer:
     def _begin(
         self, source: Source, limits: Limits | None, hooks: Hooks
     ) -> Iterator[Block]:
-        """Reads the first batch and compiles for it; returns all that the epoch has."""
+        """Reads a batch and compiles for it; returns what is left of the epoch."""
         engine = self._ready()
         engine.check_state()
         engine.in_flight.wait = wait
@@ -935,36 +903,43 @@ class Trainer:
         engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
         blocks = self._blocks(source, limits, hooks)
         first = next(blocks, None)
-        if first is None and self._feed.done and not self._epoch_ended:
-            # It was saved between the last step of an epoch and what ends the epoch.
-            with source.looking_back():
-                again = source.epoch(self.current_epoch)
-                window = next(windows(again, self.accumulate_grad_batches), None)
-            if window is not None:
-                self._ready(window[0])
-                engine.prepare_training(*engine.blocks([window]))
-                return iter(())
-        if first is None and self._feed.done:
-            # An earlier fit stopped at the end of an epoch of unknown length, or this
-            # one has a smaller loader.
-            limit = None if limits is None else limits.train_batches
-            is_cut = limit is not None and limit <= self._feed.done
-            last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
-            say(
-                f"epoch {self.current_epoch} is over: of `train_loader`"
-                f" {self._feed.done} batches are done, and {last}"
-            )
-            self.current_epoch, self._feed.done = self.current_epoch + 1, 0
-            return self._begin(source, limits, hooks)
+        if first is None and self._progress.done:
+            return self._begin_at_end(source, limits, hooks)
         if first is None:
             raise ValueError(source.gave_nothing())
         try:
             self._ready(first.windows[0][0])
             blocks = itertools.chain(engine.prepare_training(first), blocks)
         except Exception:
-            self._feed.begin()
+            self._progress.begin()
             raise
         return blocks
+
+    def _begin_at_end(
+        self, source: Source, limits: Limits | None, hooks: Hooks
+    ) -> Iterator[Block]:
+        """Where the epoch has no batch left, but what ends it may be to come."""
+        engine, progress = self._ready(), self._progress
+        if not progress.epoch_ended:
+            # It was saved between the last step of an epoch and what ends the epoch.
+            with source.looking_back():
+                again = source.epoch(progress.epoch)
+                window = next(windows(again, self.accumulate_grad_batches), None)
+            if window is not None:
+                self._ready(window[0])
+                engine.prepare_training(*engine.blocks([window]))
+                return iter(())
+        # An earlier fit stopped at the end of an epoch of unknown length, or this one
+        # has a smaller loader.
+        limit = None if limits is None else limits.train_batches
+        is_cut = limit is not None and limit <= progress.done
+        last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
+        say(
+            f"epoch {progress.epoch} is over: of `train_loader` {progress.done} batches"
+            f" are done, and {last}"
+        )
+        progress.next_epoch()
+        return self._begin(source, limits, hooks)
 
     def _prepare_validation(self, val: Source | None) -> None:
         """Compiles it now, so that what is wrong with it shows before an epoch."""
@@ -976,24 +951,22 @@ class Trainer:
         self, source: Source, limits: Limits | None, hooks: Hooks
     ) -> Iterator[Block]:
         """What is left of the epoch, as many batches at a time as a dispatch takes."""
-        engine, feed = self._ready(), self._feed
+        engine, progress = self._ready(), self._progress
         limit = None if limits is None else limits.train_batches
-        steps = feed.steps(
-            source, self.current_epoch, self.accumulate_grad_batches, limit
-        )
+        steps = progress.steps(source, self.accumulate_grad_batches, limit)
         if self.stopwatch is not None:
             steps = self.stopwatch.iterator("data", steps)
         error = None
         while error is None:
             # Of a loader that fails, the batches before it are trained on first.
             room = self._room(limits, hooks) if source.may_read_ahead else 1
-            found, error = feed.take(steps, room)
+            found, error = progress.take(steps, room)
             if not found and error is None:
                 return
             try:
                 yield from engine.blocks(found)
             except Exception as wrong:
-                feed.begin()  # the wrong batch does not come again
+                progress.begin()  # the wrong batch does not come again
                 wrong.add_note(self._place())
                 raise
         raise error
@@ -1001,12 +974,12 @@ class Trainer:
     def _room(self, limits: Limits | None, hooks: Hooks) -> int:
         """How many steps may run as one, before somebody must see the state."""
         most = self._ready().steps_per_execution
-        if most == 1 or self._left_out:
+        if most == 1 or self._progress.left_out:
             return 1
         stop = hooks.next_stop(self)
         rooms = [most] if stop is None else [most, stop - self.global_step]
         if limits is not None:
-            left = limits.steps_until_stop(self.global_step, self._feed.done)
+            left = limits.steps_until_stop(self.global_step, self._progress.done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
 
@@ -1015,19 +988,19 @@ class Trainer:
     ) -> Generator[Metrics, None, None]:
         """Takes the steps of `blocks`, and never waits for one."""
         engine = self._ready()
-        if self._feed.done == 0:
+        if self._progress.done == 0:
             engine.start_epoch()
-            self.examples_seen = self._validated_at = 0
-            self._val_metrics = {}
+            self._progress.begin_epoch()
         self._epoch_is_over = False
+        progress, left_out = self._progress, self._progress.left_out
         looks = hooks.has("on_train_batch_start")
         batch_idx = self.batch_idx
         for block in blocks:
             # What is left out is a block of its own, see `_room`.
-            if self._left_out and (self.current_epoch, batch_idx) in self._left_out:
+            if left_out and (progress.epoch, batch_idx) in left_out:
                 for window in block.windows:
-                    self._feed.begin()
-                    self._feed.count(window)
+                    progress.begin()
+                    progress.pass_over(window)
                     batch_idx += 1
                 continue
             try:
@@ -1035,7 +1008,7 @@ class Trainer:
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
                     if looks:
                         hooks.on_train_batch_start(self, self._shown(window), batch_idx)
-                    self._feed.begin()
+                    self._progress.begin()
                     if engine.ahead == 0:
                         try:
                             ahead = iter(engine.train(block, window))
@@ -1044,7 +1017,7 @@ class Trainer:
                             raise
                     metrics = next(ahead)
                     engine.ahead -= 1
-                    self._count(window, rows)
+                    progress.count(window, rows)
                     hooks.on_train_batch_end(self, metrics, batch_idx)
                     batch_idx += 1
                     if engine.ahead == 0:
@@ -1058,7 +1031,7 @@ class Trainer:
 
     def _place(self) -> str:
         """Where the next step's batches are, for messages."""
-        first, size = self._feed.done, self.accumulate_grad_batches
+        first, size = self._progress.done, self.accumulate_grad_batches
         those = f"batch {first}"
         if size > 1:
             those = f"one of the batches {first} to {first + size - 1}"
@@ -1068,12 +1041,6 @@ class Trainer:
         """What batch hooks are given: the rows that are here."""
         batches = [read_only(shown(batch)) for batch in window]
         return batches[0] if self.accumulate_grad_batches == 1 else batches
-
-    def _count(self, window: list[Batch], rows: int) -> None:
-        self.global_step += 1
-        self.examples_seen += rows
-        self._feed.count(window)
-        self._epoch_ended = False
 
     def _settle(self, block: Block | None = None) -> None:
         """Brings the state to `global_step`, if the device is ahead inside a block.
@@ -1087,8 +1054,8 @@ class Trainer:
         elif engine.ahead and block is not None:
             rest = zip(block.windows, block.packed.rows, strict=True)
             for window, rows in list(rest)[-engine.ahead :]:
-                self._feed.begin()
-                self._count(window, rows)
+                self._progress.begin()
+                self._progress.count(window, rows)
             engine.ahead = 0
 
     def _in_step(
@@ -1105,11 +1072,20 @@ class Trainer:
             self._interrupts.check()
         self.processes.all(f"the end of {doing}", None)
 
+    def _validate_inside(
+        self, val: Source | None, limits: Limits, hooks: Hooks
+    ) -> None:
+        """Validates if `val_check_interval` asks for it here."""
+        progress = self._progress
+        if val is not None and limits.interval_is_up(progress.epoch, progress.done):
+            self._validate(val, limits, hooks)
+
     def _validate(self, source: Source, limits: Limits, hooks: Hooks) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._phase("validation"):
-            self._val_metrics = self._evaluate(source, "val", limits.val_limit, hooks)
-        self._validated_at = self._feed.done
+            metrics = self._evaluate(source, "val", limits.val_limit, hooks)
+        self._progress.val_metrics = metrics
+        self._progress.validated_at = self._progress.done
 
     def _evaluate(
         self, source: Source, prefix: str, limit: int | None, hooks: Hooks
@@ -1130,16 +1106,16 @@ class Trainer:
 
     def _end_epoch(self, limits: Limits, hooks: Hooks) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
+        progress = self._progress
         with self._phase("device"):
-            metrics = self._ready().epoch_means() | self._val_metrics
-        self.history.append(self.current_epoch, metrics)
-        self._is_whole = self._epoch_is_over or limits.is_whole(self._feed.done)
-        self._epoch_ended = True
+            metrics = self._ready().epoch_means() | progress.val_metrics
+        self.history.append(progress.epoch, metrics)
+        progress.is_whole = self._epoch_is_over or limits.is_whole(progress.done)
+        progress.epoch_ended = True
         hooks.on_train_epoch_end(self, metrics)
-        if self._is_whole:
-            self.current_epoch, self._feed.done = self.current_epoch + 1, 0
-            self._validated_at, self._val_metrics = 0, {}
-        self._is_whole = self._epoch_is_over = False
+        if progress.is_whole:
+            progress.next_epoch()
+        progress.is_whole = self._epoch_is_over = False
         hooks.on_boundary(self)
 
     def _timed(self, hooks: Hooks) -> Hooks:
@@ -1181,7 +1157,7 @@ class Trainer:
     def _lacks_its_end(self, limits: Limits) -> bool:
         """Whether a killed run took the last step of an epoch, but did not end it."""
         is_inside = limits.max_epochs is None or self.current_epoch < limits.max_epochs
-        return is_inside and self._feed.done > 0 and not self._epoch_ended
+        return is_inside and self._progress.done > 0 and not self._progress.epoch_ended
 
     def _announce(self, limits: Limits, val: Source | None) -> None:
         """What callbacks may read of the fit to come."""
@@ -1194,11 +1170,11 @@ class Trainer:
         now = limits.steps_by(*saved or [self.accumulate_grad_batches])
         if steps == now:
             self._ready().pad_to(sizes)  # the same loader, resumed
-        elif steps and self._feed.done:
+        elif steps and self._progress.done:
             warnings.warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was saved,"
-                f" and has {now} now. As ever, the {self._feed.done} batches that were"
-                " trained on are left out of the present epoch; with another batch"
+                f" and has {now} now. As ever, the {self._progress.done} batches that"
+                " were trained on are left out of the present epoch; with another batch"
                 " size these are other rows.",
                 stacklevel=3,
             )

@@ -87,7 +87,7 @@ class Callback:
     def on_boundary(self, trainer: Any) -> None:
         """After every callback has seen a step or the end of an epoch.
 
-        The moment to read, save or replace `trainer.state`: it is that of
+        The moment to read or save `trainer.state`: it is that of
         `trainer.global_step`, and all counters fit it. With several steps per execution
         it comes once for all of them; ask for the steps you need with `next_stop`.
         """

@@ -262,8 +262,8 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     return copy(moved)
 
 
-def state_shardings(arguments: Sequence[Any], roles: Sequence[Role]) -> PyTree:
-    """The shardings of the argument that has the role `"state"`."""
+def present_shardings(arguments: Sequence[Any], roles: Sequence[Role]) -> PyTree:
+    """Those of the argument that has the role `"state"`."""
     state = arguments[list(roles).index("state")]
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 

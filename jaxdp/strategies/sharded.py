@@ -23,8 +23,8 @@ from .base import (
     each,
     mesh_on,
     place_copy,
+    present_shardings,
     put_rows,
-    state_shardings,
 )
 from .by_rows import ByRows, names_of
 
@@ -215,7 +215,7 @@ class Sharded(DataParallel):
     ) -> jax.stages.Compiled:
         rows = PartitionSpec(self.row_axes) if split else PartitionSpec()
         layouts = {
-            "state": state_shardings(arguments, roles),
+            "state": present_shardings(arguments, roles),
             "rows": NamedSharding(self.mesh, rows),
             "whole": self._whole,
         }

@@ -173,7 +173,7 @@ def leave(trainer):
 
 
 def skip(trainer):
-    trainer.current_epoch += 1
+    trainer._progress.epoch += 1
 
 
 def linger(trainer):

@@ -1,26 +1,43 @@
-"""Which batch a trainer takes next, over several fits, kills and resumes."""
+"""How far a run is, over fits, kills and resumes: counters, and which batch is next."""
 
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from .data import taken, windows
 from .portions import Share
 from .source import Source
 from .step import Batch
 
+COUNTERS: Final = ("global_step", "current_epoch", "batches_done", "examples_seen")
+"""What every checkpoint tells of a `Progress`, beside what newer ones do."""
 
-class Feed:
-    """The training data of a run, whose loader is passed anew to every fit.
+
+class Progress:
+    """What is done of a run, and which batch comes next.
+
+    The training data is passed anew to every fit.
 
     Attributes:
-        done: batches of the present epoch that are done with.
+        global_step: optimizer steps.
+        epoch: the present one, counted from 0.
+        done: its batches that are done with.
         seen: batches of all epochs that are.
+        examples: its real rows.
+        epoch_ended: whether it is in the history. One that was cut short goes on.
+        is_whole: whether no batch of it is left, while it is being ended.
+        val_metrics: its last validation's.
+        validated_at: after which of its batches that was.
+        left_out: the epoch and `batch_idx` of steps that are not to be taken.
     """
 
     def __init__(self) -> None:
-        self.done = self.seen = 0
+        self.global_step = self.epoch = self.done = self.seen = self.examples = 0
+        self.epoch_ended = self.is_whole = False
+        self.val_metrics: dict[str, float] = {}
+        self.validated_at = 0
+        self.left_out: set[tuple[int, int]] = set()
         self._loaded = 0  # what a checkpoint said of `seen`
         self._source: Source | None = None
         self._state: Any = None
@@ -28,10 +45,10 @@ class Feed:
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
 
-    def go_on_with(self, source: Source, epoch: int) -> None:
-        """The next batch of `epoch` is one of `source`, after those that are done."""
+    def go_on_with(self, source: Source) -> None:
+        """The next batch is one of `source`, after those of the epoch that are done."""
         if (last := self._read()) is not None:
-            goes_on = last.of_epoch == epoch and last.loader is source.loader
+            goes_on = last.of_epoch == self.epoch and last.loader is source.loader
             goes_on = goes_on or self.done > 0
             self._state = last.state if goes_on else None
             self._place = last.place(self.done)
@@ -46,16 +63,27 @@ class Feed:
         self._state = self._place = None
         self._keep(source)
 
+    def begin_epoch(self) -> None:
+        """Its first step is about to be taken."""
+        self.examples = self.validated_at = 0
+        self.val_metrics = {}
+
+    def next_epoch(self) -> None:
+        """The present epoch is over; the next batch is the first of the next one."""
+        self.epoch, self.done = self.epoch + 1, 0
+        self.validated_at, self.val_metrics = 0, {}
+
     def leave_epoch(self) -> None:
-        """The next batch is the first of another epoch."""
-        self.done, self._state, self._place = 0, None, None
+        """What is left of the present epoch is given up."""
+        self.next_epoch()
+        self._state = self._place = None
 
     def steps(
-        self, source: Source, epoch: int, accumulate: int, limit: int | None
+        self, source: Source, accumulate: int, limit: int | None
     ) -> Iterator[list[Batch]]:
         """What is left of an epoch of at most `limit` batches, window by window."""
         kept = self._left_over(source)
-        rest = source.epoch(epoch, skip=self.done + len(kept))
+        rest = source.epoch(self.epoch, skip=self.done + len(kept))
         left = None if limit is None else max(0, limit - self.done)
         return windows(itertools.islice(itertools.chain(kept, rest), left), accumulate)
 
@@ -75,34 +103,61 @@ class Feed:
         if self._taken:  # else another pass has begun inside this one
             self._taken.popleft()
 
-    def count(self, window: list[Batch]) -> None:
+    def count(self, window: list[Batch], rows: int) -> None:
+        """A step over `window`, which has so many real rows, was taken."""
+        self.global_step += 1
+        self.examples += rows
+        self.epoch_ended = False
+        self.pass_over(window)
+
+    def pass_over(self, window: list[Batch]) -> None:
         """The batches of `window` are done with."""
         self.done += len(window)
         self.seen += len(window)
 
-    def state_dict(self, epoch: int, is_over: bool, share: Share) -> dict[str, Any]:
-        """Where the next batch is, for `load_state_dict`; JSON.
+    def state_dict(self, share: Share) -> dict[str, Any]:
+        """For `load_state_dict`; JSON.
 
         Args:
-            epoch: the present one.
-            is_over: whether the next batch is the next epoch's.
             share: of all batches, what comes to this process.
         """
         state, place = self._state, self._place
         if (source := self._read()) is not None:
-            goes_on = source.of_epoch == epoch and not is_over
+            goes_on = source.of_epoch == self.epoch and not self.is_whole
             state = source.state if goes_on else source.present_state()
-            place = None if is_over else source.place(self.done)
+            place = None if self.is_whole else source.place(self.done)
+        of_epoch = {
+            "batches_done": self.done,
+            "epoch_ended": self.epoch_ended,
+            "val_metrics": self.val_metrics,
+            "validated_at": self.validated_at,
+        }
+        if self.is_whole:
+            of_epoch = {
+                "batches_done": 0,
+                "epoch_ended": False,
+                "val_metrics": {},
+                "validated_at": 0,
+            }
         return {
-            "batches_done": 0 if is_over else self.done,
+            "global_step": self.global_step,
+            "current_epoch": self.epoch + self.is_whole,
             "batches_seen": self.seen,
+            "examples_seen": self.examples,
+            "left_out": sorted(self.left_out),
             "source": share.states(state),
             "place": share.states(place),
+            **of_epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
-        self.done = state["batches_done"]
+        self.global_step, self.epoch = state["global_step"], state["current_epoch"]
+        self.done, self.examples = state["batches_done"], state["examples_seen"]
         self.seen = self._loaded = state.get("batches_seen", 0)
+        self.epoch_ended, self.is_whole = state.get("epoch_ended", False), False
+        self.val_metrics = state.get("val_metrics", {})
+        self.validated_at = state.get("validated_at", 0)
+        self.left_out |= {(epoch, idx) for epoch, idx in state.get("left_out", ())}
         self._source = self._taken_from = None
         self._state = share.state(state["source"])
         self._place = share.state(state.get("place"))
