@@ -3,13 +3,14 @@
 import ctypes
 import functools
 import os
+import re
 import sys
 from typing import Any, Final
 
 import jax
 
 from .console import say
-from .flops import has_convolutions
+from .flops import OWN_LOOP, has_convolutions, has_scope
 
 _SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
@@ -19,6 +20,9 @@ _PRODUCTS_ALONE: Final[dict[str, str | bool]] = {
 }
 """What YNNPACK is left with: by default (jaxlib 0.10 to 0.12) it has convolutions and
 reductions, too, and a reduction takes the convolution before it along."""
+
+_DISABLED: Final = "xla_disable_hlo_passes"
+_HOISTING: Final = "while-loop-invariant-code-motion"
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -58,16 +62,34 @@ def keep_freed_memory() -> bool:
     return bool(done)
 
 
-def convolution_options(jaxpr: Any, arguments: Any) -> dict[str, str | bool]:
+def options_for(
+    jaxpr: Any, arguments: Any, own: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options of XLA that a program is compiled with.
+
+    Args:
+        jaxpr: the traced program.
+        arguments: what it is compiled for; their shardings tell the platform.
+        own: the caller's options, instead of those for speed.
+    """
+    options = _convolution_options(jaxpr, arguments) if own is None else own
+    if not _are_on_cpu(arguments) or not has_scope(jaxpr, OWN_LOOP):
+        return options
+    # What does not change from turn to turn (a mask's row numbers, constants) XLA would
+    # compute before the loop. What is left is fused otherwise, and sums take another
+    # order: losses had other last bits than those of single steps, with some shapes.
+    # So a loop over micro-batches is treated alike, in a loop over steps and alone.
+    users = re.search(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    passes = [users and users[1], options.get(_DISABLED), _HOISTING]
+    return {**options, _DISABLED: ",".join(filter(None, passes))}
+
+
+def _convolution_options(jaxpr: Any, arguments: Any) -> dict[str, str | bool]:
     """Options for XLA under which a program convolves by Eigen; says so, once.
 
     XLA leaves convolutions on the CPU to YNNPACK, which takes up to seven times as long
     for their gradients as Eigen's routines do (docs/speed.md). Sums are taken in
     another order.
-
-    Args:
-        jaxpr: the traced program.
-        arguments: what it is compiled for; their shardings tell the platform.
 
     Returns:
         No options where they are not needed: without convolutions, on other hardware,

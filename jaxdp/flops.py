@@ -2,9 +2,12 @@
 
 import math
 import re
-from typing import Any
+from typing import Any, Final
 
 import jax
+
+OWN_LOOP: Final = "own_loop"
+"""Names the `jax.named_scope` of loops over optimizer steps and micro-batches."""
 
 
 def matmul_flops(jaxpr: Any) -> int:
@@ -28,6 +31,16 @@ def has_convolutions(jaxpr: Any) -> bool:
     return any(
         equation.primitive.name == "conv_general_dilated"
         or any(has_convolutions(value) for value in programs_in(equation))
+        for equation in inner.eqns
+    )
+
+
+def has_scope(jaxpr: Any, name: str) -> bool:
+    """Whether an operation of a traced program is in a `jax.named_scope` of a name."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(
+        name in str(equation.source_info.name_stack).split("/")
+        or any(has_scope(value, name) for value in programs_in(equation))
         for equation in inner.eqns
     )
 

@@ -16,7 +16,7 @@ from . import hardware as devices_of
 from . import hosts as hosts_of
 from . import plan_reading as readings
 from .arguments import check_number
-from .cpu import convolution_options
+from .cpu import options_for
 from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts
@@ -345,8 +345,7 @@ class Planner:
         ) -> jax.stages.Compiled:
             nonlocal compile_seconds
             traced.append(strategy.trace(program, arguments))
-            if options is None:
-                options = convolution_options(traced[-1].jaxpr, arguments)
+            options = options_for(traced[-1].jaxpr, arguments, options)
             lowered = traced[-1].lower()
             strategy.rewrite(lowered)
             begun = time.perf_counter()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -16,6 +17,7 @@ from .compilations import Compilations
 from .console import say
 from .data import Packed
 from .flat import Flat
+from .flops import OWN_LOOP
 from .interaction import RowsInteract, values_mix_rows
 from .metrics import Facts, new_totals
 from .objective import Objective
@@ -192,7 +194,6 @@ class Programs:
         donate: tuple[int, ...],
     ) -> jax.stages.Compiled:
         number = len(packed.rows)
-        is_split = any(not x.sharding.is_fully_replicated for x in arrays)
 
         def train(
             collectives: Collectives, arrays: list[Array], groups: list[Group]
@@ -209,21 +210,26 @@ class Programs:
             if number == 1:
                 return train(collectives, arrays, groups)
             (group,) = groups
+            batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), group)
 
-            def body(arrays: list[Array], group: Group) -> tuple[list[Array], Any]:
-                if is_split:
-                    # As opaque as the parameters of a single step. (Without splits it
-                    # has changed no bit, and may cost time.)
-                    arrays, group = jax.lax.optimization_barrier((arrays, group))
-                return train(collectives, arrays, [group])
+            def batch(index: Any) -> Group:
+                return jax.tree.map(
+                    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
+                    batches,
+                )
+
+            def body(carry: Any, following: Array) -> tuple[Any, Any]:
+                arrays, group = carry
+                arrays, results = train(collectives, arrays, [group])
+                return (arrays, batch(following)), results
 
             # The carry is what crosses into single steps, so that XLA fuses the same
-            # operations in both; other fusions round otherwise.
-            return jax.lax.scan(
-                body,
-                arrays,
-                jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), group),
-            )
+            # operations in both; other fusions round otherwise. So the batch is in it,
+            # too: taken out of the stack inside the step, it would be fused.
+            following = jnp.minimum(jnp.arange(1, number + 1), number - 1)
+            with jax.named_scope(OWN_LOOP):
+                (arrays, _), results = jax.lax.scan(body, (arrays, batch(0)), following)
+            return arrays, results
 
         with warnings.catch_warnings():
             if self.donate == "all":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from .data import taken, windows
+from .own_state import checksum
 from .portions import Share
 from .source import Source
 from .step import Batch
@@ -44,6 +45,8 @@ class Progress:
         self._place: Any = None  # these two of a source that is here no more
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
+        self._last: Any = None  # the batch that was trained last
+        self._after: int | None = None  # its checksum, in a checkpoint
 
     def go_on_with(self, source: Source) -> None:
         """The next batch is one of `source`, after those of the epoch that are done."""
@@ -55,6 +58,7 @@ class Progress:
         elif self.seen == self._loaded:
             source.replay = self.seen
         source.start_from, source.go_on_from = self._state, self._place
+        source.replays_to = self._after
         self._keep(source)
 
     def start_with(self, source: Source) -> None:
@@ -112,6 +116,7 @@ class Progress:
 
     def pass_over(self, window: list[Batch]) -> None:
         """The batches of `window` are done with."""
+        self._last, self._after = window[-1], None
         self.done += len(window)
         self.seen += len(window)
 
@@ -121,11 +126,13 @@ class Progress:
         Args:
             share: of all batches, what comes to this process.
         """
-        state, place = self._state, self._place
+        state, place, after = self._state, self._place, self._after
         if (source := self._read()) is not None:
             goes_on = source.of_epoch == self.epoch and not self.is_whole
             state = source.state if goes_on else source.present_state()
             place = None if self.is_whole else source.place(self.done)
+            if source.replays and self.done and self._last is not None:
+                after = checksum(self._last)
         of_epoch = {
             "batches_done": self.done,
             "epoch_ended": self.epoch_ended,
@@ -147,6 +154,7 @@ class Progress:
             "left_out": sorted(self.left_out),
             "source": share.states(state),
             "place": share.states(place),
+            "after": None if self.is_whole else after,
             **of_epoch,
         }
 
@@ -161,6 +169,7 @@ class Progress:
         self._source = self._taken_from = None
         self._state = share.state(state["source"])
         self._place = share.state(state.get("place"))
+        self._last, self._after = None, state.get("after")
 
     def _read(self) -> Source | None:
         """The source of the last batch, if it is here; a fit may have read none."""

@@ -35,6 +35,7 @@ class Source:
         start_from: such a state, for the next epoch alone to start from.
         go_on_from: a place inside the next epoch, for it alone; see `place`.
         of_epoch: the epoch that `state` is of.
+        replays_to: the checksum of the batch that a replay ends with, if it is known.
         replay: how many batches an iterator gave in an earlier process, for the next
             epoch alone to pass over.
     """
@@ -48,6 +49,7 @@ class Source:
         self.go_on_from: Any = None
         self.of_epoch: int | None = None
         self.replay: int | None = 0
+        self.replays_to: int | None = None
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
@@ -70,6 +72,12 @@ class Source:
     def is_iterator(self) -> bool:
         """Whether the loader gives each batch but once."""
         return hasattr(self.loader, "__next__")
+
+    @property
+    def replays(self) -> bool:
+        """Whether only reading it again leads to a place inside an epoch."""
+        is_list = isinstance(self.loader, list | tuple)
+        return not is_list and self._own is None and self.share is ALL
 
     @property
     def may_read_ahead(self) -> bool:
@@ -260,9 +268,20 @@ class Source:
         from tqdm import tqdm
 
         what = f"`{self.argument}` can't jump: replaying {count} batches"
+        batch: Any = END
         for _ in tqdm(range(count), what, delay=1, leave=False, mininterval=1):
-            if next(batches, END) is END:
+            if (batch := next(batches, END)) is END:
                 return
+        expected, self.replays_to = self.replays_to, None
+        if expected not in (None, checksum(to_host(batch))):
+            warnings.warn(
+                f"`{self.argument}`: after {count} batches, which were replayed, came"
+                " another one than before the run was saved. (Is the order drawn from"
+                " a random generator that is not torch's, NumPy's or Python's global"
+                " one, as WebDataset's `shuffle` does without a seed?) Some rows of"
+                " this epoch may come twice, and others not at all.",
+                stacklevel=2,
+            )
 
     def _converted(
         self,

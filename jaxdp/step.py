@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from . import objective as objectives
 from .collectives import Collectives
-from .flops import has_convolutions
+from .flops import OWN_LOOP, has_convolutions
 from .interaction import mark_rows, mark_values
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
@@ -328,6 +328,13 @@ class Steps(NamedTuple):
                     " trainer gives an optimizer gradients and the loss, no functions."
                 )
             raise
+        except AttributeError as error:
+            error.add_note(
+                "in `optimizer.update`, which was given the model's trained leaves. (One"
+                " that wants parameters of its own kind, as optax.lookahead does, can't"
+                " be used.)"
+            )
+            raise
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)
@@ -433,9 +440,10 @@ def _over_micro_batches(
             zeros = widen(jax.tree.map(jnp.zeros_like, params))
             start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
             unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
-            (grads, model_state), each = jax.lax.scan(
-                body, start, micros, unroll=len(group.counts) if unrolled else 1
-            )
+            with jax.named_scope(OWN_LOOP):
+                (grads, model_state), each = jax.lax.scan(
+                    body, start, micros, unroll=len(group.counts) if unrolled else 1
+                )
             summed = jax.tree.map(lambda x: x.sum(axis=0), each)
         new = grads, summed
         found = new if found is None else jax.tree.map(jnp.add, found, new)

@@ -176,8 +176,8 @@ class Trainer:
         self.data = data
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
-        self.accumulate_grad_batches = int(accumulate_grad_batches)
-        self.steps_per_execution = steps_per_execution
+        self._accumulate_grad_batches = int(accumulate_grad_batches)
+        self._steps_per_execution = steps_per_execution
         self.callbacks = list(checks.check_callbacks(callbacks))
         if enable_progress_bar and not any(
             isinstance(callback, ProgressBar) for callback in self.callbacks
@@ -613,6 +613,16 @@ class Trainer:
         engine = self._ready()
         self._settle()
         return engine.state
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """As passed. Another number needs another Trainer, which may `load`."""
+        return self._accumulate_grad_batches
+
+    @property
+    def steps_per_execution(self) -> int | str:
+        """As passed; what "auto" has picked is said when it is."""
+        return self._steps_per_execution
 
     @property
     def global_step(self) -> int:

@@ -306,6 +306,19 @@ def test_ctrl_c_between_steps_is_the_callers():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("name", ["accumulate_grad_batches", "steps_per_execution"])
+def test_what_a_trainer_was_compiled_for_is_not_set_later(name):
+    with pytest.raises(AttributeError, match=f"'{name}'.*no setter"):
+        setattr(make(), name, 2)
+
+
+def test_an_optimizer_with_parameters_of_its_own_kind_is_explained():
+    lookahead = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+    with pytest.raises(AttributeError) as caught:
+        make(optimizer=lookahead).fit(batches(8))
+    assert any("as optax.lookahead does" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("method", ["fit", "steps"])
 def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
     class Again(Callback):

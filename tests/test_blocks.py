@@ -102,6 +102,46 @@ def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
     same(train(1, fit=fit, **CASES[name]), train(steps, fit=fit, **CASES[name]))
 
 
+def contrastive(model, x, y):
+    """Each row's own class is that of the row after it."""
+    found = jax.vmap(model)(x)
+    found = found / jnp.linalg.norm(found, axis=1, keepdims=True)
+    nearest = jnp.roll(jnp.arange(len(x)), 1)
+    criterion = optax.softmax_cross_entropy_with_integer_labels
+    return criterion(found @ found.T * 5, nearest).mean()
+
+
+SMALL, WIDE = (8, 2, 16, 2), (64, 10, 128, 2)
+
+
+@pytest.mark.parametrize("widths, options", [
+    (SMALL, {}),
+    (SMALL, {"precision": "16-mixed"}),
+    (SMALL, {"loss": None, "loss_fn": contrastive}),
+    (SMALL, {"precision": "bf16-mixed"}),
+    (SMALL, {"accumulate_grad_batches": 2}),
+    (WIDE, {"loss": "mse"}),
+    ((4, 4, 32, 1), {"strategy": Pmap(2)}),
+])  # fmt: skip
+def test_sums_of_losses_have_the_bits_of_single_steps(widths, options):
+    """Of 32 rows, or 8, their order once depended on what XLA fused with them."""
+    found = {}
+    for size in (8, 32):
+        rows = np.random.default_rng(0).normal(size=(24 * size, widths[0]))
+        x = rows.astype(np.float32).reshape(24, size, -1)
+        y = (x[..., 0] > 0).astype(np.int32)
+        if options.get("loss") == "mse":
+            y = np.sin(x[..., : widths[1]])
+        for steps in (1, 4):
+            found[steps] = train(
+                steps,
+                model=eqx.nn.MLP(*widths, key=jax.random.key(0)),
+                data=list(zip(x, y, strict=True)),
+                **options,
+            )
+        same(found[1], found[4])
+
+
 def test_convolutions_stay_out_of_loops_if_an_epoch_is_shorter_than_a_block(capsys):
     # Such an epoch has a program of its own from the second one on.
     case = CASES["convolution"]

@@ -30,9 +30,10 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp import Callback, OnDevice, Trainer  # noqa: E402
 from jaxdp.data import to_host  # noqa: E402
+from jaxdp.generators import seed_of  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
 from jaxdp.source import Source  # noqa: E402
-from jaxdp.torch_loader import TorchSource, _seed_of  # noqa: E402
+from jaxdp.torch_loader import TorchSource  # noqa: E402
 
 
 class Squares(Dataset):
@@ -151,7 +152,7 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
     source = open_loader(loader, "train_loader", seed=7)
     for epoch in range(2):
         ours = list(source.epoch(epoch))
-        torch.manual_seed(_seed_of(7, epoch))
+        torch.manual_seed(seed_of(7, epoch))
         assert_same(ours, loader)
 
 
@@ -798,6 +799,26 @@ def test_a_save_after_a_fit_that_read_nothing_keeps_the_place(tmp_path, way):
     trainer(rest).fit(batches_of(4), max_epochs=3, ckpt_path=path)
     assert first.global_step == 6
     assert whole.losses[6:] == rest.losses
+
+
+def test_validation_draws_nothing_before_training():
+    """From a dataset with a generator of its own, which both read."""
+
+    class Noisy(Dataset):
+        def __init__(self):
+            self.rng, self.drawn = np.random.default_rng(0), []
+
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            self.drawn.append(index)
+            return x[index] + self.rng.normal(size=4).astype(np.float32), y[index]
+
+    (x, y), data = rows(24), Noisy()
+    trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False)
+    trainer.fit(DataLoader(data, 8), DataLoader(data, 8))
+    assert data.drawn == [*range(24)] * 2
 
 
 class Counting:

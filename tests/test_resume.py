@@ -304,3 +304,41 @@ def test_another_batch_size_after_a_resume_is_said(tmp_path):
     assert longer.global_step == 5
     with pytest.warns(UserWarning, match="had 6 steps .* and has 4 now.* 3 batches"):
         trainer(accumulate_grad_batches=2).fit(batches(*[12] * 4), ckpt_path=path)
+
+
+@pytest.mark.parametrize("kind", ["iterable", "torch"])
+def test_a_replay_that_comes_to_another_batch_is_said(tmp_path, kind):
+    class Stream:
+        """Batches whose order an own generator decides, anew or by a seed."""
+
+        def __init__(self, seed):
+            self.seed = seed
+
+        def __iter__(self):
+            order = np.random.default_rng(self.seed).permutation(6)
+            return (data_of_8[i] for i in order)
+
+    def loader(seed):
+        if kind == "iterable":
+            return Stream(seed)
+        data = pytest.importorskip("torch").utils.data
+        stream = type("Torchs", (Stream, data.IterableDataset), {})(seed)
+        return data.DataLoader(stream, batch_size=None)
+
+    data_of_8 = batches(*[8] * 6)
+    trainer = make()
+    trainer.fit(loader(0), max_steps=4)
+    path = trainer.save(tmp_path / "4")
+    whole = make()
+    whole.fit(loader(0), max_epochs=2)
+    same = make()
+    same.fit(loader(0), max_epochs=2, ckpt_path=path)
+    assert_same(same, whole)
+    at_once = make()
+    at_once.load(path)
+    again = at_once.save(tmp_path / "again")
+    for place in (path, again):
+        with pytest.warns(UserWarning, match="after 4 batches, which were replayed, c"):
+            make().fit(loader(1), max_epochs=1, ckpt_path=place)
+    # A fit that follows in the same process is not compared with the checkpoint.
+    same.fit(loader(1), max_epochs=3)

@@ -29,6 +29,9 @@ _PHASES: Final = {
     "metrics": "the device (a step whose result is read)",
     "source": "the loader",
     "torch_loader": "the loader",
+    "workers": "the loader",
+    "collation": "the loader",
+    "generators": "the loader",
     "loaders": "the loader",
     "data": "the loader",
 }

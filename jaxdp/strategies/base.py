@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..collectives import DATA
-from ..cpu import convolution_options
+from ..cpu import options_for
 from ..interaction import RowsInteract, values_mix_rows
 from ..processes import RowBlocks, put
 from ..step import Group, TrainState
@@ -100,11 +100,10 @@ class DataParallel(abc.ABC):
 
         Rows that interact are found here, see `trace`, and `Trainer.plan` looks at
         programs before they are compiled; both need `compile` to call it. `options` are
-        XLA's; without them it gets those that suit the hardware.
+        XLA's; without them it gets those that are fast on the hardware.
         """
         traced = self.trace(program, arguments)
-        if options is None:
-            options = convolution_options(traced.jaxpr, arguments)
+        options = options_for(traced.jaxpr, arguments, options)
         return self.lower(traced).compile(options)
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:

@@ -1,0 +1,209 @@
+"""Worker processes of torch's `DataLoader` that fetch the index lists they are told."""
+
+import contextlib
+import functools
+import multiprocessing
+import signal
+import sys
+import sysconfig
+import traceback
+import types
+import warnings
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any
+
+from .collation import collation
+from .generators import seed_generators
+from .sending import sharing_arrays
+
+WORKER_RULES = (
+    "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
+    " So the dataset, `collate_fn` and `worker_init_fn` must be importable: no"
+    " lambdas, nothing defined in a function or a notebook; files and locks must be"
+    " opened in the worker, when first used; and a script must train"
+    ' under `if __name__ == "__main__":`. Otherwise use num_workers=0 or, if no worker'
+    ' touches JAX, multiprocessing_context="fork". Workers that run out of memory are'
+    " killed, too."
+)
+
+
+def started(loader: Any, argument: str) -> Iterator[Any]:
+    """`iter(loader)`, with help where its parts can't be sent to workers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
+            with sharing_arrays():
+                return iter(loader)
+    except Exception as error:
+        # Any can come of pickling; a sampler's own errors come through here, too.
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for frame in frames:
+            # What is half begun must end now: the garbage collector would close its
+            # pipes, and then have it close them again, or files that are not its own.
+            end = getattr(frame.f_locals.get("self"), "_shutdown_workers", None)
+            if end is not None:
+                with contextlib.suppress(AttributeError):  # of parts it has not yet
+                    end()
+        if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
+            raise
+        raise TypeError(
+            f"`{argument}` can't be sent to its workers: {error}. {WORKER_RULES}"
+        ) from error
+
+
+class Plan:
+    """A batch sampler that gives what it is told, with the seed of each batch."""
+
+    lists: Iterator[tuple[int, Any]] = iter(())
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self.lists
+
+
+class Seeded:
+    """A dataset whose random draws are decided by the batch, in whichever worker."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, seeded: tuple[int, Any]) -> Any:
+        seed, index = seeded
+        seed_generators(seed)
+        return self.fetch(index)
+
+    def __getitems__(self, seeded: tuple[int, Any]) -> Any:
+        seed, indices = seeded
+        seed_generators(seed)
+        return self.fetch_many(indices)
+
+    def fetch(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def fetch_many(self, indices: Any) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else [self.dataset[i] for i in indices]
+
+
+class _WorkerInit:
+    """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
+
+    def __init__(self, worker_init_fn: Any):
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they
+        # are the trainer's to answer, which may need a batch more to come to a stop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, Seeded):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+def _end_soon(number: int, frame: Any) -> None:
+    signal.alarm(20)
+
+
+def with_workers(loader: Any, plan: Plan) -> Any:
+    """A loader like `loader` that fetches what `plan` says."""
+    from torch.utils.data import DataLoader
+
+    sampling: dict[str, Any] = {"batch_sampler": plan}
+    if not loader._auto_collation:
+        sampling = {"sampler": plan, "batch_size": None}
+    # pin_memory is left out: it serves torch's own copies to a GPU.
+    return DataLoader(
+        Seeded(loader.dataset),  # type: ignore[arg-type]
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=collation(loader),
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+@contextlib.contextmanager
+def safe_workers(loader: Any) -> Iterator[None]:
+    """Starts worker processes deaf to Ctrl-C, and not by "fork" where that is default.
+
+    A fork of a process that runs JAX's threads can deadlock in the child. A loader that
+    names its own `multiprocessing_context` keeps it. The fork server imports libraries
+    once, so that workers start in tenths of a second.
+    """
+    if not loader.num_workers:
+        yield
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a data loader worker is running the training script itself: worker"
+            " processes import the script, so the part that trains must stand under"
+            ' `if __name__ == "__main__":`.'
+        )
+    users = loader.multiprocessing_context, loader.worker_init_fn
+    default = multiprocessing.get_start_method(allow_none=True) or "fork"
+    available = "forkserver" in multiprocessing.get_all_start_methods()
+    if users[0] is None and default == "fork" and available:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *_libraries(_modules(loader))])
+        loader.multiprocessing_context = context
+    loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = users[1]
+        if not loader.persistent_workers:
+            loader.multiprocessing_context = users[0]
+
+
+def _modules(loader: Any) -> frozenset[str]:
+    """What a worker starts from: the script, the dataset and the loader's functions."""
+    from torch.utils.data import Subset
+
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    parts = dataset, loader.collate_fn, loader.worker_init_fn
+    return frozenset(["__main__", *map(_module_of, parts)])
+
+
+@functools.cache
+def _libraries(modules: frozenset[str]) -> list[str]:
+    """The installed modules that a worker would import, each epoch anew.
+
+    Those of `modules`, and of the user's modules that these use. Not the user's modules
+    themselves: they may compute as they are imported, and the server must have no
+    threads when it is forked.
+    """
+    installed = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    standard = sysconfig.get_path("stdlib")
+    seen, waiting, found = set(), set(modules), set()
+    while waiting := (waiting - seen) & set(sys.modules):
+        name = waiting.pop()
+        seen.add(name)
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if file.startswith(installed):
+            found.add(name)
+        elif not file.startswith(standard):
+            values = list(vars(sys.modules[name]).values())
+            with warnings.catch_warnings():  # what is deprecated may say so when asked
+                warnings.simplefilter("ignore")
+                waiting |= set(map(_module_of, values))
+    return ["torch.utils.data", *sorted(found)]
+
+
+def _module_of(value: Any) -> str:
+    """The module that a value is, or that its function or class is from."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    named = isinstance(value, type | types.FunctionType)
+    return str(getattr(value if named else type(value), "__module__", ""))
