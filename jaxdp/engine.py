@@ -97,6 +97,12 @@ class Engine:
             see `join_small_leaves`.
 
     Attributes:
+        state: the placed `TrainState`.
+        strategy: as given.
+        programs: the compiled steps.
+        facts: what tracing has told of each kind of step.
+        packers: what packs the batches of each kind.
+        in_flight: what bounds how far the host runs ahead.
         ahead: how many steps of the newest block nobody has counted yet.
         can_rewind: whether a block's start is kept, for `rewind`, at the cost of a
             second state in memory.
