@@ -218,18 +218,16 @@ class Programs:
                     batches,
                 )
 
-            def body(carry: Any, following: Array) -> tuple[Any, Any]:
-                arrays, group = carry
-                arrays, results = train(collectives, arrays, [group])
-                return (arrays, batch(following)), results
+            def body(arrays: list[Array], index: Array) -> tuple[Any, Any]:
+                # Always the first branch, which XLA does not know. It fuses nothing
+                # of the step with what is in one.
+                group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
+                return train(collectives, arrays, [group])
 
-            # The carry is what crosses into single steps, so that XLA fuses the same
-            # operations in both; other fusions round otherwise. So the batch is in it,
-            # too: taken out of the stack inside the step, it would be fused.
-            following = jnp.minimum(jnp.arange(1, number + 1), number - 1)
+            # The carry is what crosses into single steps, and so is the batch, so that
+            # XLA fuses the same operations in both; other fusions round otherwise.
             with jax.named_scope(OWN_LOOP):
-                (arrays, _), results = jax.lax.scan(body, (arrays, batch(0)), following)
-            return arrays, results
+                return jax.lax.scan(body, arrays, jnp.arange(number))
 
         with warnings.catch_warnings():
             if self.donate == "all":
