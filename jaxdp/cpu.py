@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 
 from .console import say
-from .flops import OWN_LOOP, has_convolutions, has_scope
+from .flops import has_convolutions, has_own_loop
 
 _SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
@@ -73,7 +73,7 @@ def options_for(
         own: the caller's options, instead of those for speed.
     """
     options = _convolution_options(jaxpr, arguments) if own is None else own
-    if not _are_on_cpu(arguments) or not has_scope(jaxpr, OWN_LOOP):
+    if not _are_on_cpu(arguments) or not has_own_loop(jaxpr):
         return options
     # What does not change from turn to turn (a mask's row numbers, constants) XLA would
     # compute before the loop. What is left is fused otherwise, and sums take another

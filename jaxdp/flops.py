@@ -35,12 +35,13 @@ def has_convolutions(jaxpr: Any) -> bool:
     )
 
 
-def has_scope(jaxpr: Any, name: str) -> bool:
-    """Whether an operation of a traced program is in a `jax.named_scope` of a name."""
+def has_own_loop(jaxpr: Any) -> bool:
+    """Whether a traced program has a loop that is named `OWN_LOOP`."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return any(
-        name in str(equation.source_info.name_stack).split("/")
-        or any(has_scope(value, name) for value in programs_in(equation))
+        equation.primitive.name == "scan"
+        and OWN_LOOP in str(equation.source_info.name_stack).split("/")
+        or any(map(has_own_loop, programs_in(equation)))
         for equation in inner.eqns
     )
 

@@ -133,19 +133,7 @@ class Progress:
             place = None if self.is_whole else source.place(self.done)
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
-        of_epoch = {
-            "batches_done": self.done,
-            "epoch_ended": self.epoch_ended,
-            "val_metrics": self.val_metrics,
-            "validated_at": self.validated_at,
-        }
-        if self.is_whole:
-            of_epoch = {
-                "batches_done": 0,
-                "epoch_ended": False,
-                "val_metrics": {},
-                "validated_at": 0,
-            }
+        of_epoch = Progress() if self.is_whole else self
         return {
             "global_step": self.global_step,
             "current_epoch": self.epoch + self.is_whole,
@@ -155,7 +143,10 @@ class Progress:
             "source": share.states(state),
             "place": share.states(place),
             "after": None if self.is_whole else after,
-            **of_epoch,
+            "batches_done": of_epoch.done,
+            "epoch_ended": of_epoch.epoch_ended,
+            "val_metrics": of_epoch.val_metrics,
+            "validated_at": of_epoch.validated_at,
         }
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:

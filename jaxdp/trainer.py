@@ -997,12 +997,11 @@ class Trainer:
         self, blocks: Iterable[Block], hooks: Hooks
     ) -> Generator[Metrics, None, None]:
         """Takes the steps of `blocks`, and never waits for one."""
-        engine = self._ready()
-        if self._progress.done == 0:
+        engine, progress = self._ready(), self._progress
+        if progress.done == 0:
             engine.start_epoch()
-            self._progress.begin_epoch()
-        self._epoch_is_over = False
-        progress, left_out = self._progress, self._progress.left_out
+            progress.begin_epoch()
+        self._epoch_is_over, left_out = False, progress.left_out
         looks = hooks.has("on_train_batch_start")
         batch_idx = self.batch_idx
         for block in blocks:
@@ -1018,7 +1017,7 @@ class Trainer:
                 for window, rows in zip(block.windows, block.packed.rows, strict=True):
                     if looks:
                         hooks.on_train_batch_start(self, self._shown(window), batch_idx)
-                    self._progress.begin()
+                    progress.begin()
                     if engine.ahead == 0:
                         try:
                             ahead = iter(engine.train(block, window))
