@@ -119,11 +119,11 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
     rounding added to them.
     """
-    step = (
-        jnp.zeros(totals.shape[1], totals.dtype)
-        .at[: len(sums) + 1]
-        .set(jnp.concatenate([total[None], sums]))
-    )
+    # By selections, which XLA fuses with what follows; to join and pad the values is an
+    # operation more, and a small step takes as long as it has operations.
+    places, step = jnp.arange(totals.shape[1]), jnp.zeros(totals.shape[1])
+    for place, value in enumerate([total, *sums]):
+        step = jnp.where(places == place, value, step)
     corrected = step - totals[1]
     summed = totals[0] + corrected
     lost = (summed - totals[0]) - corrected
