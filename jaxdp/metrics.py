@@ -121,7 +121,8 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     """
     # By selections, which XLA fuses with what follows; to join and pad the values is an
     # operation more, and a small step takes as long as it has operations.
-    places, step = jnp.arange(totals.shape[1]), jnp.zeros(totals.shape[1])
+    places = jnp.arange(totals.shape[1])
+    step = jnp.zeros_like(totals[0])
     for place, value in enumerate([total, *sums]):
         step = jnp.where(places == place, value, step)
     corrected = step - totals[1]

@@ -87,6 +87,26 @@ def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeypatch):
+    from jaxdp import engine
+    from jaxdp.callbacks import DonateBuffers
+
+    sent = []
+
+    def put(counts, sharding):
+        sent.append(counts.tolist())
+        return jax.device_put(counts, sharding)
+
+    monkeypatch.setattr(engine, "put", put)
+    shared, _ = run(strategy(), epochs=3)
+    assert sent == [[[16]], [[5]]]
+    # Where the step may overwrite them they can't be.
+    own, _ = run(strategy(), epochs=3, callbacks=[DonateBuffers("all")])
+    assert len(sent) == 2
+    np.testing.assert_array_equal(shared, own)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_losses_equal_a_hand_written_loop(strategy):
     model, data = Mlp(jax.random.key(0), rate=0.0), batches(*RAGGED)
     trained, expected = hand_written(model, optax.adam(1e-2), data, 3, cross_entropy)
