@@ -151,6 +151,13 @@ def _take(columns: list[Array], indices: list[Array]) -> list[list[Array]]:
 
 def _layout(step: jax.stages.Compiled, whole: Any) -> list[list[Any]]:
     """The shardings in which `step` takes the leaves of each group."""
+    if not isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            "`OnDevice` lays rows out as the compiled step takes them, and `compile` of"
+            f" the strategy returned a {type(step).__name__}, which does not tell how."
+            " Return the jax.stages.Compiled of `program.lower(*arguments).compile()`,"
+            " or fit with the loader itself."
+        )
     positional, _ = step.input_shardings
     return [
         # None where the step has no use for a leaf.

@@ -93,8 +93,8 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     once: sums are taken in another order.
 
     Elsewhere it copies weights before a step overwrites them, for whatever may still
-    read them. A closer look at who reads what when spares most copies: 0.83 to 1.02 of
-    the time, and the same bits. (LeNet's step took 1.04, and is left alone.)
+    read them. A closer look at who reads what when spares most copies: 0.83 to 1.04 of
+    the time, and the same bits. (With convolutions it gained nothing.)
 
     Returns:
         No options on other hardware, where the user has made XLA's setting

@@ -201,6 +201,11 @@ class Packer:
         self.size, self._usual = 0, None
         self._expected = self._form = ()
 
+    def start_from(self, rows: int) -> None:
+        """Pads as if this had been the size of the largest batch so far; 0 is none."""
+        self.size, self._usual = 0, None
+        self.pad_to(rows)
+
     def pad_to(self, rows: int) -> None:
         """From now on batches get so many rows, or a few more, at least."""
         if rows > self.size:

@@ -28,7 +28,6 @@ from .flops import has_convolutions, matmul_flops
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
-    Facts,
     Metrics,
     means_of,
 )
@@ -190,6 +189,7 @@ class Engine:
             for kind, what in WHAT.items()
         }
         self._counts = Counts()
+        self._sizes_taken: dict[Kind, int] = dict.fromkeys(self.packers, 0)
         self._whole: tuple[list[Array], TrainState] | None = None
         self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
@@ -207,7 +207,14 @@ class Engine:
             state = first_state(
                 params, buffers, model_state, steps.optimizer, seed, steps.precision
             )
-            self.state = strategy.place(state)
+            placed = strategy.place(state)
+        if not isinstance(placed, TrainState):
+            raise TypeError(
+                f"`strategy`: {type(strategy).__name__}.place returned a"
+                f" {type(placed).__name__}; it must return the TrainState it was given,"
+                " copied to its devices."
+            )
+        self.state = placed
         self._mind_convolutions()
 
     def _mind_convolutions(self) -> None:
@@ -362,13 +369,14 @@ class Engine:
         """How many rows batches of each kind are padded to."""
         return {kind: packer.size for kind, packer in self.packers.items()}
 
-    def pad_to(self, sizes: Mapping[str, int]) -> None:
-        """Takes up the `sizes` of another engine.
+    def pad_as(self, sizes: Mapping[str, int]) -> None:
+        """Takes up the `sizes` of another engine, or of an earlier state of this one.
 
         Another size would be another program, whose sums may round differently.
         """
         for kind, packer in self.packers.items():
-            packer.pad_to(sizes.get(kind, 0))
+            packer.start_from(sizes.get(kind, 0))
+            self._sizes_taken[kind] = packer.size
 
     def blocks(self, windows: list[list[Batch]]) -> Iterator[Block]:
         """The batches of some optimizer steps in blocks, one for each dispatch.
@@ -427,7 +435,7 @@ class Engine:
         if len(packed.rows) < 2 or "train" not in self.facts or self._blocks.count > 1:
             return False
         try:
-            self._check_labels(self.facts["train"], packed)
+            self._check_labels("train", packed)
         except ValueError:
             return True
         return False
@@ -443,8 +451,9 @@ class Engine:
         packed = block.packed
         compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
-        if steps == 1 or self._blocks.count > 1:
-            self._check_labels(facts, packed)  # else `blocks` or the first call has
+        if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
+            self._check_labels("train", packed)
+        self._sizes_taken["train"] = self.packers["train"].size
         groups = self._placed(packed, compiled)
         before = self._arrays
         started = 0 if self._trial is None else time.perf_counter()
@@ -501,7 +510,8 @@ class Engine:
         """`totals` with those of `batch` added; start from `new_totals()`."""
         with _in_batch(batch_idx):
             packed, compiled = self.prepare("evaluate", batch)
-            self._check_labels(self.facts["evaluate"], packed)
+            self._check_labels("evaluate", packed)
+        self._sizes_taken["evaluate"] = self.packers["evaluate"].size
         groups = self._placed(packed, compiled)
         weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
@@ -592,15 +602,23 @@ class Engine:
                 self.packers[kind].forget()
             raise
 
-    def _check_labels(self, facts: Facts, packed: Packed) -> None:
-        if facts.num_classes is not None:
-            for group in packed.groups:
-                batch = group.batch
-                if type(batch) is Rows:
-                    if batch.columns.have_labels_below(facts.num_classes):
-                        continue
-                    batch = batch.own
-                check_labels(batch, facts.num_classes)
+    def _check_labels(self, kind: Kind, packed: Packed) -> None:
+        num_classes = self.facts[kind].num_classes
+        if num_classes is None:
+            return
+        for group in packed.groups:
+            batch = group.batch
+            if type(batch) is Rows:
+                if batch.columns.have_labels_below(num_classes):
+                    continue
+                batch = batch.own
+            try:
+                check_labels(batch, num_classes)
+            except ValueError:
+                if self._blocks.count == 1:  # several processes must stay of one mind
+                    # Others are not to be padded to the size of one that is refused.
+                    self.packers[kind].start_from(self._sizes_taken[kind])
+                raise
 
     def _loops_well(self, packed: Packed) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""

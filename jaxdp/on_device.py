@@ -109,8 +109,9 @@ def _check(loader: Any) -> None:
         )
     if not source.is_plain():
         raise ValueError(
-            f"`loader` is a {kind} that iterates in its own way, and rows on the"
-            " devices are taken by index lists of a sampler. Pass the loader itself."
+            f"`loader` is a {kind} over a {type(loader.dataset).__name__}, and one of"
+            " the two iterates in its own way; rows on the devices are taken by index"
+            " lists of a sampler. Pass the loader itself."
         )
 
 

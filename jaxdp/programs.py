@@ -307,9 +307,16 @@ class Programs:
             whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
             if values_mix_rows(whole):
                 raise RowsInteract
-        return self.strategy.compile(
+        compiled = self.strategy.compile(
             step, arguments, roles, results, donate=donate, split=split
         )
+        if not callable(compiled):
+            raise TypeError(
+                f"`strategy`: {type(self.strategy).__name__}.compile returned a"
+                f" {type(compiled).__name__}; it must return the compiled step, which"
+                " is called with the arguments of `step` less the first."
+            )
+        return compiled
 
     def _donated(self, keeps: bool) -> tuple[int, ...]:
         """Which arguments of a train step may be overwritten."""

@@ -715,6 +715,7 @@ class Trainer:
         self._progress.load_state_dict(meta, self._share("train"))
         self._epoch_is_over = False
         self._padded_rows = meta.get("padded_rows")
+        self._ready().pad_as({})  # larger batches since then are none of that run's
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warnings.warn(
@@ -1178,7 +1179,7 @@ class Trainer:
         steps, sizes, *saved = self._padded_rows
         now = limits.steps_by(*saved or [self.accumulate_grad_batches])
         if steps == now:
-            self._ready().pad_to(sizes)  # the same loader, resumed
+            self._ready().pad_as(sizes)  # the same loader, resumed
         elif steps and self._progress.done:
             warnings.warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was saved,"

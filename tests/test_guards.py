@@ -28,6 +28,29 @@ def make(*callbacks, lr=0.1, **options):
     )
 
 
+def test_a_rolled_back_fit_is_not_padded_to_a_later_batch(tmp_path):
+    """A block with a larger batch may be under way when the NaN before it is seen."""
+    data = [(x, np.sin(x)) for x, _ in batches(*[10] * 36, 64, *[10] * 11)]
+    data[24][1][0] = np.nan
+    found = []
+    for steps in (1, 16):
+        saver = ModelCheckpoint(tmp_path / str(steps), every_n_train_steps=20)
+        trainer = Trainer(
+            eqx.nn.MLP(4, 4, 32, 2, key=jax.random.key(0)),
+            optax.adam(1e-2),
+            loss="mse",
+            strategy=SingleDevice(),
+            callbacks=[NanGuard("rollback"), saver],
+            steps_per_execution=steps,
+            enable_progress_bar=False,
+        )
+        with pytest.warns(UserWarning, match="batch_idx 24.*going back to .*20"):
+            trainer.fit(data)
+        found.append(trainer)
+    assert found[0].history["loss"] == found[1].history["loss"]
+    assert eqx.tree_equal(found[0].model, found[1].model)
+
+
 def data(bad=None, value=np.nan):
     """Thirty batches of a linear problem, the one number `bad` with a target off."""
     result = []

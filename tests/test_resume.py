@@ -82,6 +82,19 @@ def test_a_run_goes_on_on_other_devices(tmp_path, before, after):
     )
 
 
+def test_larger_batches_after_a_save_leave_no_trace_in_what_is_resumed(tmp_path):
+    expected = make()
+    expected.fit(DATA, DATA, max_epochs=3)
+    used = make()
+    used.fit(DATA, DATA, max_epochs=1)
+    used.save(tmp_path / "saved")
+    used.fit(batches(64, 64), batches(64), max_epochs=2)
+    assert used.batch_sizes["train"] == used.batch_sizes["evaluate"] == 64
+    used.fit(DATA, DATA, max_epochs=3, ckpt_path=str(tmp_path / "saved"))
+    assert used.batch_sizes == expected.batch_sizes
+    assert_same(used, expected)
+
+
 @pytest.mark.parametrize("limit", ["max_time", "Timer"])
 def test_a_run_that_the_clock_has_ended_goes_on(tmp_path, limit):
     """Wherever that was: at its third step, unless the machine is slow."""

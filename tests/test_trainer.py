@@ -106,6 +106,22 @@ def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeyp
     np.testing.assert_array_equal(shared, own)
 
 
+def test_batches_are_not_padded_to_one_that_was_refused():
+    def losses(*before):
+        recorder, adam = Recorder(), optax.adam(1e-2)
+        trainer = quiet(Mlp(jax.random.key(0)), adam, callbacks=[recorder])
+        for data in before:
+            with pytest.raises(ValueError, match="labels must be 0 to"):
+                trainer.fit(data)
+            with pytest.raises(ValueError, match="labels must be 0 to"):
+                trainer.validate(data)
+        trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+        return recorder.losses, trainer.history["val_loss"], trainer.batch_sizes
+
+    ((x, y),) = batches(64)
+    assert losses([(x, y + 100)]) == losses()
+
+
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_losses_equal_a_hand_written_loop(strategy):
     model, data = Mlp(jax.random.key(0), rate=0.0), batches(*RAGGED)
