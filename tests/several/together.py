@@ -295,7 +295,8 @@ def stopped(strategy, into, by="SIGTERM", who=1, hook="on_train_batch_end"):
     """A signal to one process: all save the same step and exit."""
     # Epochs, and so validations, end with every fourth step.
     here = At(4 if "validation" in hook else 5, who, interrupt(by), hook)
-    run = trainer(strategy, [here, saver(into)])
+    # Processes agree within a fraction of a second, which should be few steps.
+    run = trainer(strategy, [here, Slow(0.1), saver(into)])
     try:
         fit(run, max_epochs=1000)
     except BaseException as end:
@@ -313,8 +314,11 @@ def resumed(strategy, into):
 class Slow(Callback):
     """Steps of a length that a clock can see."""
 
+    def __init__(self, seconds=0.02):
+        self.seconds = seconds
+
     def on_train_batch_end(self, trainer, metrics, batch_idx):
-        time.sleep(0.02)
+        time.sleep(self.seconds)
 
 
 def spoilt(step):
