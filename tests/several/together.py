@@ -296,7 +296,7 @@ def stopped(strategy, into, by="SIGTERM", who=1, hook="on_train_batch_end"):
     # Epochs, and so validations, end with every fourth step.
     here = At(4 if "validation" in hook else 5, who, interrupt(by), hook)
     # Processes agree within a fraction of a second, which should be few steps.
-    run = trainer(strategy, [here, Slow(0.1), saver(into)])
+    run = trainer(strategy, [here, Slow(0.3), saver(into)])
     try:
         fit(run, max_epochs=1000)
     except BaseException as end:
