@@ -10,7 +10,6 @@ import itertools
 import math
 import operator
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .columns import Rows
+from .columns import Counts, Rows
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
@@ -33,7 +32,7 @@ from .metrics import (
 )
 from .portions import PortionPacker
 from .precision import as_own, as_stored
-from .processes import RowBlocks, find_processes, put
+from .processes import RowBlocks, find_processes
 from .programs import WHAT, Kind, Programs, of_rows, rows_in
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
@@ -51,9 +50,6 @@ takes a millisecond), of at most so many steps and bytes of batches."""
 _MOST_SIZES: Final = 4
 """Block sizes that are compiled for; others run step by step."""
 
-_MOST_COUNTS: Final = 128
-"""Of one program that are kept; there are more only if batches have all sizes."""
-
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""
 
@@ -70,40 +66,6 @@ class InFlight:
         self._waiting.append(array)
         while len(self._waiting) > most:
             self.wait(self._waiting.popleft())
-
-
-class Counts:
-    """How many rows of a batch are real, kept on the devices.
-
-    Most batches have as many as one before, and what comes from the host is sent to
-    each device by itself: 50 us for four bytes on eight of them.
-    """
-
-    def __init__(self) -> None:
-        # Of programs that are gone, nothing stays.
-        self._placed: weakref.WeakKeyDictionary[Any, dict[Any, Array]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def placed(
-        self, groups: Sequence[Group], step: jax.stages.Compiled
-    ) -> Sequence[Group]:
-        """`groups` as `step` takes them last, with arrays that others may share."""
-        placed = self._placed.get(step)
-        if placed is None:
-            placed = self._placed[step] = {}
-        if len(placed) > _MOST_COUNTS:
-            placed.clear()
-        found = []
-        for place, (batch, counts) in enumerate(groups):
-            key = place, counts.tobytes()
-            if key not in placed:
-                positional, _ = step.input_shardings
-                sharding = positional[-1][place].counts
-                # None where the step has no use for them, as prediction has not.
-                placed[key] = counts if sharding is None else put(counts, sharding)
-            found.append(Group(batch, placed[key]))
-        return found
 
 
 class Block(NamedTuple):
@@ -257,8 +219,11 @@ class Engine:
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
 
-    def _placed(self, packed: Packed, compiled: jax.stages.Compiled) -> Sequence[Group]:
-        """The batches of a dispatch as its step takes them."""
+    def _placed(
+        self, kind: Kind, packed: Packed, compiled: jax.stages.Compiled
+    ) -> Sequence[Group]:
+        """The batches of a dispatch, past all checks, as its step takes them."""
+        self._sizes_taken[kind] = self.packers[kind].size
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
         batch = groups[0].batch
         if type(batch) is Rows:
@@ -453,8 +418,7 @@ class Engine:
         facts, steps = self.facts["train"], len(packed.rows)
         if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
             self._check_labels("train", packed)
-        self._sizes_taken["train"] = self.packers["train"].size
-        groups = self._placed(packed, compiled)
+        groups = self._placed("train", packed, compiled)
         before = self._arrays
         started = 0 if self._trial is None else time.perf_counter()
         self._arrays, (means, inside) = compiled(before, groups)
@@ -511,8 +475,7 @@ class Engine:
         with _in_batch(batch_idx):
             packed, compiled = self.prepare("evaluate", batch)
             self._check_labels("evaluate", packed)
-        self._sizes_taken["evaluate"] = self.packers["evaluate"].size
-        groups = self._placed(packed, compiled)
+        groups = self._placed("evaluate", packed, compiled)
         weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
@@ -543,7 +506,7 @@ class Engine:
         for number, x in enumerate(inputs):
             with _in_batch(number):
                 packed, compiled = self.prepare("predict", x)
-            groups = self._placed(packed, compiled)
+            groups = self._placed("predict", packed, compiled)
             prediction = compiled(weights, groups)
             waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
@@ -597,6 +560,7 @@ class Engine:
                 kind, packed, self._shapes(packed), inputs, keeps=keeps
             )
         except Exception:
+            self._unpad(kind)
             if not self.programs.has(kind):
                 # The first batch did not fit the model; the next one may be another.
                 self.packers[kind].forget()
@@ -615,10 +579,13 @@ class Engine:
             try:
                 check_labels(batch, num_classes)
             except ValueError:
-                if self._blocks.count == 1:  # several processes must stay of one mind
-                    # Others are not to be padded to the size of one that is refused.
-                    self.packers[kind].start_from(self._sizes_taken[kind])
+                self._unpad(kind)
                 raise
+
+    def _unpad(self, kind: Kind) -> None:
+        """No batch is padded to the size of one that is refused."""
+        if self._blocks.count == 1:  # several processes must stay of one mind
+            self.packers[kind].start_from(self._sizes_taken[kind])
 
     def _loops_well(self, packed: Packed) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""

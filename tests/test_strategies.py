@@ -5,6 +5,7 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -14,6 +15,7 @@ from toys import Mlp, Recorder, batches
 from jaxdp import (
     FSDP,
     DataParallel,
+    OnDevice,
     Pmap,
     Sharded,
     SingleDevice,
@@ -85,6 +87,60 @@ RULES = [
 )
 def test_strategy_conforms(strategy):
     check_strategy(strategy())
+
+
+class Placeless(Sharded):
+    def place(self, state):
+        super().place(state)
+
+
+class Stepless(Sharded):
+    def compile(self, *arguments, **options):
+        super().compile(*arguments, **options)
+
+
+class Wrapped(Sharded):
+    """Its steps are plain functions, which tell nothing of layouts."""
+
+    def compile(self, *arguments, **options):
+        compiled = super().compile(*arguments, **options)
+        return lambda *rest: compiled(*rest)
+
+
+def fit_on(strategy, wrap=lambda data: data):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    trainer = Trainer(
+        eqx.nn.Linear(4, 4, key=jax.random.key(0)),
+        loss="mse", strategy=strategy, enable_progress_bar=False,
+    )  # fmt: skip
+    return trainer.fit(wrap([(x, x)]))["loss"]
+
+
+@pytest.mark.parametrize(
+    "strategy, message",
+    [
+        (Placeless, "Placeless.place returned a NoneType; it must return the TrainSta"),
+        (Stepless, "Stepless.compile returned a NoneType; it must return the compiled"),
+    ],
+)
+def test_a_strategy_that_returns_nothing_is_named(strategy, message):
+    with pytest.raises(TypeError, match=message):
+        fit_on(strategy())
+
+
+def test_a_step_may_be_any_callable_but_for_rows_on_the_devices(monkeypatch):
+    # The types inside name what all of our own strategies return.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    assert fit_on(Wrapped()) == fit_on(Sharded())
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def on_device(batches):
+        tensors = map(torch.from_numpy, batches[0])
+        return OnDevice(DataLoader(TensorDataset(*tensors), 16))
+
+    with pytest.raises(TypeError, match="`OnDevice` lays.*returned a function.*Return"):
+        fit_on(Wrapped(), on_device)
 
 
 class Stale(SingleDevice):

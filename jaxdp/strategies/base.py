@@ -87,7 +87,9 @@ class DataParallel(abc.ABC):
                 whole batch, and no sum over devices may be taken.
 
         Returns:
-            A callable with the arguments of `step` less the first.
+            A callable with the arguments of `step` less the first: best what `build`
+            returns, of which the plan and the checks of donation read what the step
+            does, and `OnDevice` how its batches are laid out.
         """
 
     def build(
