@@ -1,6 +1,7 @@
 """Runs peers in processes of their own, in turn, before a terminal of their own."""
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import math
@@ -24,6 +25,9 @@ from .works import WORKS, Work
 ROOT = Path(__file__).parent.parent
 SECONDS = 600
 """After which a process is given up."""
+
+_SUBREAPER = 36
+"""Linux's `PR_SET_CHILD_SUBREAPER`: orphans become children of this process."""
 
 
 def run_round(
@@ -78,16 +82,14 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
         }
         # Elsewhere than in the repository, where nobody should leave files.
         before = clocks()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=slave,
-                stderr=slave,
-                timeout=SECONDS,
-            )
+        wait_for_all(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+        )
         seconds, everybody, mine = (
             b - a for a, b in zip(before, clocks(), strict=True)
         )
@@ -95,6 +97,28 @@ def run_one(work: Work, peer: str, *, toy: bool = False) -> dict[str, Any]:
             busy = max(0.0, everybody - mine) / (seconds * (os.cpu_count() or 1))
             return json.loads(output.read_text()) | {"busy": busy}
         return {"failed": bytes(shown)[-3000:].decode(errors="replace")}
+
+
+def wait_for_all(command: list[str], **options: Any) -> None:
+    """Runs a process, and waits for what it leaves behind, too, where this is Linux.
+
+    A server that forks workers ends after the process that started it, and the time of
+    processes that nobody waits for is not told.
+    """
+    set_option = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
+    set_option(_SUBREAPER, 1, 0, 0, 0)
+    with subprocess.Popen(command, process_group=0, **options) as process:
+        try:
+            process.wait(SECONDS)
+        except BaseException as exception:
+            process.kill()
+            if not isinstance(exception, subprocess.TimeoutExpired):
+                raise
+    deadline = time.monotonic() + 10  # what is left has no work to do
+    with contextlib.suppress(ChildProcessError):  # nothing is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-process.pid, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
 
 
 def clocks() -> tuple[float, float, float]:

@@ -1036,7 +1036,7 @@ class Trainer:
                     yield metrics
             finally:
                 if engine.ahead:
-                    self._settle(block)
+                    self._leave(block)
         self._epoch_is_over = True
 
     def _place(self) -> str:
@@ -1052,16 +1052,20 @@ class Trainer:
         batches = [read_only(shown(batch)) for batch in window]
         return batches[0] if self.accumulate_grad_batches == 1 else batches
 
-    def _settle(self, block: Block | None = None) -> None:
-        """Brings the state to `global_step`, if the device is ahead inside a block.
+    def _settle(self) -> None:
+        """Takes the state back to `global_step`, if the device is ahead in a block.
 
-        Where the block's start was not kept, the counters of `block` go forward to
-        the state.
+        Not where the block's start was not kept.
         """
         engine = self._ready()
         if engine.ahead and engine.can_rewind:
             engine.rewind()
-        elif engine.ahead and block is not None:
+
+    def _leave(self, block: Block) -> None:
+        """Has state and counters agree, where a block is left before its last step."""
+        self._settle()
+        engine = self._ready()
+        if engine.ahead:
             rest = zip(block.windows, block.packed.rows, strict=True)
             for window, rows in list(rest)[-engine.ahead :]:
                 self._progress.begin()

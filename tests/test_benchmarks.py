@@ -175,6 +175,21 @@ def test_the_time_that_others_take_is_seen():
     assert mine > 0.05
 
 
+def test_the_time_of_processes_that_outlive_their_parents_is_ours():
+    if not Path("/proc/stat").exists():
+        pytest.skip("only Linux tells")
+    burn = (
+        "import time; t = time.process_time()\nwhile time.process_time() < t + 0.3: 0"
+    )
+    start = (
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn!r}])"
+    )
+    begin = processes.clocks()
+    processes.wait_for_all([sys.executable, "-c", start])
+    _, _, mine = (b - a for a, b in zip(begin, processes.clocks(), strict=True))
+    assert mine > 0.3
+
+
 @pytest.mark.slow
 def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
     recorded = tmp_path / "recorded.json"
