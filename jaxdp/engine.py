@@ -7,7 +7,6 @@ between steps: flattening a model's tree in Python costs more than a small step.
 import collections
 import contextlib
 import itertools
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .block_size import BlockSize
 from .columns import Counts, Rows
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
@@ -32,23 +32,12 @@ from .metrics import (
 )
 from .portions import PortionPacker
 from .precision import as_own, as_stored
-from .processes import RowBlocks, find_processes
+from .processes import RowBlocks
 from .programs import WHAT, Kind, Programs, of_rows, rows_in
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
 from .tree import leaf_path
-
-_LONG_STEP: Final = 0.005
-_ENOUGH_SECONDS: Final = 0.05
-_MOST_STEPS: Final = 64
-_MOST_BYTES: Final = 2**26
-"""What `steps_per_execution="auto"` aims at: steps no longer than the first of them, in
-blocks that keep the device busy for as long as the second (to dispatch a hundred arrays
-takes a millisecond), of at most so many steps and bytes of batches."""
-
-_MOST_SIZES: Final = 4
-"""Block sizes that are compiled for; others run step by step."""
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""
@@ -104,7 +93,6 @@ class Engine:
         ahead: how many steps of the newest block nobody has counted yet.
         can_rewind: whether a block's start is kept, for `rewind`, at the cost of a
             second state in memory.
-        steps_per_execution: the present number.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
 
@@ -137,12 +125,8 @@ class Engine:
         self.ahead = 0
         self.can_rewind = False
         self.steps_per_epoch: int | None = None
-        self._trial: list[float] | None = None
-        if steps_per_execution == "auto":
-            self._trial, steps_per_execution = [], 1
-        self.steps_per_execution = int(steps_per_execution)
+        self._block_size = BlockSize(steps_per_execution)
         self._convolves: bool | None = None
-        self._sizes: collections.Counter[int] = collections.Counter()
         self._start: tuple[list[Array], Block] | None = None
         several = not abstract and jax.process_count() > 1
         self._blocks = strategy.row_blocks() if several else RowBlocks()
@@ -198,6 +182,11 @@ class Engine:
             whole = jax.tree.unflatten(self._flat.treedef, leaves)
             self._whole = self._arrays, whole
         return self._whole[1]
+
+    @property
+    def steps_per_execution(self) -> int:
+        """How many steps a dispatch takes at present."""
+        return self._block_size.steps
 
     def check_state(self) -> None:
         """Raises where a step that failed has taken the state along."""
@@ -361,7 +350,7 @@ class Engine:
     def _packed_together(self, windows: list[list[Batch]]) -> Packed | None:
         """The batches of several steps for one dispatch; None where that can't be."""
         steps = len(windows)
-        if steps < 2 or not self._is_worth_compiling(steps):
+        if steps < 2 or not self._block_size.is_worth_compiling(steps):
             return None
         packer, slots = self.packers["train"], steps * self.micro_batches
         micros = [batch for window in windows for batch in window]
@@ -378,7 +367,7 @@ class Engine:
     def prepare_training(self, block: Block) -> Iterable[Block]:
         """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
         if self.steps_per_execution > 1 and not self._loops_well(block.packed):
-            self.steps_per_execution = 1
+            self._block_size.steps = 1
             first, *others = block.windows
             blocks = self.prepare_training(self._single(first))
             return itertools.chain(blocks, map(self._single, others))
@@ -420,7 +409,7 @@ class Engine:
             self._check_labels("train", packed)
         groups = self._placed("train", packed, compiled)
         before = self._arrays
-        started = 0 if self._trial is None else time.perf_counter()
+        started = time.perf_counter() if self._block_size.is_on_trial else 0
         self._arrays, (means, inside) = compiled(before, groups)
         self.ahead = steps
         if self._whole is not None:
@@ -431,10 +420,20 @@ class Engine:
             self.in_flight.add(means, BLOCKS_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
         self.in_flight.add(means)
-        if self._trial is not None:
+        if started:
             means.block_until_ready()  # a wait for the device, in the trial only
-            self._choose_steps(time.perf_counter() - started, packed)
+            self._time_step(time.perf_counter() - started, packed)
         return [Metrics(facts, means, inside)]
+
+    def _time_step(self, seconds: float, packed: Packed) -> None:
+        """Tells how long a step has taken to what finds the size of blocks."""
+        groups = of_rows(packed).groups
+        self._block_size.time(
+            seconds,
+            lambda: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(groups)),
+            self.steps_per_epoch,
+            lambda: self._loops_well(packed),
+        )
 
     def rewind(self) -> None:
         """Back to the last counted step inside the newest block.
@@ -470,13 +469,18 @@ class Engine:
         totals = self._flat.fetch(self._arrays, self._totals)
         return means_of(totals, self.facts["train"].names)
 
-    def evaluate(self, batch: Batch, totals: Any, batch_idx: int) -> Any:
+    def weights(self) -> list[Array]:
+        """The leaves that are evaluated, asked for once per pass: they may be many."""
+        return jax.tree.leaves(self.evaluated.weights)
+
+    def evaluate(
+        self, weights: list[Array], batch: Batch, totals: Any, batch_idx: int
+    ) -> Any:
         """`totals` with those of `batch` added; start from `new_totals()`."""
         with _in_batch(batch_idx):
             packed, compiled = self.prepare("evaluate", batch)
             self._check_labels("evaluate", packed)
         groups = self._placed("evaluate", packed, compiled)
-        weights = jax.tree.leaves(self.evaluated.weights)
         totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
         return totals
@@ -502,7 +506,7 @@ class Engine:
             # Waits for the device, `IN_FLIGHT` batches late.
             return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
 
-        weights = jax.tree.leaves(self.evaluated.weights)
+        weights = self.weights()
         for number, x in enumerate(inputs):
             with _in_batch(number):
                 packed, compiled = self.prepare("predict", x)
@@ -601,44 +605,6 @@ class Engine:
                     " slow inside loops on the CPU, and round otherwise"
                 )
         return not self._convolves
-
-    def _is_worth_compiling(self, steps: int) -> bool:
-        """Whether blocks of so many steps are common enough for their own program."""
-        if self.steps_per_execution in (1, steps):
-            return self.steps_per_execution == steps
-        self._sizes[steps] += 1
-        often = [size for size, count in self._sizes.most_common() if count > 1]
-        return steps in often[:_MOST_SIZES]
-
-    def _choose_steps(self, seconds: float, packed: Packed) -> None:
-        """Ends the trial of "auto" after some steps, with a block size."""
-        assert self._trial is not None
-        self._trial.append(seconds)
-        if len(self._trial) < 8:
-            return
-        seconds, self._trial = min(self._trial[2:]), None
-        # One process's clock decides for all.
-        seconds = find_processes().first("steps_per_execution", lambda: seconds)
-        leaves = jax.tree.leaves(of_rows(packed).groups)
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        most = min(
-            _MOST_STEPS, math.ceil(_ENOUGH_SECONDS / seconds), _MOST_BYTES // size
-        )
-        if seconds > _LONG_STEP or most < 2:
-            most = 1
-        elif not self._loops_well(packed):
-            return
-        epoch = self.steps_per_epoch
-        if epoch is not None and most > 1:
-            # The steps left over at an epoch's end have no program of their own at
-            # first, so a size that leaves few is better than the largest one.
-            most = min(most, epoch)
-            most = min(range(most, most // 2, -1), key=lambda size: epoch % size)
-        self.steps_per_execution = most
-        say(
-            f"`steps_per_execution`='auto': {most} at a time, because a step takes"
-            f" {seconds * 1e3:.3g} ms"
-        )
 
 
 @contextlib.contextmanager

@@ -1107,9 +1107,11 @@ class Trainer:
         hooks.on_validation_start(self)
         totals, batch_idx = new_totals(), -1
         with source.a_pass(), self._interrupts, distributed.together(prefix):
+            engine = self._ready()
+            weights = engine.weights()
             for batch_idx, batch in enumerate(self._in_step(source, prefix, limit)):
-                engine = self._ready(batch)
-                totals = engine.evaluate(batch, totals, batch_idx)
+                self._ready(batch)
+                totals = engine.evaluate(weights, batch, totals, batch_idx)
                 hooks.on_validation_batch_end(self, batch_idx)
         if batch_idx < 0:
             raise ValueError(source.gave_nothing())

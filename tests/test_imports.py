@@ -35,6 +35,7 @@ ORDER = [
     ["meetings", "hlo", "interaction"],
     ["processes"],
     [
+        "block_size",
         "flat",
         "interrupts",
         "layout",
