@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_PIPE_BYTES = 2**20
+PIPE_BYTES = 2**20
 """Arrays up to so large cross from a worker faster in its pipe than in shared memory,
 which has to be set up and mapped each time."""
 
@@ -61,9 +61,9 @@ def _to_send(leaf: Any) -> Any:
     """A leaf as it crosses fastest from a worker."""
     import torch
 
-    if isinstance(leaf, np.ndarray) and leaf.nbytes > _PIPE_BYTES:
+    if isinstance(leaf, np.ndarray) and leaf.nbytes > PIPE_BYTES:
         return torch.from_numpy(leaf).share_memory_()
-    if type(leaf) is torch.Tensor and leaf.nbytes <= _PIPE_BYTES:
+    if type(leaf) is torch.Tensor and leaf.nbytes <= PIPE_BYTES:
         with contextlib.suppress(TypeError):  # bfloat16
             return leaf.numpy()
     return leaf

@@ -28,12 +28,14 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from jaxdp import Callback, OnDevice, Trainer  # noqa: E402
+from jaxdp import Callback, OnDevice, Trainer, torch_loader  # noqa: E402
+from jaxdp.collation import PIPE_BYTES  # noqa: E402
 from jaxdp.data import to_host  # noqa: E402
 from jaxdp.generators import seed_of  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
 from jaxdp.source import Source  # noqa: E402
 from jaxdp.torch_loader import TorchSource  # noqa: E402
+from jaxdp.workers import started  # noqa: E402
 
 
 class Squares(Dataset):
@@ -355,6 +357,28 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
     for epoch in range(2):
         assert_same(source.epoch(epoch), plain)
     assert loader.multiprocessing_context is None
+
+
+def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    if not hasattr(fcntl, "F_GETPIPE_SZ"):
+        pytest.skip("only Linux has wider pipes")
+    found = []
+
+    def noted(*args):
+        batches = started(*args)
+        pipe = batches._worker_result_queue._reader.fileno()
+        found.append(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ))
+        return batches
+
+    monkeypatch.setattr(torch_loader, "started", noted)
+    plain = DataLoader(Squares(), 4)
+    loader = DataLoader(Squares(), 4, num_workers=1)
+    assert_same(open_loader(loader, "train_loader", seed=0).epoch(0), plain)
+    # Where that is forbidden, they come through a narrow one.
+    monkeypatch.setattr(fcntl, "F_SETPIPE_SZ", -1)
+    assert_same(open_loader(loader, "train_loader", seed=0).epoch(0), plain)
+    assert found == [PIPE_BYTES, 2**16]
 
 
 def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
