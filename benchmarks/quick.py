@@ -96,7 +96,12 @@ def main(argv: list[str] | None = None) -> int:
     for work, peer, ratio, before, worse in rows:
         old = "" if before is None else f"{before:.2f}"
         print(f"| {work} | {peer} | {ratio:.2f} | {old} | {'WORSE' * worse} |")
-    return int(any(worse for *_, worse in rows))
+    is_worse = any(worse for *_, worse in rows)
+    if is_worse:
+        print(
+            "run it again before you believe it: so few rounds vary, see docs/speed.md"
+        )
+    return int(is_worse)
 
 
 if __name__ == "__main__":
