@@ -364,6 +364,12 @@ class Planner:
             (block,) = engine.blocks([window])
             (block,) = engine.prepare_training(block)
             compiled = engine.compiled_for("train", block.packed)
+            if not isinstance(compiled, jax.stages.Compiled):
+                raise TypeError(
+                    "`plan` reads the compiled step, and `compile` of"
+                    f" {type(strategy).__name__} returned a {type(compiled).__name__}."
+                    " Return what `build` returns."
+                )
             trace_seconds = time.perf_counter() - started - compile_seconds
             # Its inputs tell the leaves apart. The step that runs takes small ones
             # joined, which needs some other bytes.

@@ -128,10 +128,16 @@ def test_a_strategy_that_returns_nothing_is_named(strategy, message):
         fit_on(strategy())
 
 
-def test_a_step_may_be_any_callable_but_for_rows_on_the_devices(monkeypatch):
+def test_a_step_may_be_any_callable_but_for_plans_and_rows_on_devices(monkeypatch):
     # The types inside name what all of our own strategies return.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     assert fit_on(Wrapped()) == fit_on(Sharded())
+    x = np.zeros((16, 4), np.float32)
+    trainer = Trainer(eqx.nn.Linear(4, 4, key=jax.random.key(0)), strategy=Wrapped())
+    with pytest.raises(
+        TypeError, match="`plan`.*of Wrapped returned a function.*build"
+    ):
+        trainer.plan([(x, x)])
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader, TensorDataset
 

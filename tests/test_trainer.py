@@ -122,6 +122,65 @@ def test_batches_are_not_padded_to_one_that_was_refused():
     assert losses([(x, y + 100)]) == losses()
 
 
+def test_batches_are_not_padded_to_one_that_does_not_compile():
+    def loss_fn(model, x, y):
+        if len(x) > 8:
+            raise ValueError("too many rows")
+        return jnp.square(jax.vmap(model)(x) - y).mean(-1)
+
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    options = {"strategy": SingleDevice(), "enable_progress_bar": False}
+    trainer = Trainer(model, loss_fn=loss_fn, **options)
+    few, many = np.ones((8, 4), np.float32), np.ones((64, 4), np.float32)
+    trainer.fit([(few, few)])
+    with pytest.raises(ValueError, match="too many rows"):
+        trainer.fit([(many, many)], max_epochs=2)
+    assert trainer.batch_sizes["train"] == 8
+    trainer.fit([(few, few)], max_epochs=2)
+
+
+@jax.tree_util.register_pytree_node_class
+class Counting:
+    """A weight that counts how often a model is taken apart."""
+
+    times = 0
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x * self.weight
+
+    def tree_flatten(self):
+        Counting.times += 1
+        return (self.weight,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_no_batch_takes_the_model_apart():
+    x = np.ones((8, 4), np.float32)
+    model = Counting(jnp.ones(4))
+    trainer = Trainer(model, loss="mse", enable_progress_bar=False)
+    epoch = 0
+
+    def fit(data):
+        nonlocal epoch
+        epoch += 1
+        trainer.fit(data, max_epochs=epoch)
+
+    for run in (fit, trainer.validate, trainer.predict):
+        run([(x, x)])  # which compiles
+        times = []
+        for number in (2, 9):
+            Counting.times = 0
+            run([(x, x)] * number)
+            times.append(Counting.times)
+        assert times[0] == times[1], run
+
+
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_losses_equal_a_hand_written_loop(strategy):
     model, data = Mlp(jax.random.key(0), rate=0.0), batches(*RAGGED)
