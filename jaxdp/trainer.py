@@ -25,8 +25,8 @@ from jaxtyping import PyTree
 from . import checkpoint, checks, distributed, losses, resume
 from .arguments import check_choice, check_count, check_number
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
+from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
-from .callbacks.loggers import CSVLogger
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .console import say

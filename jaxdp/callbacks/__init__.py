@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 from .base import Callback
 
 if TYPE_CHECKING:
+    from .csv_logger import CSVLogger
     from .donate import DonateBuffers
     from .early_stopping import EarlyStopping
     from .gradient_monitor import GradientMonitor
     from .learning_rate import LearningRateMonitor
     from .live_plot import LivePlot
     from .lockstep import Lockstep
-    from .loggers import CSVLogger, Logger, TensorBoardLogger
+    from .loggers import Logger, TensorBoardLogger
     from .mlflow_logger import MLFlowLogger
     from .model_checkpoint import ModelCheckpoint
     from .nan_guard import NanGuard
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "CSVLogger": "loggers",
+    "CSVLogger": "csv_logger",
     "DonateBuffers": "donate",
     "EarlyStopping": "early_stopping",
     "GradientMonitor": "gradient_monitor",

@@ -1,17 +1,12 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
-import csv
-import datetime
-import json
 import os
-import shutil
 import time
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +16,8 @@ from .base import Callback
 from .monitor import LateReads, announce
 from .run_facts import Facts, flat, markdown, run_facts
 
-_VALIDATION: Final = "val_"
-_EPOCH: Final = "epoch_"
+VALIDATION: Final = "val_"
+EPOCH: Final = "epoch_"
 
 Number = int | float
 
@@ -135,9 +130,9 @@ class Logger(Callback):
             return
         self._log_steps(self._late.drain())
         values = {
-            _EPOCH + name: value
+            EPOCH + name: value
             for name, value in metrics.items()
-            if not name.startswith(_VALIDATION)
+            if not name.startswith(VALIDATION)
         }
         if self._validation and self._validation[0] == trainer.global_step:
             values |= self._validation[1]
@@ -209,189 +204,6 @@ class Logger(Callback):
             step, values = self._validation
             self.log(trainer.current_epoch, step, values)
         self._validation = None
-
-
-class CSVLogger(Logger):
-    """Logs to one table in `dirpath`, with a row per logged step and per epoch.
-
-    The columns are `epoch` (counted from 0), `step` (optimizer steps done), one for
-    each value of a step, then `epoch_<name>` for the training means of an epoch and
-    `val_<name>` for its validation; a cell that does not apply is empty. A name that
-    appears later gets its column then.
-
-    Several fits of one trainer, and a run that is resumed, make one table. Rows that
-    a resumed run takes back are kept in `metrics.before.csv`. Another run that finds a
-    table in its way keeps it, as `metrics.1.csv` and so on, and says so.
-
-    Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
-    the run, what its step takes, and how it ended; `metrics.plan.html` is the plan as a
-    page. `python -m jaxdp report <dirpath>` and `... compare` read them.
-
-    Args:
-        dirpath: folder of the table; None means `trainer.default_root_dir`.
-        name: file name of the table.
-        hyperparameters: your own, by name, to record beside the trainer's arguments.
-    """
-
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        name: str = "metrics.csv",
-        hyperparameters: Mapping[str, Any] | None = None,
-    ):
-        super().__init__(dirpath, hyperparameters)
-        given = name
-        name = os.path.normpath(name) if isinstance(name, str) and name else ""
-        if os.path.basename(name) != name or Path(name).suffix in ("", ".json"):
-            raise ValueError(
-                "`name` must be the file name of a table, such as 'metrics.csv', and"
-                f" `dirpath` its folder; got {given!r}."
-            )
-        self.name = name
-        self._record: dict[str, Any] = {}
-        self._path: Path | None = None
-        self._file: IO[str] | None = None
-        self._run: weakref.ref[Any] | None = None
-        self._columns: list[str] = []
-        self._rows = 0
-        self._inode: int | None = None  # of the table; others may have put theirs there
-
-    @property
-    def path(self) -> Path | None:
-        """Where the table is; None before the first fit."""
-        return self._path
-
-    def open(self, trainer: Any, folder: Path) -> None:
-        path = folder / self.name
-        latest = None if self._run is None else self._run()
-        if not path.exists():
-            self._columns, self._rows = [], 0
-        elif (path, latest, path.stat().st_ino) != (self._path, trainer, self._inode):
-            self._take_over(trainer, path)
-        self._path, self._run = path, weakref.ref(trainer)
-        epoch_names = [
-            name if name.startswith(_VALIDATION) else _EPOCH + name
-            for name in trainer.logged_names
-        ]
-        self._widen([*trainer.metric_names, *epoch_names])
-
-    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        self._widen(values)
-        row = {"epoch": epoch, "step": step, **values}
-        if self._file is None:
-            assert self._path is not None
-            new = not self._path.exists()
-            self._file = self._path.open("a", newline="", encoding="utf-8")
-            if new:
-                csv.writer(self._file).writerow(self._columns)
-        cells = [row.get(column, "") for column in self._columns]
-        csv.writer(self._file).writerow(cells)
-        self._file.flush()
-        self._rows += 1
-
-    def log_run(self, facts: Facts) -> None:
-        trainer = None if self._run is None else self._run()
-        run_id = getattr(trainer, "run_id", None)
-        self._record = {**facts, "run_id": run_id, "started": _now()}
-        self._record |= {"ended": None, "status": "running"}
-        self._write_record()
-
-    def log_plan(self, plan: Any) -> None:
-        assert self._path is not None
-        from ..plan_page import SUFFIX
-
-        # The record has a layout of its own.
-        found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
-        self._record["plan"] = found
-        self._write_record()
-        plan.to_html(self._path.with_suffix(SUFFIX))
-
-    def close(self) -> None:
-        self._close_file()
-        error = self._error
-        status = "finished" if error is None else f"{type(error).__name__}: {error}"
-        self._record |= {"ended": _now(), "status": status}
-        self._write_record()
-        if self._path is not None and self._path.exists():
-            self._inode = self._path.stat().st_ino
-
-    def _write_record(self) -> None:
-        """Writes the record anew, in one piece."""
-        assert self._path is not None
-        path = self._path.with_suffix(".json")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        text = json.dumps(self._record, indent=2, default=str)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rows": self._rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._path = None
-
-    def _take_over(self, trainer: Any, path: Path) -> None:
-        """Goes on with the table of the run that is resumed, or moves it away."""
-        from ..plan_page import SUFFIX
-
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            columns, *rows = list(csv.reader(file)) or [[]]
-        self._columns, self._rows = [], 0
-        is_own = self._restored is not None and _run_of(path) in (None, trainer.run_id)
-        if not is_own or columns[:2] != ["epoch", "step"]:
-            kept = _free_name(path)
-            os.replace(path, kept)
-            for suffix in (".json", SUFFIX):
-                if path.with_suffix(suffix).exists():
-                    os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
-            announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
-            return
-        count = (self._restored or {}).get("rows")
-        if count is None:  # of an older version
-            count = sum(_step_of(row) <= trainer.global_step for row in rows)
-        if len(rows) < count:
-            announce(
-                trainer,
-                "CSVLogger",
-                f"{path} has {len(rows)} rows, of the {count} that were logged when the"
-                " checkpoint was saved.",
-            )
-        self._columns, self._rows = columns, min(count, len(rows))
-        if len(rows) > count:
-            shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-            kept_rows = [dict(zip(columns, row, strict=False)) for row in rows[:count]]
-            self._rewrite(path, kept_rows)
-
-    def _widen(self, names: Iterable[str]) -> None:
-        """Adds columns, to the file too when it is there."""
-        known = self._columns or ["epoch", "step"]
-        columns = sorted({**dict.fromkeys(known), **dict.fromkeys(names)}, key=_kind)
-        if columns == self._columns:
-            return
-        assert self._path is not None
-        self._columns = columns
-        if self._path.exists():
-            self._close_file()
-            with self._path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            self._rewrite(self._path, rows)
-
-    def _rewrite(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the whole table anew, in one piece."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, self._columns, restval="", extrasaction="ignore"
-            )
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, path)
 
 
 class TensorBoardLogger(Logger):
@@ -503,7 +315,7 @@ class TensorBoardLogger(Logger):
         """Event files of another run would be shown as one with this run's."""
         others = [path for path in self._files("*") if path not in self._files()]
         if others:
-            folder = _free_name(others[0].with_name("before"))
+            folder = free_name(others[0].with_name("before"))
             folder.mkdir()
             for path in others:
                 path.rename(folder / path.name)
@@ -547,15 +359,6 @@ def check_writable(folder: Path, callback_name: str) -> None:
         ) from error
 
 
-def _kind(column: str) -> int:
-    """Sorts the columns of steps before those of epochs and of validations."""
-    if column in ("epoch", "step"):
-        return 0
-    if column.startswith(_EPOCH):
-        return 2
-    return 3 if column.startswith(_VALIDATION) else 1
-
-
 def _number(value: np.ndarray) -> Number:
     if value.dtype.kind in "iub":
         return int(value)
@@ -563,31 +366,12 @@ def _number(value: np.ndarray) -> Number:
     return float(str(value)) if value.dtype.kind == "f" else float(value)
 
 
-def _step_of(row: list[str]) -> float:
-    try:
-        return float(row[1])
-    except (IndexError, ValueError):
-        return float("inf")
-
-
-def _run_of(table: Path) -> str | None:
-    """The `run_id` of who wrote a table, if its record tells."""
-    try:
-        record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
-        return record.get("run_id")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """A name beside `path` that nothing has."""
     number = 1
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return free
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _tensorboard() -> tuple[Any, Any, Any, Any]:
