@@ -33,6 +33,8 @@ _PLANNED: Final = {
     "peak bytes per device": lambda plan: float(plan["memory"]["peak"]),
     "bytes sent per step": lambda plan: float(plan["wire_bytes"]),
 }
+_SHARE: Final = "time: "
+_UNRANKED: Final = "steps", "epochs", "examples", "seconds"
 _LARGER_IS_BETTER: Final = ("accuracy", "top_", "auc", "f1", "iou", "mfu", "per_s")
 
 Points = list[tuple[float, float]]
@@ -184,9 +186,11 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
         elif name.startswith(_EPOCH):
             label = f"{name.removeprefix(_EPOCH)}, last epoch"
             shown[label] = [run.last(name) for run in runs]
-    for name in ("examples_per_s", "mfu"):
-        if _THROUGHPUT + name in names:
-            shown[name] = [_mean(run.columns.get(_THROUGHPUT + name)) for run in runs]
+    totals = [throughput_of(run) for run in runs]
+    for name in ("examples", "seconds", "examples_per_s", "mfu", *_PHASES):
+        if any(name in each for each in totals):
+            label = _SHARE + name if name in _PHASES else name
+            shown[label] = [each.get(name, math.nan) for each in totals]
     for label, value_of in _PLANNED.items():
         planned = [run.record.get("plan") for run in runs]
         if any(planned):
@@ -196,7 +200,8 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     for name, values in shown.items():
         finite = [value for value in values if math.isfinite(value)]
         best = None
-        if name not in ("steps", "epochs") and len(finite) > 1:
+        is_share = name.startswith(_SHARE)
+        if len(finite) > 1 and name not in _UNRANKED and not is_share:
             best = max(finite) if larger_is_better(name) else min(finite)
         rows.append(
             [
@@ -204,6 +209,8 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
                 *(
                     "-"
                     if not math.isfinite(value)
+                    else f"{value:.1%}"
+                    if is_share
                     else f"{number(value)}{' *' if value == best else ''}"
                     for value in values
                 ),
@@ -240,9 +247,31 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(name, common) if common else name for name in names]
 
 
-def _mean(points: Points | None) -> float:
-    values = [value for _, value in points or [] if math.isfinite(value)]
-    return sum(values) / len(values) if values else math.nan
+def throughput_of(run: Run) -> dict[str, float]:
+    """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
+
+    All examples over all seconds, and shares of the same seconds; of a run that was
+    resumed, over its fits. Empty where there are no such rows, or where they are of a
+    version that logged no seconds.
+    """
+    logged = {
+        name.removeprefix(_THROUGHPUT): [value for _, value in points]
+        for name, points in run.columns.items()
+        if name.startswith(_THROUGHPUT)
+    }
+    seconds = logged.get("seconds", [])
+    total = sum(seconds)
+    if not total:
+        return {}
+    examples = sum(logged["examples"])
+    found = {"examples": examples, "seconds": total, "examples_per_s": examples / total}
+    for name in _PHASES:
+        each = zip(logged[name], seconds, strict=True)
+        found[name] = sum(share * time for share, time in each) / total
+    if "mfu" in logged:  # in proportion to the examples per second
+        scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
+        found["mfu"] = found["examples_per_s"] * scale
+    return found
 
 
 def _subtitle(run: Run) -> str:
@@ -272,12 +301,11 @@ def _tiles(run: Run) -> str:
     seconds = _duration(run.record)
     if seconds is not None:
         tiles.append(("took", str(datetime.timedelta(seconds=round(seconds))), ""))
-    rate = _mean(run.columns.get(_THROUGHPUT + "examples_per_s"))
-    if math.isfinite(rate):
-        tiles.append(("examples/s", number(rate), "mean"))
-    mfu = _mean(run.columns.get(_THROUGHPUT + "mfu"))
-    if math.isfinite(mfu):
-        tiles.append(("MFU", f"{mfu:.1%}", "mean"))
+    found = throughput_of(run)
+    if found:
+        tiles.append(("examples/s", number(found["examples_per_s"]), ""))
+    if "mfu" in found:
+        tiles.append(("MFU", f"{found['mfu']:.1%}", ""))
     cells = "".join(
         f"<div><span>{html.escape(name)}</span><b>{html.escape(value)}</b>"
         f"<small>{html.escape(note)}</small></div>"
@@ -343,8 +371,8 @@ def _throughput(run: Run) -> str:
         for name, title in titles.items()
         if name in columns
     ]
-    phases = {name: _mean(columns.get(name)) for name in _PHASES}
-    phases = {name: share for name, share in phases.items() if math.isfinite(share)}
+    found = throughput_of(run)
+    phases = {name: found[name] for name in _PHASES if name in found}
     charts.append(
         line_chart(
             "share of the time",
@@ -356,7 +384,15 @@ def _throughput(run: Run) -> str:
             run.xlabel,
         )
     )
-    return share_bar(phases, _PHASES) + _charts(charts)
+    if not phases:
+        return _charts(charts)
+    note = (
+        f"{found['examples']:,.0f} examples in {number(found['seconds'])} s:"
+        f" {number(found['examples_per_s'])} per second. Shares are of the same time,"
+        " which runs from the first step to the end of each fit, without compilation"
+        " before it."
+    )
+    return f"<p>{note}</p>{share_bar(phases, _PHASES)}{_charts(charts)}"
 
 
 def _others(run: Run) -> str:

@@ -207,6 +207,7 @@ class Trainer:
         self.donate = "state"
         self.skip_nonfinite = False
         self.stopwatch: Stopwatch | None = None
+        self.last_values: dict[str, float] = {}
         self.bar_notes: dict[str, Callable[[], str]] = {}
         self.returns_when_preempted = False
 
@@ -346,7 +347,7 @@ class Trainer:
             if not (fast_dev_run and callback.skip_in_fast_dev_run)
         )
         with self._ending_well(hooks, train, val):
-            self.stopwatch = None
+            self.stopwatch, self.last_values = None, {}
             hooks.setup(self)
             hooks = self._timed(hooks)
             self._progress.go_on_with(train)
@@ -690,12 +691,15 @@ class Trainer:
             "devices": len(state.step.sharding.device_set),
         }
         with self._phase("checkpoints"):
-            return checkpoint.start_saving(
+            saving = checkpoint.start_saving(
                 path,
                 state,
                 meta,
                 lambda path: self._hooks.on_save_checkpoint(self, path),
             )
+        if self.stopwatch is not None:
+            saving.wait = self.stopwatch.function("checkpoints", saving.wait)
+        return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.

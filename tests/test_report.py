@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import subprocess
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -15,14 +16,21 @@ from jax.sharding import PartitionSpec as P
 from toys import batches
 
 from jaxdp import Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import CSVLogger, GradientMonitor, ThroughputMonitor
+from jaxdp.callbacks import (
+    CSVLogger,
+    GradientMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from jaxdp.charts import Curve, _Scale, line_chart, number, split_box
 from jaxdp.layout import layout
+from jaxdp.phases import PHASES
 from jaxdp.report import (
     Run,
     comparison,
     differences,
     read_run,
+    throughput_of,
     write_comparison,
     write_report,
 )
@@ -96,6 +104,43 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     assert "peak memory per device" in page.source  # the plan's page, in a frame
     assert page.loaded == [] and "http" not in page.source
     assert "@import" not in page.source and "url(" not in page.source
+
+
+def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, capsys):
+    # The saver waits for the disk after the others' turn, and yet is in the sums.
+    monitor = ThroughputMonitor(peak_flops_per_device=1e9)
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3)
+    trainer = make_trainer(CSVLogger(tmp_path), monitor, saver)
+    trainer.log_every_n_steps = 4
+    trainer.fit(batches(*[8] * 10, 5), batches(8), max_epochs=2)
+    summary, run = monitor.summary, read_run(tmp_path)
+    found = throughput_of(run)
+    assert {*PHASES, "examples", "seconds", "examples_per_s", "mfu"} == set(found)
+    assert found == pytest.approx({name: summary[name] for name in found}, rel=1e-4)
+    assert found["examples"] == 170  # of steps that no row of steps has, too
+    assert found["examples_per_s"] * found["seconds"] == pytest.approx(170)
+    assert sum(found[phase] for phase in PHASES) == pytest.approx(1, rel=1e-4)
+
+    said = capsys.readouterr().err
+    page = Page(Path(trainer.report(tmp_path)))
+    rows = {name: value for name, value in comparison([run])[1:]}
+    rate = summary["examples_per_s"]
+    assert f"170 examples in {summary['seconds']:.3g} s" in said
+    assert f"{rate:.3g} examples/s" in said or f"{rate / 1e3:.3g} kexamples/s" in said
+    assert f"checkpoints {summary['checkpoints']:.0%}" in said
+    assert f"170 examples in {number(found['seconds'])} s" in page.text
+    assert f"examples/s {number(found['examples_per_s'])}" in page.text
+    assert rows["examples_per_s"] == number(found["examples_per_s"])
+    assert f"checkpoints  {found['checkpoints']:.1%}" in page.text
+    assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
+
+
+def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
+    table = "epoch,step,loss,throughput/examples_per_s\n0,1,0.5,7000\n0,2,0.4,6000\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    run = read_run(tmp_path)
+    assert throughput_of(run) == {}
+    assert "examples/s" in Page(write_report(run, tmp_path / "a.html")).curves
 
 
 def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):

@@ -42,10 +42,10 @@ class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 
     Every hook is optional, and one that is not overridden costs nothing. Hooks of
-    several callbacks run in the order of `Trainer(callbacks=[...])`. `trainer` is
-    the running `jaxdp.Trainer`; `trainer.global_step`, `trainer.current_epoch` and
-    `trainer.history` say how far it is, and setting `trainer.should_stop = True`
-    ends the fit at the next boundary.
+    several callbacks run in the order of `Trainer(callbacks=[...])`, but for
+    `on_fit_end`: see `fit_end_order`. `trainer` is the running `jaxdp.Trainer`;
+    `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far it
+    is, and setting `trainer.should_stop = True` ends the fit at the next boundary.
 
     `metrics` per batch is a mapping from name to value, `"loss"` first. It is lazy:
     nothing leaves the device until a value is read, so `float(metrics["loss"])`
@@ -64,6 +64,11 @@ class Callback:
     or `trainer.model`, or stop the fit. With `steps_per_execution` the device is ahead
     of these hooks; it can go back to the very step, if the memory for a second state is
     spent on it. False spares that."""
+
+    fit_end_order: int = 0
+    """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
+    list. What measures a fit (1) comes after what takes time at its end, and what logs
+    it (2) after that."""
 
     def setup(self, trainer: Any) -> None:
         """Before placement and compilation: the place to set what they depend on."""
@@ -152,9 +157,12 @@ class Hooks:
         self.callbacks = tuple(callbacks)
         self._in_the_step = tuple(filter(_has_part, self.callbacks))
         for name in HOOKS:
+            ordered: Iterable[Callback] = self.callbacks
+            if name == "on_fit_end":
+                ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
             bound = tuple(
                 getattr(callback, name)
-                for callback in self.callbacks
+                for callback in ordered
                 if _overrides(callback, name)
             )
             setattr(self, name, _sequence(name, bound))

@@ -47,6 +47,8 @@ class Logger(Callback):
 
     skip_in_fast_dev_run = True
 
+    fit_end_order = 2
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -153,6 +155,10 @@ class Logger(Callback):
         if self._active:
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
+            if trainer.last_values:
+                is_new = trainer.batch_idx == 0  # the next epoch, which has not begun
+                epoch = max(0, trainer.current_epoch - is_new)
+                self.log(epoch, trainer.global_step, trainer.last_values)
             self._log_history(trainer)
             self.close()
         self._active = False

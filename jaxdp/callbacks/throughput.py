@@ -36,21 +36,33 @@ _BOUND: Final[dict[Phase, str]] = {
 }
 
 
+_RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
+"""What the last row is without: a wait for a checkpoint trains nothing."""
+
+
 class ThroughputMonitor(Callback):
     """Measures a fit's speed, and what share of its time goes where.
 
-    Every `trainer.log_every_n_steps` steps these are added to the step's metrics, and
-    so to all loggers; they are of the steps since the last time:
+    The clock runs from the first step to the end of the fit, without a pause: what is
+    compiled before the first step is not in it; validations, checkpoints and the wait
+    for the last of them are. Every `trainer.log_every_n_steps` steps these are added to
+    the step's metrics, and so to all loggers. They are of the time since the last row:
 
-    - `throughput/examples_per_s` and `throughput/steps_per_s`, validation and
-      checkpoints left out;
-    - `throughput/flops_per_s`, of the model: the matrix products and convolutions of
-      its forward and backward pass, counted in the traced step, without what `remat`
-      computes again; and `throughput/mfu`, its share of what the hardware can do;
+    - `throughput/seconds`, how long that was, and `throughput/examples`, the rows that
+      were trained on;
+    - `throughput/examples_per_s` and `throughput/steps_per_s`, over those seconds;
+    - `throughput/flops_per_s`, of the model: the matrix operations of its forward and
+      backward pass (products and convolutions), counted in the traced step, without
+      what `remat` computes again; and `throughput/mfu`, its share of what the hardware
+      can do;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
-      `.../validation` and `.../loop`: shares of the time, which add up to 1. The loop
-      waits for the next batch, waits for the device, or is in a callback, a checkpoint
-      or a validation; the rest is packing batches and handing them over.
+      `.../validation` and `.../loop`: shares of those seconds, which add up to 1. The
+      loop waits for the next batch, waits for the device, or is in a callback, a
+      checkpoint or a validation; the rest is packing batches and handing them over.
+
+    When the fit ends, a last row has the seconds, examples and shares of what was left.
+    So the rows add up to the whole: `summary`, the line in the terminal,
+    `trainer.report` and `python -m jaxdp compare` divide all examples by all seconds.
 
     With several processes `throughput/others` is the share that this one has waited for
     the others to come, and more is said of the one that waits least, for which the
@@ -62,18 +74,20 @@ class ThroughputMonitor(Callback):
     nothing is to be gained in the loader. Nothing here waits for the device.
 
     Args:
-        flops_per_example: operations of the training step per row, where you know
-            better; found by tracing the step once more otherwise. 0 leaves them out.
+        flops_per_example: matrix operations of the training step per row, where you
+            know better; found by tracing the step once more otherwise. 0 leaves them
+            out.
         peak_flops_per_device: what one device can do per second, for `mfu`. Known for
             common GPUs and TPUs, as the dense bfloat16 peak that MFU is commonly
             measured against; on others, CPUs included, there is no `mfu` without it.
 
     Attributes:
-        summary: the same values for all of the fit so far, without the prefix, with
-            `seconds`, `steps` and `examples`.
+        summary: the same values for all of the fit, without the prefix, and `steps`.
     """
 
     looks_inside_blocks = False
+
+    fit_end_order = 1
 
     def __init__(
         self,
@@ -131,14 +145,16 @@ class ThroughputMonitor(Callback):
         if not now.steps:
             return
         values = self._between(self._start, now)
-        seconds = sum(now.seconds.values()) - sum(self._start.seconds.values())
-        self.summary = {
-            "seconds": seconds,
-            "steps": now.steps,
-            "examples": now.examples,
-            **values,
+        self.summary = {"steps": now.steps, **values}
+        trainer.last_values |= {
+            f"throughput/{name}": value
+            for name, value in self._between(self._last, now).items()
+            if name not in _RATES
         }
-        text = [f"{_si(values['examples_per_s'])}examples/s"]
+        text = [
+            f"{now.examples:,} examples in {values['seconds']:.3g} s",
+            f"{_si(values['examples_per_s'])}examples/s",
+        ]
         if "flops_per_s" in values:
             text.append(f"{_si(values['flops_per_s'])}FLOP/s of the model")
         if "mfu" in values:
@@ -177,11 +193,12 @@ class ThroughputMonitor(Callback):
     def _between(self, start: "_Mark", end: "_Mark") -> dict[str, float]:
         seconds = {k: end.seconds[k] - start.seconds[k] for k in end.seconds}
         total = max(sum(seconds.values()), 1e-9)
-        training = total - seconds["validation"] - seconds["checkpoints"]
-        training = max(training, 1e-9)
+        examples = end.examples - start.examples
         values = {
-            "examples_per_s": (end.examples - start.examples) / training,
-            "steps_per_s": (end.steps - start.steps) / training,
+            "seconds": total,
+            "examples": examples,
+            "examples_per_s": examples / total,
+            "steps_per_s": (end.steps - start.steps) / total,
         }
         if self._flops:
             values["flops_per_s"] = values["examples_per_s"] * self._flops
