@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import multiprocessing
+import os
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import types
 import warnings
@@ -118,6 +120,7 @@ class _WorkerInit:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, _end_soon)
+        _end_with_the_trainer()
         info: Any = get_worker_info()
         if isinstance(info.dataset, Seeded):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
@@ -127,6 +130,25 @@ class _WorkerInit:
 
 def _end_soon(number: int, frame: Any) -> None:
     signal.alarm(20)
+
+
+def _end_with_the_trainer() -> None:
+    """Has this process end when the one that it works for is gone, however that died.
+
+    torch's workers look now and then whether they have another parent. The parent of
+    those that a fork server has forked is the server, which stays for as long as they
+    do. A pipe that only the trainer holds open tells at once, also inside of a
+    `__getitem__` that never returns.
+    """
+    trainer = multiprocessing.parent_process()
+    if trainer is None:
+        return
+
+    def watch() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="jaxdp watch", daemon=True).start()
 
 
 def with_workers(loader: Any, plan: Plan) -> Any:

@@ -89,4 +89,6 @@ test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation[1]
 test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation[4]
 test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation[5]
 test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation[7]
+test_orphans.py::test_workers_and_their_server_end_with_a_killed_trainer[fork]
+test_orphans.py::test_workers_and_their_server_end_with_a_killed_trainer[spawn]
 """.strip().split("\n")

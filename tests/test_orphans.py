@@ -1,0 +1,101 @@
+"""Nothing that a trainer has started outlives it, however it ends."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not pathlib.Path("/proc/self/stat").exists():
+    pytest.skip("processes are looked up in /proc", allow_module_level=True)
+
+SCRIPT = '''
+"""Trains with workers that last, and validates with some that never answer."""
+import sys, time
+import equinox as eqx, jax, numpy as np, optax
+from torch.utils.data import DataLoader, Dataset
+import jaxdp
+
+class Rows(Dataset):
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if self.blocks and index == 12:
+            time.sleep(600)
+        return np.full(4, index, np.float32), index % 3
+
+if __name__ == "__main__":
+    context = sys.argv[1] or None
+    def loader(blocks):
+        return DataLoader(Rows(blocks), 4, num_workers=2, persistent_workers=not blocks,
+                          multiprocessing_context=context)
+    trainer = jaxdp.Trainer(eqx.nn.Linear(4, 3, key=jax.random.key(0)), optax.sgd(0.1),
+                            loss="cross_entropy", enable_progress_bar=False)
+    class Say(jaxdp.Callback):
+        def on_validation_batch_end(self, trainer, batch_idx):
+            print("validates", batch_idx, flush=True)
+    trainer.callbacks.append(Say())
+    trainer.fit(loader(False), loader(True), max_epochs=2)
+'''
+
+
+def descendants(pid):
+    """Every process that `pid` has started, or that one of those has, by number."""
+    children = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    found = children.get(pid, [])
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def is_running(pid):
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("context", ["", "fork", "spawn"])
+def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path, context):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), context],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        said = ""
+        while "validates 2" not in said:
+            line = trainer.stdout.readline()
+            assert line, said
+            said += line
+        started = descendants(trainer.pid)
+        assert len(started) >= 4  # the workers of both loaders, and what helps them
+        try:
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait()
+            end = time.monotonic() + 10
+            while any(map(is_running, started)) and time.monotonic() < end:
+                time.sleep(0.05)
+            left = list(filter(is_running, started))
+        finally:
+            for pid in filter(is_running, started):
+                os.kill(pid, signal.SIGKILL)
+    assert not left
