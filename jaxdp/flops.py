@@ -85,8 +85,9 @@ def _equation(equation: Any) -> int:
     if name == "while":
         return inside * (times_of(str(equation.source_info.name_stack)) or 1)
     if name == "shard_map":
-        # Its body is what one device does.
-        axes = params.get("manual_axes", params["mesh"].axis_names)
+        # Its body is what one device does of these axes, and all do of the others. A
+        # KeyError here says that JAX has renamed them; no other reading would be right.
+        axes = params["newly_manual_axes"]
         return inside * math.prod(params["mesh"].shape[axis] for axis in axes)
     return inside
 

@@ -189,6 +189,33 @@ def choice_of_means(x):
     )
 
 
+def other_operations(x):
+    """Those that rules are for and no other case has, each along features."""
+    square = jax.vmap(lambda row: jnp.outer(row, row) + WIDTH * jnp.eye(WIDTH))(x)
+    parts = [
+        jnp.linalg.cholesky(square).sum(axis=2),
+        jnp.linalg.eigvalsh(square),
+        jax.lax.dynamic_slice_in_dim(x, jnp.argmax(MATRIX[0]), 2, axis=1),
+        *jax.lax.split(x, (1, 3), axis=1),
+        jax.lax.optimization_barrier(x),
+    ]
+    along = jax.lax.cumlogsumexp, jax.lax.cummax, jax.lax.cummin, jax.lax.cumprod
+    parts += [function(x, axis=1) for function in along]
+    places = jnp.zeros((ROWS, WIDTH)).at[jnp.arange(ROWS), jnp.argmin(x, axis=1)]
+    parts += [places.max(x[:, 0]), places.min(x[:, 0])]
+    parts += [places.multiply(x[:, 0], unique_indices=True)]
+    return sum(part.sum(axis=1) for part in parts)
+
+
+def between_extremes(x):
+    def one(row):
+        fixed = jax.lax.stop_gradient(row)
+        extremes = jax.lax.pmax(fixed, "rows"), jax.lax.pmin(fixed, "rows")
+        return (extremes[0] * row - extremes[1]).sum()
+
+    return jax.vmap(one, axis_name="rows")(x)
+
+
 LABELS = jnp.arange(ROWS) % WIDTH
 
 INDEPENDENT = {
@@ -224,6 +251,7 @@ INDEPENDENT = {
     "checked": checked,
     "branches": branches,
     "a choice": choice,
+    "other operations": other_operations,
 }
 
 MIXING = {
@@ -244,6 +272,7 @@ MIXING = {
     "centred": centred,
     "smoothed": smoothed,
     "an own BatchNorm": own_batch_norm,
+    "between extremes": between_extremes,
     "the hardest": hardest,
     "FFT of rows": lambda x: jnp.abs(jnp.fft.fft(x, axis=0))[:, 0],
     "QR": lambda x: jnp.abs(jnp.linalg.qr(x)[0]).sum(axis=1),
@@ -286,6 +315,29 @@ def test_an_operation_that_is_described_otherwise_tells_nothing(monkeypatch):
     assert found(MIXING["contrastive"])
     monkeypatch.setitem(interaction._RULES, "dot_general", rule)
     assert not found(MIXING["contrastive"])
+
+
+def test_every_operation_is_described_as_it_is_read(monkeypatch):
+    """No rule fails with this version of JAX, which would go unnoticed in training."""
+    results, read, failed = interaction._results, set(), {}
+
+    def recorded(equation, states):
+        name = equation.primitive.name
+        read.add(name)
+        try:
+            return results(equation, states)
+        except Exception as error:
+            failed[name] = repr(error)
+            raise
+
+    monkeypatch.setattr(interaction, "_results", recorded)
+    for loss_fn in [*INDEPENDENT.values(), *MIXING.values()]:
+        found(loss_fn)
+        plain = lambda x, f=loss_fn: mark_values(f(mark_rows(x)))  # noqa: E731
+        values_mix_rows(jax.make_jaxpr(plain)(jnp.ones((ROWS, WIDTH))))
+    assert not failed
+    rules = {*interaction._RULES, *interaction._OF_SEVERAL}
+    assert sorted(rules - read) == []
 
 
 def changed_by(loss_fn, row):
