@@ -26,7 +26,7 @@ from typing import Final
 
 import jax
 
-from .interrupts import Stopped
+from .interrupts import is_stop
 from .launchers import Place, find_place, split_address
 from .lifeline import Lifeline, call_the_roll
 
@@ -136,7 +136,7 @@ def together(doing: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        line.end_fit(None if isinstance(error, Stopped) else first_line(error))
+        line.end_fit(None if is_stop(error) else first_line(error))
         raise
     line.end_fit()
     line.where = f"after {doing}"
@@ -244,7 +244,7 @@ def _end_with_the_others(line: Lifeline) -> None:
         exception: BaseException,
         traceback: TracebackType | None,
     ) -> None:
-        agreed = isinstance(exception, Stopped)  # all others end by the same signal
+        agreed = is_stop(exception)  # all others end by the same signal
         if agreed or os.getpid() != process:  # or this is a fork of it
             print_it(kind, exception, traceback)
             return

@@ -16,15 +16,7 @@ EXIT_CODE: Final = 143
 end and did."""
 
 
-class Stopped:
-    """Marks an exception that was raised at a boundary, the state being whole."""
-
-
-class Interrupted(KeyboardInterrupt, Stopped):
-    """Ctrl-C, raised at a boundary."""
-
-
-class Preempted(SystemExit, Stopped):
+class Preempted(SystemExit):
     """A signal such as SIGTERM, raised at a boundary. Exits with 143 if not caught.
 
     Attributes:
@@ -34,6 +26,16 @@ class Preempted(SystemExit, Stopped):
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
+
+
+def is_stop(exception: BaseException | None) -> bool:
+    """Whether a signal was answered at a boundary by it, the state being whole."""
+    return isinstance(exception, Preempted) or hasattr(exception, _AT_BOUNDARY)
+
+
+# Not a class: Python exits with 130 for `KeyboardInterrupt` itself, and with 1 for what
+# inherits from it.
+_AT_BOUNDARY: Final = "at_boundary"
 
 
 class Interrupts:
@@ -133,7 +135,9 @@ class Interrupts:
 
 def _exception(number: int) -> BaseException:
     if number == signal.SIGINT:
-        return Interrupted()
+        stop = KeyboardInterrupt()
+        setattr(stop, _AT_BOUNDARY, True)
+        return stop
     name = signal.Signals(number).name
     say(f"{name}: stopped after this step; a second one would have ended it at once")
     return Preempted(name)

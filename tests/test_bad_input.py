@@ -25,7 +25,7 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
-from jaxdp.interrupts import Interrupted
+from jaxdp.interrupts import is_stop
 
 
 def mlp():
@@ -264,10 +264,12 @@ class CtrlC(Callback):
 def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     watching = Watching()
     trainer = make(callbacks=[CtrlC(), watching])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
     assert trainer.global_step == 3
-    assert watching.seen == [Interrupted, "end"]
+    assert watching.seen == [KeyboardInterrupt, "end"]
+    # Of this very class, or Python would exit with 1 instead of 130.
+    assert type(stopped.value) is KeyboardInterrupt and is_stop(stopped.value)
     trainer.model(jnp.ones(4))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1

@@ -11,7 +11,7 @@ import jax
 from .. import checkpoint, coordination, distributed, meetings
 from ..environment import versions
 from ..fingerprint import start_fingerprints
-from ..interrupts import Stopped
+from ..interrupts import is_stop
 from ..metrics import IN_FLIGHT
 from ..tree import leaf_path
 from .base import Callback
@@ -144,7 +144,7 @@ class Lockstep(Callback):
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         self._has_failed = True
         if (line := distributed.lifeline()) is not None:
-            agreed = isinstance(exception, Stopped)  # by a signal that all have heard
+            agreed = is_stop(exception)  # by a signal that all have heard
             line.end_fit(None if agreed else distributed.first_line(exception))
 
     def on_fit_end(self, trainer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from .. import checkpoint
 from ..arguments import check_choice, check_count
 from ..checkpoint_dir import CheckpointDir
-from ..interrupts import Stopped
+from ..interrupts import is_stop
 from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_monitor
@@ -193,8 +193,8 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
-        self._is_alone = not isinstance(exception, Stopped)
-        if isinstance(exception, Stopped):  # at a boundary: the state is whole
+        self._is_alone = not is_stop(exception)
+        if is_stop(exception):  # at a boundary: the state is whole
             self._settle(wait=True)
             if trainer.global_step and trainer.global_step not in self._scores:
                 self._kept_for_resuming = step = trainer.global_step

@@ -47,7 +47,7 @@ def run(task, index, count, port, folder, start, **options):
         code = end.code
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1  # as Python does
+        code = 130 if type(error) is KeyboardInterrupt else 1  # as Python does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)

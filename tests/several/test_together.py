@@ -227,7 +227,7 @@ def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     assert codes == [code, code], job.all_outputs()
     ends = [each[0] for each in told(outputs)]
     assert ends[0] == ends[1]
-    assert ends[0]["end"] == {143: "Preempted", 130: "Interrupted"}[code]
+    assert ends[0]["end"] == {143: "Preempted", 130: "KeyboardInterrupt"}[code]
     assert ends[0]["step"] in steps_in(folder)
 
 
