@@ -55,10 +55,10 @@ class Plan:
         steps: how many steps the program takes at a time. Its batch is theirs together;
             operations and collectives are a step's.
         memory: bytes per device.
-        flops: operations of the matrix products and convolutions in a step, on all
-            devices together, as traced; None if the strategy does not let one look.
-        flops_compiled: operations per device that the compiler counts, loop bodies
-            once; None where it does not tell.
+        flops: matrix operations, those of the products and convolutions in a step, on
+            all devices together, as traced; None if the strategy does not let one look.
+        flops_compiled: compiled operations: those of all kinds that the compiler counts
+            in a device's program, loop bodies once; None where it does not tell.
         bubble: what share of the time in split layers devices wait for one another's
             results, by the strategy's schedule; the operations count it as work.
         traffic: collectives, the most bytes first.
@@ -572,12 +572,11 @@ def _notes(
     ]
     indicative, unknown = [], []
     if flops is not None:
-        exact.append("operations of matrix products and convolutions, as traced")
-    else:
-        indicative.append(
-            "operations, as the compiler counts them: the bodies of loops once, and"
-            " what libraries compute perhaps not at all"
-        )
+        exact.append("matrix operations, of products and convolutions as traced")
+    indicative.append(
+        "compiled operations: the compiler counts the bodies of loops once, and what"
+        " libraries compute perhaps not at all"
+    )
     if stand_ins is not None and platform == "cpu":
         indicative.append(
             "temporary memory and collectives are those of XLA's CPU compiler. GPU and"

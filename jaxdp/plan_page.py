@@ -34,6 +34,10 @@ _LABELS: Final = {
     "results": "results beside the donated",
     "temporary": "temporary",
 }
+_GRADIENTS: Final = (
+    "All gradients are {}. The compiler decides how many there are at a time, in"
+    " temporary memory or where results go; they are in the peak."
+)
 _CAPTION: Final = {
     "exact": "exact",
     "indicative": "indicative",
@@ -56,7 +60,7 @@ def text(plan: Any) -> str:
     ]
     lines += [
         f"  {'peak':<28}{_bytes(memory.peak):>10}",
-        f"  Temporary has the gradients in it, {_bytes(memory.gradients)}.",
+        f"  {_GRADIENTS.format(_bytes(memory.gradients))}",
         "",
         f"Communication: a device sends {_bytes(plan.wire_bytes)} per step",
     ]
@@ -78,7 +82,7 @@ def text(plan: Any) -> str:
             f"  {_bytes(each.bytes_saved):>10} saved  {each.path}, axis {each.axis}"
             for each in plan.could_split[:5]
         ]
-    lines += ["", "Operations: " + _operations(plan)]
+    lines += ["", *_operations(plan)]
     if plan.estimate is not None:
         lines += ["", *_estimate(plan)]
     lines += [
@@ -101,7 +105,10 @@ def page(plan: Any) -> str:
         "<div class='facts'>",
         _fact(_bytes(memory.peak), "peak memory per device"),
         _fact(_bytes(plan.wire_bytes), "sent per device and step"),
-        _fact(_operations(plan, short=True), "operations per step"),
+        *(
+            _fact(_si(count) + "FLOP", f"{kind} per step")
+            for kind, count in _counts(plan).items()
+        ),
         _fact(
             "unknown" if plan.estimate is None else _seconds(plan.estimate.worst),
             "a step, at the hardware's peaks",
@@ -119,7 +126,7 @@ def page(plan: Any) -> str:
             + [("<b>peak</b>", f"<b>{memory.peak:,}</b>")],
             escape=False,
         ),
-        f"<p>Temporary has the gradients in it, {memory.gradients:,} bytes. Arguments"
+        f"<p>{_GRADIENTS.format(f'{memory.gradients:,} bytes')} Arguments"
         f" are {memory.arguments:,}, results {memory.results:,}, of which"
         f" {memory.overwritten:,} lie where arguments lay; the peak is arguments +"
         " results - overwritten + temporary.</p>",
@@ -152,7 +159,7 @@ def page(plan: Any) -> str:
                 ],
             ),
         ]
-    body += [f"<h2>Operations</h2><p>{_e(_operations(plan))}</p>"]
+    body += ["<h2>Operations</h2>", *(f"<p>{_e(x)}</p>" for x in _operations(plan))]
     if plan.estimate is not None:
         lines = "".join(f"<p>{_e(line)}</p>" for line in _estimate(plan))
         body += ["<h2>Time</h2>", lines]
@@ -543,25 +550,34 @@ def _saving(plan: Any) -> str:
     )
 
 
-def _operations(plan: Any, short: bool = False) -> str:
-    if plan.flops is None and plan.flops_compiled is None:
-        return "unknown" if short else "not known for this strategy and compiler."
-    if plan.flops is None:
-        total = plan.flops_compiled * plan.num_devices
-        return (
-            _si(total) + "FLOP"
-            if short
-            else f"{_si(total)}FLOP per step, as the compiler counts."
-        )
-    if short:
-        return _si(plan.flops) + "FLOP"
-    return (
-        f"{_si(plan.flops)}FLOP per step in matrix products and convolutions,"
-        f" {_si(plan.flops / plan.num_devices)}FLOP per device,"
-        f" {_si(plan.flops / plan.rows)}FLOP per row."
-        + f" Stages wait for {plan.bubble:.1%} of the blocks' time."
-        * bool(plan.bubble)
-    )
+_MATRIX: Final = "matrix operations"
+_COMPILED: Final = "compiled operations"
+
+
+def _counts(plan: Any) -> dict[str, float]:
+    """Per step, on all devices together: of two kinds, which have nothing in common."""
+    compiled = plan.flops_compiled
+    found = {
+        _MATRIX: plan.flops,
+        _COMPILED: None if compiled is None else compiled * plan.num_devices,
+    }
+    return {kind: count for kind, count in found.items() if count is not None}
+
+
+def _operations(plan: Any) -> list[str]:
+    what = {
+        _MATRIX: "of products and convolutions, as traced",
+        _COMPILED: "of all kinds, as the compiler counts: loop bodies once",
+    }
+    lines = [
+        f"{kind.capitalize()}: {_si(count)}FLOP per step,"
+        f" {_si(count / plan.num_devices)}FLOP per device,"
+        f" {_si(count / plan.rows)}FLOP per row; {what[kind]}."
+        for kind, count in _counts(plan).items()
+    ]
+    if plan.bubble:
+        lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
+    return lines or ["Operations: not known for this strategy and compiler."]
 
 
 def _estimate(plan: Any) -> list[str]:

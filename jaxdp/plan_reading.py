@@ -61,10 +61,12 @@ class Memory(NamedTuple):
     """The key, the step's number and the sums of metrics."""
     batch: int
     gradients: int
-    """As large as the trained parameters that the step works with. They live in
-    `temporary`, and so are not added to the peak."""
+    """All together: as large as the trained parameters that the step works with. How
+    many there are at a time, in `temporary` or where results go, is the compiler's
+    choice; so they are not added to the peak, which has them already."""
     temporary: int
-    """Activations, gradients and buffers of collectives, where they are most."""
+    """What is neither argument nor result where that is most: activations, buffers of
+    collectives, and gradients."""
     arguments: int
     """All that goes in, as the compiler says."""
     results: int

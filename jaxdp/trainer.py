@@ -790,7 +790,7 @@ class Trainer:
         return str(write_report(run, file, plan or self.running_plan()))
 
     def flops_per_example(self, batch: Batch) -> float:
-        """Operations per row of a training step: products and convolutions.
+        """Matrix operations per row of a training step: products and convolutions.
 
         Of the forward and backward pass, without what `remat` computes again and
         without what is element by element. Traces the step once more.
@@ -809,7 +809,7 @@ class Trainer:
     def running_plan(self) -> "Plan | None":
         """The plan of the train step that is compiled and runs, or None before one.
 
-        It costs no compilation, unlike `plan`, which knows more: operations as traced,
+        It costs no compilation, unlike `plan`, which knows more: matrix operations,
         and other devices. Loggers show it.
         """
         from .plan import of_running

@@ -39,6 +39,7 @@ from jaxdp.flops import repeated, times_of
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
 from jaxdp.hosts import sent
 from jaxdp.plan import largest
+from jaxdp.plan_page import _si
 from jaxdp.strategies.base import find_devices
 
 WIDTHS = [16, 32, 32, 8]
@@ -663,6 +664,30 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path, strategy):
     text = " ".join(page.text)
     assert all(leaf.path in text for leaf in plan.leaves)
     assert f"{plan.memory.peak:,}" in text
+
+
+def test_two_counts_of_operations_have_two_names(tmp_path):
+    trained = trainer(Sharded(2))
+    plan = trained.plan([batch()])
+    trained.fit([batch()])
+    path = tmp_path / "plan.html"
+    for each, kinds in (
+        (plan, ["matrix", "compiled"]),
+        (trained.running_plan(), ["compiled"]),
+    ):
+        counts = {"matrix": each.flops, "compiled": each.flops_compiled * 2}
+        shown = [
+            f"{kind.capitalize()} operations: {_si(counts[kind])}FLOP per step"
+            for kind in kinds
+        ]
+        lines = str(each).splitlines()
+        told = [line for line in lines if " operations: " in line and "FLOP" in line]
+        assert [line.partition(",")[0] for line in told] == shown
+        each.to_html(path)
+        text = path.read_text()
+        assert all(f"{kind} operations per step" in text for kind in kinds)
+        assert ("matrix operations per step" in text) == ("matrix" in kinds)
+        assert ">operations per step" not in text
 
 
 def test_names_of_leaves_can_not_break_the_page(tmp_path):
