@@ -29,7 +29,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -38,6 +38,7 @@ from jaxtyping import PyTree
 
 from .console import say
 from .fingerprint import fingerprints
+from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
 from .processes import Processes, find_processes
 from .step import TrainState
 from .tree import leaf_path
@@ -70,8 +71,10 @@ class Saving:
         checkpointer: Any,
         then: Callable[[str], None],
         processes: Processes,
+        resources: contextlib.ExitStack,
     ):
         self.path = path
+        self._resources = resources
         self._processes = processes
         self._checkpointer = checkpointer
         self._then: Callable[[str], None] | None = then
@@ -113,9 +116,12 @@ class Saving:
         self._thread.join()
 
     def _wait(self) -> None:
-        with _quiet_orbax():
+        with self._resources, _quiet_orbax():
             try:
                 self._checkpointer.wait_until_finished()
+                written = _written(self.path)
+                if written != self.path and self._processes.index == 0:
+                    os.rename(written, self.path)
                 _sync(os.path.dirname(self.path))
                 self._checkpointer.close()
             except BaseException as error:
@@ -163,20 +169,27 @@ def start_saving(
         state=ocp.args.StandardSave(_with_elements(named)),
         meta=ocp.args.JsonSave(described),
     )
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        # The callback runs when all is written, just before the folder gets its name.
-        options = ocp.options.AsyncOptions(
-            post_finalization_callback=lambda: _seal(path)
-        )
-        with _quiet_orbax():
-            checkpointer = ocp.AsyncCheckpointer(
-                ocp.CompositeCheckpointHandler(), async_options=options
+    shapes = {
+        name.replace(": ", ".", 1): leaf.shape
+        for name, leaf in _flat(_with_elements(named)).items()
+    }
+    folder, name = os.path.split(_written(path))
+    with contextlib.ExitStack() as resources:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            known_as = resources.enter_context(as_orbax_reads(folder))
+            # The callback runs when all is written, before the folder gets its name.
+            options = ocp.options.AsyncOptions(
+                post_finalization_callback=lambda: _seal(known_as, name, shapes)
             )
-            checkpointer.save(path, args=arguments)
-    except (OSError, ValueError) as error:  # Orbax tells of a full disk by the latter
-        raise _save_failed(path, error) from error
-    saving = Saving(path, checkpointer, then, processes)
+            with _quiet_orbax():
+                checkpointer = ocp.AsyncCheckpointer(
+                    ocp.CompositeCheckpointHandler(), async_options=options
+                )
+                checkpointer.save(os.path.join(known_as, name), args=arguments)
+        except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
+            raise _save_failed(path, error) from error
+        saving = Saving(path, checkpointer, then, processes, resources.pop_all())
     _latest = saving if processes.count > 1 else None
     return saving
 
@@ -389,8 +402,13 @@ def _read_arrays(
     )
     reader = ocp.PyTreeCheckpointHandler()
     try:
-        with _quiet_orbax(), ocp.Checkpointer(reader) as checkpointer:
-            stored = checkpointer.restore(os.path.join(path, "state"), args=arguments)
+        with (
+            _quiet_orbax(),
+            as_orbax_reads(path) as known_as,
+            ocp.Checkpointer(reader) as checkpointer,
+        ):
+            state = os.path.join(known_as, "state")
+            stored = checkpointer.restore(state, args=arguments)
         # Waits for the device.
         read, saved = fingerprints(_flat(stored)), meta.get("fingerprints")
     except Exception as error:  # of any type: what is read may be anything
@@ -479,7 +497,7 @@ def _check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> No
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Gives the disk back what a failed save took, and says what happened."""
     for _ in range(20):
-        found = glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+        found = _unfinished(_written(path))
         if not found:
             break
         for unfinished in found:
@@ -497,12 +515,28 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
     )
 
 
-def _seal(path: str) -> None:
-    """Notes the SHA-256 of all files of a checkpoint that is about to be named `path`.
+def _written(path: str) -> str:
+    """What Orbax calls the folder that is to be `path`: most often that."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, as_orbax_writes(name))
+
+
+def _unfinished(path: str) -> list[str]:
+    """The folders that Orbax writes to before one of them is `path`."""
+    return glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+
+
+def _seal(folder: str, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Notes the SHA-256 of all files of a checkpoint that is about to be named `name`.
 
     And asks the disk for each of them, so that not even a power failure undoes it.
+
+    Raises:
+        OSError: if the arrays of `shapes` can't be read from it.
     """
-    (unnamed,) = glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+    (unnamed,) = _unfinished(os.path.join(folder, name))
+    if missing := unreadable(os.path.join(unnamed, "state"), shapes):
+        raise OSError(f"what was written lacks {_listed(missing)}")
     sums = _sums_of_files(unnamed)
     seal = os.path.join(unnamed, "files.json")
     with open(seal, "w", encoding="utf-8") as file:

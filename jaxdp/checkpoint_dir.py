@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from .console import say
+from .orbax_paths import as_orbax_reads
 
 try:
     import fcntl
@@ -71,6 +72,8 @@ class CheckpointDir:
         try:
             os.makedirs(self.path, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
+            with as_orbax_reads(self.path):
+                pass
             lock = os.open(
                 os.path.join(self.path, ".lock"),
                 os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0),

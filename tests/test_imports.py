@@ -28,6 +28,7 @@ ORDER = [
         "launchers",
         "losses",
         "metrics",
+        "orbax_paths",
         "phases",
         "plan_page",
         "tree",
