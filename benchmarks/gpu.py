@@ -266,6 +266,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     size = 64 if args.toy else 8192
     device = jax.devices()[0]
+    if device.platform == "cpu" and not args.toy:
+        parser.error("this needs a GPU or TPU, and JAX has a CPU; `--toy` runs on it.")
     results: dict[str, Any] = {
         "device": device.device_kind,
         "platform": device.client.platform_version,

@@ -250,11 +250,16 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 _WORKERS: Final = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from jaxdp.workers import safe_workers
 if __name__ == "__main__":
     data = TensorDataset(torch.arange(64.).reshape(16, 4))
-    total = sum(x.sum().item() for (x,) in DataLoader(data, 4, num_workers=2))
+    loader = DataLoader(data, 4, num_workers=2)
+    with safe_workers(loader):  # as a fit starts them
+        total = sum(x.sum().item() for (x,) in loader)
+        context = loader.multiprocessing_context or torch.multiprocessing
+        method = context.get_start_method()
     assert total == 2016, total
-    print(torch.multiprocessing.get_start_method(), "start method")
+    print(f"started by {method!r}")
 """
 
 _PROCESS: Final = """

@@ -244,6 +244,12 @@ def test_a_leak_of_arrays_is_seen():
     assert memory.growth(watch.samples)[1] > memory.GROWTH_ARRAYS
 
 
+def test_gpu_benchmark_at_its_size_is_not_for_a_cpu(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "needs a GPU or TPU" in capsys.readouterr().err
+
+
 def test_gpu_benchmark_runs_anywhere_at_toy_size(tmp_path, capsys):
     arguments = ["--toy", "--repeats", "1", "--output", str(tmp_path)]
     results = gpu.main([*arguments, "--only", "tiny,big-f32"])

@@ -166,6 +166,15 @@ def test_the_doctor_finds_this_machine_able(capsys):
     assert "JAX computes on" in out
 
 
+def test_the_doctor_starts_data_workers_as_a_fit_does():
+    pytest.importorskip("torch")
+    found = doctor._workers()
+    assert (found.state, found.what) == (
+        "ok",
+        "torch's data workers work (started by 'forkserver')",
+    )
+
+
 def test_the_doctor_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_accelerators", lambda: "NVIDIA GPU")
     monkeypatch.setattr(doctor, "_try", lambda code: ("1|cpu|cpu", ""))

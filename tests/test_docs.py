@@ -1,10 +1,13 @@
 """The code in the documentation runs as it stands."""
 
+import importlib.util
 import pathlib
 import re
 
 import jax
 import pytest
+
+from jaxdp import cli
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # What can't run here is marked "py", and a comment above it says why.
@@ -60,3 +63,22 @@ def test_a_code_block_that_does_not_run_says_why(page):
     text = page.read_text()
     said = re.findall(r"^<!-- not run here: [^>]+ -->\n```py$", text, re.M)
     assert len(said) == len(re.findall(r"^```py$", text, re.M))
+
+
+TEXTS = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_commands_of_a_page_are_there(page, monkeypatch):
+    monkeypatch.chdir(DOCS.parent)
+    text = page.read_text()
+    for command in re.findall(r"python -m jaxdp ([a-z]+ [^\n`#|)]+)", text):
+        options, others = cli._parser().parse_known_args(command.split())
+        assert options.command and (others == [] or command.startswith("plan"))
+    for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
+        assert pathlib.Path(script).is_file()
+    for module in re.findall(r"python -m (benchmarks[\w.]*\w)", text):
+        assert importlib.util.find_spec(module)
+    targets = re.findall(r"^([\w-]+):", pathlib.Path("Makefile").read_text(), re.M)
+    for target in re.findall(r"^    make ([\w-]+)|`make ([\w-]+)", text, re.M):
+        assert "".join(target) in targets
