@@ -476,7 +476,6 @@ def _planned(
             profile,
             reading,
             (flops or (flops_compiled or 0) * count) / count,
-            _cost(reading.compiled, "bytes accessed"),
         )
     return Plan(
         planner,

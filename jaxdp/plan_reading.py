@@ -121,11 +121,18 @@ class Split(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A roofline: seconds that a step can't be faster than on the hardware's peaks."""
+    """A roofline: seconds at the hardware's peaks, in which a step is hardly ever done.
+
+    Made in the same way for every compiler, so that those of GPUs, TPUs and faked CPU
+    devices can be compared. The bytes that compilers count are not: each counts them in
+    a way of its own.
+    """
 
     hardware: str
     compute: float
+    """Matrix operations, or compiled ones where those are not known."""
     memory: float
+    """Arguments read once, results written once, temporary memory both."""
     communication: float
     best: float
     """Communication wholly beside computation."""
@@ -485,16 +492,13 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
     )
 
 
-def estimate(
-    profile: Hardware, reading: Reading, flops: float, accessed: float | None
-) -> Estimate:
+def estimate(profile: Hardware, reading: Reading, flops: float) -> Estimate:
     memory = reading.memory()
     floating = [leaf.dtype for leaf in reading.params]
     narrow = all("16" in dtype or "8" in dtype for dtype in floating)
     compute = flops / (profile.flops if narrow else profile.flops_float32)
-    # Least: the state is read and written, the batch read, what is kept goes both ways.
     least = memory.arguments + memory.results + 2 * memory.temporary
-    touched = (least if accessed is None else accessed) / profile.memory_bandwidth
+    touched = least / profile.memory_bandwidth
     communication = 0.0
     for each in reading.traffic:
         near = profile.domain is None or each.group_size <= profile.domain
