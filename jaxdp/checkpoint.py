@@ -74,14 +74,14 @@ class Saving:
         resources: contextlib.ExitStack,
     ):
         self.path = path
-        self._resources = resources
         self._processes = processes
-        self._checkpointer = checkpointer
         self._then: Callable[[str], None] | None = then
         self._error: BaseException | None = None
         # A thread of our own, because Orbax can't be asked whether it is done, and
         # forgets what it waits for when Ctrl-C interrupts the wait.
-        self._thread = threading.Thread(target=self._wait, name="jaxdp checkpoint")
+        self._thread = threading.Thread(
+            target=self._wait, args=(checkpointer, resources), name="jaxdp checkpoint"
+        )
         self._thread.start()
 
     @property
@@ -115,21 +115,25 @@ class Saving:
         """Waits until the rest of the work is done, well or not."""
         self._thread.join()
 
-    def _wait(self) -> None:
-        with self._resources, _quiet_orbax():
+    def _wait(self, checkpointer: Any, resources: contextlib.ExitStack) -> None:
+        with resources, _quiet_orbax():
             try:
-                self._checkpointer.wait_until_finished()
+                checkpointer.wait_until_finished()
                 written = _written(self.path)
                 if written != self.path and self._processes.index == 0:
                     os.rename(written, self.path)
                 _sync(os.path.dirname(self.path))
-                self._checkpointer.close()
+                checkpointer.close()
             except BaseException as error:
                 self._error = error
 
 
-_latest: Saving | None = None
-"""The last one that began, in a job of several processes."""
+_starting: Final = threading.Lock()
+"""Held while a save begins: Orbax counts them in a variable of the whole process, which
+a second one that began in another thread would change under the first."""
+
+_latest: threading.Thread | None = None
+"""The rest of the save that began last."""
 
 
 def start_saving(
@@ -159,10 +163,6 @@ def start_saving(
     global _latest
     path, processes = os.path.abspath(path), find_processes()
     processes.first(f"saving {path}", lambda: _check_is_new(path))
-    if _latest is not None:
-        # Orbax's processes wait for each other by the name of the folder alone: at two
-        # folders of one name at once, for ever.
-        _latest.wait()
     named = _named(state)
     described = _described(named, meta)
     arguments = ocp.args.Composite(
@@ -174,14 +174,23 @@ def start_saving(
         for name, leaf in _flat(_with_elements(named)).items()
     }
     folder, name = os.path.split(_written(path))
-    with contextlib.ExitStack() as resources:
+    with _starting, contextlib.ExitStack() as resources:
+        before = _latest
+        if before is not None and processes.count > 1:
+            # Orbax's processes wait for each other by the name of the folder alone: at
+            # two folders of one name at once, for ever.
+            before.join()
+
+        def finish() -> None:
+            """Runs when all is written, just before the folder gets its name."""
+            _seal(known_as, name, shapes)
+            if before is not None:
+                before.join()  # a checkpoint may know of those that began before it
+
         try:
             os.makedirs(folder, exist_ok=True)
             known_as = resources.enter_context(as_orbax_reads(folder))
-            # The callback runs when all is written, before the folder gets its name.
-            options = ocp.options.AsyncOptions(
-                post_finalization_callback=lambda: _seal(known_as, name, shapes)
-            )
+            options = ocp.options.AsyncOptions(post_finalization_callback=finish)
             with _quiet_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
                     ocp.CompositeCheckpointHandler(), async_options=options
@@ -190,7 +199,7 @@ def start_saving(
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
         saving = Saving(path, checkpointer, then, processes, resources.pop_all())
-    _latest = saving if processes.count > 1 else None
+        _latest = saving._thread
     return saving
 
 

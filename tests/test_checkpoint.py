@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 
 import equinox as eqx
 import jax
@@ -438,3 +439,33 @@ def test_a_metric_can_not_have_the_name_of_a_column():
 def test_model_checkpoint_takes_numpys_ints_and_any_duration():
     ModelCheckpoint(save_top_k=np.int64(2), every_n_epochs=np.int32(2))
     assert ModelCheckpoint(train_time_interval=60).train_time_interval.seconds == 60
+
+
+def test_saves_of_several_threads_do_not_meet(tmp_path):
+    trainers = [make(SingleDevice()) for _ in range(3)]
+    faults = []
+
+    def save(number, trainer):
+        try:
+            for step in range(5):
+                trainer.save(tmp_path / str(number) / str(step))
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=save, args=pair) for pair in enumerate(trainers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    for number, trainer in enumerate(trainers):
+        trainer.load(tmp_path / str(number) / "4")
+
+
+def test_a_checkpoint_is_there_before_those_that_were_begun_after_it(tmp_path):
+    large = make(SingleDevice(), model=eqx.nn.MLP(4, 3, 1500, 2, key=jax.random.key(0)))
+    small = make(SingleDevice())
+    first = large.start_saving(tmp_path / "first")
+    small.save(tmp_path / "second")
+    assert (tmp_path / "first").is_dir()
+    first.finish()
