@@ -761,9 +761,9 @@ class Trainer:
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
         """Writes one HTML page about the run, which opens anywhere, also offline.
 
-        It has the curves, the throughput (with a `ThroughputMonitor`), where every leaf
-        of the state is, and what the run was made of. With a `CSVLogger` the curves
-        have single steps too.
+        It has the curves, where every leaf of the state is, and what the run was made
+        of. With a `CSVLogger` the curves have single steps too, and with a
+        `ThroughputMonitor` besides there is the throughput.
 
         Args:
             path: of the file, or a folder to write `report.html` into.
