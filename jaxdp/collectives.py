@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
@@ -14,6 +13,10 @@ DATA: Final = "data"
 Share = Literal["gradients", "rows", "whole"]
 """What a result of `Collectives.over_rows` is: gradients like the parameters, values
 per row, or small values that every device holds."""
+
+
+class RowsInteract(Exception):
+    """A step was traced as if its rows were independent, and they are not."""
 
 
 class Collectives:
@@ -48,7 +51,8 @@ class Collectives:
     def need_all_rows(self) -> None:
         """Told, while a step is traced, that its rows can't be worked on apart.
 
-        It draws one key for all of them, or takes a mean over them by itself.
+        It draws one key for all of them, or takes a mean over them by itself. Where a
+        device is shown its own rows only, this must raise `RowsInteract`.
         """
 
     def arrange(self, model: PyTree) -> PyTree:
@@ -74,13 +78,12 @@ class Collectives:
         """Sums over all devices' rows."""
         return values
 
-    def mean(self, values: PyTree) -> PyTree:
-        """Means over the devices, of floating leaves; others are left alone."""
-        return values
-
 
 class AxisCollectives(Collectives):
     """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
+
+    For steps whose rows are independent. The others raise `RowsInteract` while they are
+    traced; a strategy then compiles them with `Collectives()` over whole batches.
 
     Args:
         axis_name: the axis, or axes, that the rows of a batch are split over.
@@ -94,12 +97,11 @@ class AxisCollectives(Collectives):
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
         return jax.lax.axis_index(self.axis_name) * rows + jnp.arange(rows)
 
+    def need_all_rows(self) -> None:
+        raise RowsInteract
+
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return self.sum(gradients)
 
     def sum(self, values: PyTree) -> PyTree:
         return jax.lax.psum(values, self.axis_name)
-
-    def mean(self, values: PyTree) -> PyTree:
-        floating, rest = eqx.partition(values, eqx.is_inexact_array)
-        return eqx.combine(jax.lax.pmean(floating, self.axis_name), rest)

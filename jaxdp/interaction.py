@@ -19,14 +19,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
+from .collectives import DATA
 from .flops import programs_in
 
 _ROWS: Final = "jaxdp: rows"
 _VALUES: Final = "jaxdp: values of rows"
-
-
-class RowsInteract(Exception):
-    """A step was traced as if its rows were independent, and they are not."""
 
 
 def mark_rows(batch: PyTree) -> PyTree:
@@ -279,8 +276,25 @@ def _along(parameter: str) -> Callable[..., _State]:
 
 def _sum_over_mapped_axis(equation: Any, states: list[_State]) -> list[_State]:
     """`psum` and the like, which `vmap` leaves with the numbers of axes."""
-    axes = [axis for axis in equation.params["axes"] if isinstance(axis, int)]
+    axes = equation.params["axes"]
+    if DATA in axes:
+        return _with_other_devices(equation, states)
+    axes = [axis for axis in axes if isinstance(axis, int)]
     return [_without(state, axes) for state in states]
+
+
+def _exchange(equation: Any, states: list[_State]) -> list[_State]:
+    """Collectives that put together or exchange what devices have."""
+    names = equation.params["axis_name"]
+    if DATA in (names if isinstance(names, tuple) else (names,)):
+        return _with_other_devices(equation, states)
+    # Over another axis: of layers, or of stages.
+    return [_alike(equation, states, out.aval.shape) for out in equation.outvars]
+
+
+def _with_other_devices(equation: Any, states: list[_State]) -> list[_State]:
+    """Joined with what the devices of other rows have."""
+    return [_MIXED] * len(equation.outvars)
 
 
 def _top_k(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
@@ -320,6 +334,25 @@ def _concatenate(equation: Any, states: list[_State], shape: Any) -> _State:
     if isinstance(joined, _Along) and joined.axis == equation.params["dimension"]:
         return joined._replace(each=None)
     return joined
+
+
+def _stack(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+    joined = _either(*states)
+    before = isinstance(joined, _Along) and equation.params["axis"] <= joined.axis
+    return _moved(joined, 1) if before else joined
+
+
+def _unstack(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+    (state,), axis = states, equation.params["axis"]
+    assert isinstance(state, _Along)
+    return None if state.axis == axis else _without(state, (axis,))
+
+
+def _tile(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+    (state,) = states
+    assert isinstance(state, _Along)
+    again = equation.params["reps"][state.axis] > 1
+    return state._replace(each=None) if again else state
 
 
 def _same_axis(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
@@ -413,11 +446,15 @@ def _gather(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _Sta
 
 
 _OF_SEVERAL: Final[dict[str, Callable[..., list[_State]]]] = {
+    "all_gather": _exchange,
+    "all_to_all": _exchange,
     "cond": _cond,
     "optimization_barrier": lambda equation, states: states,
     "pmax": _sum_over_mapped_axis,
     "pmin": _sum_over_mapped_axis,
+    "ppermute": _exchange,
     "psum": _sum_over_mapped_axis,
+    "reduce_scatter": _exchange,
     "scan": _scan,
     "while": _while,
 }
@@ -452,7 +489,10 @@ _RULES: Final[dict[str, Callable[..., _State]]] = {
     "sort": _along("dimension"),
     "split": _same_axis,
     "squeeze": _squeeze,
+    "stack": _stack,
     "svd": _of_last(2),
+    "tile": _tile,
     "top_k": _top_k,
     "transpose": _transpose,
+    "unstack": _unstack,
 }

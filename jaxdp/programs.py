@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .collectives import Collectives
+from .collectives import Collectives, RowsInteract
 from .columns import shapes_of
 from .compilations import Compilations
 from .console import say
 from .data import Packed
 from .flat import Flat
 from .flops import OWN_LOOP
-from .interaction import RowsInteract, values_mix_rows
+from .interaction import values_mix_rows
 from .metrics import Facts, new_totals
 from .objective import Objective
 from .step import Group, Steps, Weights
@@ -177,13 +177,28 @@ class Programs:
             try:
                 return compiled()
             except RowsInteract:
-                say(
-                    "the loss or a metric has values per row that depend on other rows,"
-                    " as contrastive ones do: batches are neither padded nor taken"
-                    " apart, as if their mean had been returned"
-                )
                 self.set(rows_interact=True)
-                return compiled()
+                return self._of_rows_that_interact(compiled)
+
+    def _of_rows_that_interact(
+        self, compiled: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        try:
+            program = compiled()
+        except RowsInteract:
+            raise ValueError(
+                f"`strategy`: {self.strategy!r} shows each device its own rows only,"
+                " and in this step rows interact (a scalar loss or metric, a model with"
+                " state, one `key` for all, or values that depend on other rows)."
+                " Catch RowsInteract in its `compile` and compile the step with"
+                " Collectives(), as Pmap does; or use Sharded()."
+            ) from None
+        say(
+            "the loss or a metric has values per row that depend on other rows, as"
+            " contrastive ones do: batches are neither padded nor taken apart, as if"
+            " their mean had been returned"
+        )
+        return program
 
     def _train(
         self,

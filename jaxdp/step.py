@@ -244,7 +244,7 @@ class Steps(NamedTuple):
         )
         return (
             collectives.sum_gradients(grads),
-            collectives.mean(model_state),
+            model_state,
             _Summed(collectives.sum(summed.sums), summed.facts),
         )
 
@@ -466,18 +466,15 @@ def _rows(collectives: Collectives, key: Any, micro: _Micro) -> Rows:
     return Rows(
         mask=place < micro.counts[block],
         keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
-        key=_batch_key(collectives, key, micro),
+        key=_batch_key(key, micro),
     )
 
 
-def _batch_key(collectives: Collectives, key: Any, micro: _Micro) -> Any:
-    """One key for a micro-batch, and another on every device that sees a share."""
-    key = jax.random.fold_in(
+def _batch_key(key: Any, micro: _Micro) -> Any:
+    """One key for all rows of a micro-batch."""
+    return jax.random.fold_in(
         key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
     )
-    if collectives.num_shards > 1:
-        key = jax.random.fold_in(key, collectives.row_ids(1)[0])
-    return key
 
 
 def _total(groups: Sequence[Group]) -> Float[Array, ""]:

@@ -14,6 +14,8 @@ from .callbacks.base import Callback
 from .strategies import DataParallel, SingleDevice
 from .trainer import Trainer
 
+_cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
 TOLERANCE = 1e-5
 """Largest relative difference of a loss from that of one device, in float32."""
 
@@ -36,8 +38,9 @@ def check_strategy(
     """Checks that `strategy` keeps the promises that every strategy makes.
 
     50 steps with dropout, ragged batches and accumulation give the losses of one
-    device; validation and prediction count every row once; the user's model stays
-    whole; the step is traced once; checkpoints interchange with `SingleDevice`.
+    device, and so do two with a loss in which rows interact; validation and
+    prediction count every row once; the user's model stays whole; the step is traced
+    once; checkpoints interchange with `SingleDevice`.
 
     Args:
         strategy: an instance.
@@ -65,6 +68,7 @@ def check_strategy(
     )
     accumulating = _trainer(SingleDevice(), model, "cross_entropy", accumulate=2)
     accumulating.compare(batches, strategy, steps=10).assert_close(TOLERANCE)
+    _check_rows_that_interact(strategy, model, batches)
     metrics = [run.trainer.validate(batches) for run in (found, expected)]
     for name in metrics[1]:
         _same(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
@@ -109,12 +113,33 @@ def _trainer(
     )
 
 
+def _check_rows_that_interact(
+    strategy: DataParallel, model: PyTree, batches: Sequence[tuple[Any, Any]]
+) -> None:
+    def by_the_mean(prediction: Any, target: Any) -> Any:
+        values = _cross_entropy(prediction, target)
+        return values * values.mean()
+
+    smallest, largest = (f(batches, key=lambda b: len(b[1])) for f in (min, max))
+    losses = []
+    for each in (strategy, SingleDevice()):
+        run = _Run()
+        trainer = _trainer(each, model, by_the_mean, callbacks=[run])
+        trainer.fit([largest, smallest], max_epochs=1)
+        losses.append(run.losses)
+    _same(
+        "where rows interact (`compile` must end with `self.build`, which finds it, and"
+        " then give the step whole batches), the loss of step",
+        *losses,
+    )
+
+
 def _train(strategy: DataParallel, model: PyTree, batches: Any) -> _Run:
     run = _Run()
 
     def loss(prediction: Any, target: Any) -> Any:
         run.traces += 1
-        return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+        return _cross_entropy(prediction, target)
 
     run.trainer = _trainer(strategy, model, loss, callbacks=[run])
     run.trainer.fit(batches, max_epochs=10)

@@ -82,9 +82,9 @@ class Trainer:
             floating ones the mean squared error.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
-            `key` (one per batch; under `Pmap` one per device), `mask` (which rows are
-            real, `(batch,)` bools) and `state` (the `eqx.nn.State`). It returns the
-            loss, or `(loss, metrics)`, and the new state last if it takes one. Values
+            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools) and
+            `state` (the `eqx.nn.State`). It returns the loss, or `(loss, metrics)`, and
+            the new state last if it takes one. Values
             shaped `(batch,)` should each come from their own row alone; they are
             averaged over real rows. A scalar is taken as the mean over the batch, whose
             rows may interact, as in contrastive losses: such batches are never padded.

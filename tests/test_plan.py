@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices
-from toys import Deep, NormNet, batches
+from toys import Apart, Deep, NormNet, batches
 
 from jaxdp import (
     FSDP,
@@ -501,7 +501,7 @@ def test_loops_multiply_what_is_sent():
         prediction = jax.vmap(model)(x)
         return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
 
-    plan = trainer(Pmap(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
+    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
     inside = [each for each in plan.traffic if each.times == 5]
     assert sum(each.operand_bytes for each in inside) == 5 * 16 * 16 * 4
     assert sum(each.wire_bytes for each in inside) == 5 * 16 * 16 * 4 * 2 * 3 / 4
@@ -949,7 +949,7 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
         prediction = jax.vmap(model)(jax.lax.stop_gradient(x))
         return optax.softmax_cross_entropy_with_integer_labels(prediction, y).mean()
 
-    plan = trainer(Pmap(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
+    plan = trainer(Apart(4), loss=None, loss_fn=loss_fn).plan([batch(64)])
     (inside,) = (each for each in plan.traffic if each.times == 5)
     assert inside.operand_bytes == 5 * 16 * 16 * 4
     assert times_of("jit(f)/runs_2_times/while/body/add") is None

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from toys import Mlp, Recorder, batches
+from toys import Apart, Mlp, Recorder, batches
 
 from jaxdp import (
     FSDP,
@@ -55,7 +55,7 @@ class Threads(DataParallel):
             out_shardings=self.whole,
             donate_argnums=donate,
         )
-        return program.trace(*arguments).lower().compile()
+        return self.build(program, arguments)
 
 
 RULES = [
@@ -170,13 +170,53 @@ class Unmasked(Pmap):
         )  # fmt: skip
 
 
+class Unread(SingleDevice):
+    """Its programs are compiled before anybody looks for rows that interact."""
+
+    def build(self, program, arguments, options=None):
+        return program.trace(*arguments).lower().compile()
+
+
 @pytest.mark.parametrize(
     "strategy, promise",
-    [(Stale, "your model is yours"), (Unmasked, "same numbers anywhere")],
+    [
+        (Stale, "your model is yours"),
+        (Unmasked, "same numbers anywhere"),
+        (Apart, "same numbers anywhere: where rows interact"),
+        (Unread, "same numbers anywhere: where rows interact"),
+    ],
 )
 def test_check_strategy_finds_broken_promises(strategy, promise):
     with pytest.raises(AssertionError, match=promise):
         check_strategy(strategy())
+
+
+class OwnRowsOnly(Pmap):
+    """An engine that never compiles a step for whole batches."""
+
+    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        from jaxdp.collectives import AxisCollectives, RowsInteract
+
+        def of_own_rows(collectives, *rest):
+            if not isinstance(collectives, AxisCollectives):
+                raise RowsInteract
+            return step(collectives, *rest)
+
+        return super().compile(
+            of_own_rows, arguments, roles, results, donate=donate, split=split
+        )
+
+
+def test_an_engine_that_can_not_gather_rows_is_refused_losses_that_need_them():
+    x = np.zeros((16, 4), np.float32)
+    trainer = Trainer(
+        eqx.nn.Linear(4, 4, key=jax.random.key(0)), strategy=OwnRowsOnly(),
+        loss=lambda prediction, y: jnp.square(prediction - y).mean(),
+        enable_progress_bar=False,
+    )  # fmt: skip
+    message = "`strategy`: .* shows each device its own rows only.*use Sharded"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit([(x, x)])
 
 
 def test_param_spec_lays_out_parameters_and_their_optimizer_state():
@@ -243,11 +283,27 @@ def test_pmap_equals_jax_pmap():
     np.testing.assert_allclose(recorder.losses, expected, rtol=1e-5)
 
 
-def test_pmap_shows_the_loss_one_device_and_an_axis_to_reduce_over():
-    shapes = []
+def test_pmap_shows_one_device_losses_of_rows_and_all_devices_the_others():
+    def shapes(loss):
+        seen = []
 
+        def criterion(prediction, target):
+            seen.append(prediction.shape)
+            return loss(prediction, target)
+
+        Trainer(
+            eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), loss=criterion,
+            strategy=Pmap(), enable_progress_bar=False,
+        ).fit(batches(32))  # fmt: skip
+        return set(seen)
+
+    by_row = optax.softmax_cross_entropy_with_integer_labels
+    assert shapes(by_row) == {(4, 3)}
+    assert (32, 3) in shapes(lambda prediction, y: by_row(prediction, y).mean())
+
+
+def test_pmap_gives_a_loss_that_reduces_over_the_devices_the_numbers_of_all_rows():
     def loss_fn(model, x, y):
-        shapes.append(x.shape)
         centre = jax.lax.pmean(x.mean(axis=0, keepdims=True), "data")
         logits = jax.vmap(model)(x - centre)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
@@ -258,7 +314,6 @@ def test_pmap_shows_the_loss_one_device_and_an_axis_to_reduce_over():
         model, loss_fn=loss_fn, strategy=Pmap(), callbacks=[recorder],
         enable_progress_bar=False,
     ).fit(batches(32))  # fmt: skip
-    assert shapes == [(4, 4)]
 
     def whole(model, x, y):
         logits = jax.vmap(model)(x - x.mean(axis=0, keepdims=True))

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..collectives import DATA
+from ..collectives import DATA, RowsInteract
 from ..cpu import options_for
-from ..interaction import RowsInteract, values_mix_rows
+from ..interaction import values_mix_rows
 from ..processes import RowBlocks, put
 from ..step import Group, TrainState
 
@@ -84,7 +84,9 @@ class DataParallel(abc.ABC):
             donate: places of arguments whose memory the step may overwrite.
             split: whether rows are split over the devices. False when rows interact
                 and their number is not divisible: every device then works on the
-                whole batch, and no sum over devices may be taken.
+                whole batch, and no sum over devices may be taken. True says nothing of
+                whether they interact: with `AxisCollectives` the step then raises
+                `RowsInteract`, and has to be compiled with `Collectives()`.
 
         Returns:
             A callable with the arguments of `step` less the first: best what `build`
@@ -223,6 +225,14 @@ def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     array[:] = list(devices)
     array = array.reshape(tuple(shape.values()))
     return Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def draws_by_row() -> bool:
+    """Whether the keys of rows draw the same however many rows are drawn for at once.
+
+    The default generator, threefry, does; what others draw depends on it.
+    """
+    return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
 
 
 def no_ambient_mesh() -> AbstractContextManager[Any]:

@@ -20,10 +20,9 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from ..collectives import Collectives, Share
+from ..collectives import Collectives, RowsInteract, Share
 from ..console import say
 from ..flops import repeated
-from ..interaction import RowsInteract
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from .base import DataParallel, Role, each, put_rows

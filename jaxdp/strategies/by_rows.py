@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..collectives import AxisCollectives, Collectives, Share
-from ..interaction import RowsInteract
+from ..collectives import AxisCollectives, Collectives, RowsInteract, Share
 from ..step import Group, Weights
 from ..tree import leaf_path
+from .base import draws_by_row
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
@@ -59,9 +59,7 @@ class ByRows(Collectives):
         groups: Sequence[Group],
         results: Share | tuple[Share, ...],
     ) -> Any:
-        # Another generator than threefry draws by how rows are batched.
-        generator = jax.config.jax_default_prng_impl  # pyright: ignore
-        if not self.apart or generator != "threefry2x32":
+        if not self.apart or not draws_by_row():
             return function(self, inputs, groups)
         try:
             return self._mapped(function, inputs, groups, results)
@@ -193,9 +191,6 @@ class ByRows(Collectives):
 
 class _Shares(AxisCollectives):
     """What a device is given that works on its rows alone: whole parameters."""
-
-    def need_all_rows(self) -> None:
-        raise RowsInteract
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return gradients  # `ByRows` does, when it knows where they go

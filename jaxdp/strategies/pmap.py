@@ -1,5 +1,6 @@
 """Data parallelism by the per-device view: each device runs the step on its share."""
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import DATA, AxisCollectives, Collectives
+from ..collectives import DATA, AxisCollectives, Collectives, RowsInteract
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
 from .base import (
@@ -16,6 +17,7 @@ from .base import (
     Devices,
     Role,
     data_mesh,
+    draws_by_row,
     each,
     mesh_on,
     place_copy,
@@ -26,14 +28,13 @@ from .base import (
 class Pmap(DataParallel):
     """What `jax.pmap` does: every device runs the step on its rows, then sums.
 
-    Inside the step the axis `"data"` is bound, so a loss may call
-    `jax.lax.pmean(x, "data")`. A scalar loss and BatchNorm statistics are per device;
-    scalars are averaged, and so are the running statistics after each step, as torch's
-    DistributedDataParallel keeps one set. `BatchNorm(axis_name=("batch", "data"))`
-    reduces over all devices instead, and gives the numbers of `Sharded`.
-
-    Dropout by the key of each row is the same as under other strategies with JAX's
-    default generator, threefry; what "rbg" draws depends on how rows are batched.
+    So it is where each value of the loss is of one row. Where rows interact, in a
+    scalar loss, BatchNorm, a `loss_fn` that takes `key` or values that other rows have
+    a part in, the step is written for the whole batch, which XLA takes apart: the
+    numbers are those of one device, not means over devices of what each made of its
+    own rows. A loss from a `jax.pmap` program may reduce over the axis `"data"`
+    (`jax.lax.pmean(x, "data")`, `BatchNorm(axis_name=("batch", "data"))`): as under
+    every strategy it is an axis of one then, along which the whole batch lies.
 
     Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
     state is replicated, never stacked, so checkpoints interchange with `Sharded`.
@@ -83,44 +84,43 @@ class Pmap(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        whole, rows = PartitionSpec(), PartitionSpec(DATA)
-        if not split:
-            everywhere = NamedSharding(self.mesh, whole)
-            program = jax.jit(
-                functools.partial(step, Collectives()),
-                in_shardings=everywhere,
-                out_shardings=everywhere,
-                donate_argnums=donate,
-            )
-            return self.build(program, arguments)
+        whole = PartitionSpec()
+        rows = PartitionSpec(DATA) if split else whole
 
         def spec_in(role: Role, argument: Any) -> Any:
             if role != "groups":
                 return whole
-            return [Group(PartitionSpec(None, DATA), whole) for _ in argument]
+            return [Group(PartitionSpec(None, *rows), whole) for _ in argument]
 
         in_specs = tuple(map(spec_in, roles, arguments))
         out_specs = each(results, lambda role: rows if role == "rows" else whole)
+        in_shardings, out_shardings = jax.tree.map(
+            functools.partial(NamedSharding, self.mesh),
+            (in_specs, out_specs),
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
+
+        def compiled(function: Callable[..., Any]) -> jax.stages.Compiled:
+            program = jax.jit(
+                function,
+                in_shardings=in_shardings,
+                out_shardings=out_shardings,
+                donate_argnums=donate,
+            )
+            return self.build(program, arguments)
+
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
-        mapped = jax.shard_map(
+        per_device = jax.shard_map(
             functools.partial(step, AxisCollectives(DATA, self.num_shards)),
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
         )
-        in_shardings, out_shardings = jax.tree.map(
-            functools.partial(NamedSharding, self.mesh),
-            (in_specs, out_specs),
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
-        )
-        program = jax.jit(
-            mapped,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate,
-        )
-        return self.build(program, arguments)
+        if split and draws_by_row():
+            with contextlib.suppress(RowsInteract):
+                return compiled(per_device)
+        return compiled(functools.partial(step, Collectives()))
 
     def __repr__(self) -> str:
         return f"Pmap({self.num_shards})"
