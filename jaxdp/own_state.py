@@ -159,6 +159,26 @@ def generators_of(place: dict[str, Any]) -> Any:
     return _decoded(place["generators"])
 
 
+def check_place(place: Any) -> None:
+    """Raises a ValueError unless this may be what `OwnState.place` gave."""
+    names = {"batches", "state", "generators", "after"}
+    if not isinstance(place, dict) or set(place) != names:
+        raise ValueError(f"a place must have {', '.join(sorted(names))}.")
+    for name in "batches", "after":
+        if type(place[name]) is not int or place[name] < 0:
+            raise ValueError(f"`{name}` of a place must be a whole number.")
+    for name in "state", "generators":
+        check_state(place[name])
+
+
+def check_state(state: Any) -> None:
+    """Raises a ValueError unless this may be what `OwnState.present` gave."""
+    try:
+        _decoded(state)
+    except Exception as error:  # of whatever stands in the place of what was saved
+        raise ValueError(f"a state can't be read: {error}.") from error
+
+
 def checksum(batch: Batch) -> int:
     """Tells one batch from another."""
     total = 0

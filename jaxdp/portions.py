@@ -210,9 +210,14 @@ class Share:
         return batches
 
     def of_lists(
-        self, lists: Iterator[Any]
+        self, lists: Iterator[Any], passed: int = 0
     ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
-        """The indices that this process is to fetch, and `of` for what it fetched."""
+        """The indices that this process is to fetch, and `of` for what it fetched.
+
+        Args:
+            lists: of all batches.
+            passed: how many of the first ones are fetched, but not wanted.
+        """
         return lists, self.of
 
     def length(self, argument: str, own: int | None) -> int | None:
@@ -225,6 +230,8 @@ class Share:
 
     def state(self, states: Any) -> Any:
         """The inverse of `states`; None if these are those of other processes."""
+        if isinstance(states, dict) and "of_each" in states:
+            return states["of_each"][0]
         return None if _is_by_process(states) else states
 
 
@@ -248,7 +255,7 @@ class GlobalShare(Share):
             yield Portion(jax.tree.map(own, batch), counts)
 
     def of_lists(
-        self, lists: Iterator[Any]
+        self, lists: Iterator[Any], passed: int = 0
     ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
         cut = _Cut(self._packer())
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
@@ -262,6 +269,8 @@ class GlobalShare(Share):
                 yield [indices[i] for place in places for i in place]
 
         def portions(batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
+            for _ in range(min(passed, len(waiting))):
+                waiting.popleft()
             for batch in batches:
                 yield Portion(batch, waiting.popleft())
 
@@ -270,6 +279,17 @@ class GlobalShare(Share):
     def length(self, argument: str, own: int | None) -> int | None:
         self._processes.same(f"`{argument}`", {"its number of batches": own})
         return own
+
+    def states(self, own: Any) -> Any:
+        # They differ where a dataset draws as it is asked for a process's rows.
+        told = self._processes.all("the loaders' states", own)
+        return own if all(each == own for each in told) else {"of_each": told}
+
+    def state(self, states: Any) -> Any:
+        if isinstance(states, dict) and "of_each" in states:
+            found, index = states["of_each"], self._processes.index
+            return found[index] if len(found) == self._processes.count else found[0]
+        return super().state(states)
 
 
 class LocalShare(Share):

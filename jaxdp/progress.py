@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Final
 
+from . import index_lists, own_generators
 from .data import taken, windows
-from .own_state import checksum
+from .own_state import check_place, check_state, checksum
 from .portions import Share
 from .source import Source
 from .step import Batch
@@ -43,13 +44,20 @@ class Progress:
         self._source: Source | None = None
         self._state: Any = None
         self._place: Any = None  # these two of a source that is here no more
+        self._val: Source | None = None
+        self._val_state: Any = None  # in a checkpoint
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
         self._last: Any = None  # the batch that was trained last
         self._after: int | None = None  # its checksum, in a checkpoint
 
-    def go_on_with(self, source: Source) -> None:
-        """The next batch is one of `source`, after those of the epoch that are done."""
+    def go_on_with(self, source: Source, val: Source | None = None) -> None:
+        """The next batch is one of `source`, after those of the epoch that are done.
+
+        Args:
+            source: of the training's batches.
+            val: of the validations'.
+        """
         if (last := self._read()) is not None:
             goes_on = last.of_epoch == self.epoch and last.loader is source.loader
             goes_on = goes_on or self.done > 0
@@ -60,6 +68,11 @@ class Progress:
         source.start_from, source.go_on_from = self._state, self._place
         source.replays_to = self._after
         self._keep(source)
+        if self._val is not None and self._val.of_epoch is not None:
+            self._val_state = None  # what was saved is read since
+        if val is not None:
+            val.apart_from, val.start_from = source, self._val_state
+        self._val = val
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
@@ -133,6 +146,7 @@ class Progress:
             place = None if self.is_whole else source.place(self.done)
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
+        val = self._val_state if self._val is None else self._val.state_now()
         of_epoch = Progress() if self.is_whole else self
         return {
             "global_step": self.global_step,
@@ -142,12 +156,29 @@ class Progress:
             "left_out": sorted(self.left_out),
             "source": share.states(state),
             "place": share.states(place),
+            "validation": share.states(val),
             "after": None if self.is_whole else after,
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
             "validated_at": of_epoch.validated_at,
         }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises a ValueError unless the loaders' states may be of `state_dict`."""
+        for name in "source", "place", "validation":
+            value = state.get(name)
+            for each in ("by_process", "of_each"):
+                if isinstance(value, dict) and isinstance(value.get(each), list):
+                    value = value[each]
+                    break
+            else:
+                value = [value]
+            try:
+                for each in value:
+                    _check_loaders(each)
+            except ValueError as error:
+                raise ValueError(f"`{name}`, a state of loaders: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
@@ -160,6 +191,7 @@ class Progress:
         self._source = self._taken_from = None
         self._state = share.state(state["source"])
         self._place = share.state(state.get("place"))
+        self._val, self._val_state = None, share.state(state.get("validation"))
         self._last, self._after = None, state.get("after")
 
     def _read(self) -> Source | None:
@@ -177,3 +209,27 @@ class Progress:
         batches = [] if comes_again else [batch for w in self._taken for batch in w]
         self._taken_from, self._taken = source.loader, collections.deque()
         return batches
+
+
+def _check_loaders(state: Any) -> None:
+    """Raises unless this may be a `Source.state` or a `Source.place`."""
+    is_older = isinstance(state, list) and all(type(each) is str for each in state)
+    if state is None or is_older:
+        return
+    if not isinstance(state, dict):
+        raise ValueError(f"it is a {type(state).__name__}.")
+    if "batches" in state:
+        check_place(state)
+        return
+    generators = state.get("generators")
+    if generators is not None and not isinstance(generators, list):
+        own_generators.check(generators)
+    if not isinstance(told := state.get("samplers", []), list):
+        raise ValueError("`samplers` must be a list.")
+    for each in (*told, state.get("own")):
+        check_state(each)
+    if "lists" in state:
+        index_lists.check(state["lists"])
+    if "drawn" in state:
+        check_place(state["drawn"])
+        own_generators.check(state["drawn"]["state"])

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .data import to_host
+from .own_generators import Found
 from .own_state import OwnState, checksum, generators_of, own_state
 from .portions import Portion, Share
 from .step import Batch
@@ -38,6 +39,7 @@ class Source:
         replays_to: the checksum of the batch that a replay ends with, if it is known.
         replay: how many batches an iterator gave in an earlier process, for the next
             epoch alone to pass over.
+        apart_from: another source, whose generators are its own to save.
     """
 
     def __init__(self, loader: Any, argument: str, share: Share = ALL):
@@ -50,6 +52,7 @@ class Source:
         self.of_epoch: int | None = None
         self.replay: int | None = 0
         self.replays_to: int | None = None
+        self.apart_from: Source | None = None
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
@@ -131,12 +134,27 @@ class Source:
             yield
         finally:
             self.loader, self.state, self.start_from = loader, state, following
+            if "own" not in (following or {}):
+                # Validation comes next, and may draw from the same generators.
+                self._set_generators(following)
+                self.start_from = None
 
     def present_state(self) -> Any:
         """What `state` would be of an epoch that started now."""
         if self.start_from is not None:
             return self.start_from
-        return None if self._own is None else {"own": self._own.present()}
+        parts: dict[str, Any] = {}
+        if generators := self._generators().state_dict():
+            parts["generators"] = generators
+        if self._own is not None:
+            parts["own"] = self._own.present()
+        return parts or None
+
+    def state_now(self) -> Any:
+        """What to start from to see what is now to be seen; a pass begins again."""
+        ended = inspect.GEN_CLOSED
+        is_inside = any(inspect.getgeneratorstate(p) != ended for p in self._passes)
+        return self.state if is_inside else self.present_state()
 
     def keep_places(self, trained: Callable[[], int]) -> None:
         """From now on `place` can be asked.
@@ -174,13 +192,17 @@ class Source:
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        before, present = self._own and self._own.present(), (self.state, self.of_epoch)
-        batches = self.epoch(0)
-        batch = next(batches, None)
-        getattr(batches, "close", lambda: None)()
-        self.state, self.of_epoch = present
-        if self._own is not None:
-            self._own.load(before)
+        start, before = self.start_from, self.present_state()
+        present, keeps = (self.state, self.of_epoch), self._keeps_places
+        self._keeps_places = False
+        try:
+            batches = self.epoch(0)
+            batch = next(batches, None)
+            getattr(batches, "close", lambda: None)()
+        finally:
+            self._keeps_places, self.start_from = keeps, start
+            self.state, self.of_epoch = present
+            self._take_up(before)
         if batch is None:
             raise ValueError(self.gave_nothing())
         return batch
@@ -210,6 +232,17 @@ class Source:
     def _own_state(self) -> OwnState | None:
         return own_state(self.loader, self.argument)
 
+    def _generators(self) -> Found:
+        """The generators of the loader's own that the state has to tell."""
+        found = self._own_generators()
+        others = self.apart_from
+        return found if others is None else found.without(others._own_generators())
+
+    def _own_generators(self) -> Found:
+        # An iterator is replayed from its start, and one with a state tells it all.
+        tells = self._own is not None or isinstance(self.loader, list | tuple)
+        return Found({} if self.is_iterator or tells else {"loader": self.loader})
+
     def _start(self, epoch: int) -> None:
         """Takes up `start_from`, and notes what the epoch starts from."""
         start, self.start_from, self.of_epoch = self.start_from, None, epoch
@@ -220,9 +253,15 @@ class Source:
             self._own.begin()
 
     def _take_up(self, start: Any) -> None:
-        if self._own is not None and "own" in start:
+        if self._own is not None and "own" in (start or {}):
             self._own.load(start["own"])
             self.replay = None  # an iterator, too, is at the start of an epoch now
+        self._set_generators(start)
+
+    def _set_generators(self, start: Any) -> None:
+        """Has the loader's own generators be where a state has them."""
+        if isinstance(start, dict) and isinstance(start.get("generators"), dict):
+            self._generators().load_state_dict(start["generators"])
 
     def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
         """Iterates the loader in its own way."""
@@ -233,7 +272,7 @@ class Source:
     def _positioned(self, epoch: int, skip: int) -> Iterator[Any]:
         """The loader's batches of an epoch, but for the first `skip`."""
         place, self.go_on_from = self.go_on_from, None
-        if place is None or self._own is None:
+        if place is None or self._own is None or "batches" not in place:
             batches = self._iterate(epoch)
             replay, self.replay = self.replay, 0
             if not self._goes_on or replay is None:

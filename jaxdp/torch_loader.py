@@ -22,14 +22,18 @@ from .generators import (
     Generators,
     seed_generators,
     seed_of,
-    state_as_text,
     state_from_text,
 )
+from .index_lists import IndexLists
+from .own_generators import Found
 from .own_state import OwnState
 from .portions import Share
 from .source import ALL, END, Source
 from .step import Batch
 from .workers import WORKER_RULES, Plan, Seeded, safe_workers, started, with_workers
+
+_FETCHING = "dataset", "collate_fn"
+"""The parts of a loader that make batches of index lists."""
 
 _DRAW_AT_ONCE = 64
 """Index lists drawn from a sampler per change of generators."""
@@ -63,10 +67,6 @@ class SeededSource(Source):
                 " torch.utils.data.DataLoader(dataset, batch_size)."
             )
 
-    def _own_generators(self) -> list[Any]:
-        """The generators that the user gave the loader or its sampler."""
-        return []
-
     def _begun(self) -> Iterator[Any]:
         return iter(self.loader)
 
@@ -75,18 +75,14 @@ class SeededSource(Source):
         with started.active():
             batches = self._begun()
         self._goes_on = batches is self.loader
-        own = self._own_generators()
+        own = self._generators()
         if generators is not None:
             # torchdata's loader sets its sampler's generator to where an epoch began,
             # and the next epoch would not have the order that it should.
             started.states = generators[0]
-            for generator, state in zip(own, generators[1], strict=False):
-                generator.set_state(state)
+            self._set_generators({"generators": generators[1]})
         if self._own is not None:
-            self._own.generators = lambda: (
-                started.states,
-                [generator.get_state() for generator in own],
-            )
+            self._own.generators = lambda: (started.states, own.state_dict())
         return self._as_it_is(batches, started)
 
     def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
@@ -114,6 +110,7 @@ class TorchSource(SeededSource):
         super().__init__(loader, argument, seed, share)
         self._workers: Any = None
         self._plan = Plan()
+        self._index_lists = IndexLists(argument, self._name_of_sampler())
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         self._start(epoch)
@@ -122,14 +119,15 @@ class TorchSource(SeededSource):
                 each.set_epoch(epoch)
         plain, workers = self.is_plain(), self.loader.num_workers
         whole_rows, share = None, self.share.of
-        lists = self._lists(epoch, skip)
+        first, lists = self._lists(epoch, skip) if plain else (skip, iter(()))
         if plain and self.is_torchs_collation():  # which is row by row
-            lists, share = self.share.of_lists(lists)
+            lists, share = self.share.of_lists(lists, skip - first)
             whole_rows = self._whole_rows()
         if whole_rows is not None:
             batches = whole_rows(lists)
         elif plain:
-            batches = self._by_index(lists, epoch, skip)
+            batches = self._by_index(lists, epoch, first)
+            self._pass_over(batches, skip - first)
         else:
             batches = self._positioned(epoch, skip)
         # torch's collation makes new tensors, and what crosses from a worker is new.
@@ -159,22 +157,40 @@ class TorchSource(SeededSource):
     def present_state(self) -> Any:
         if self.start_from is not None:
             return self.start_from
-        generators = [
-            state_as_text(each.get_state()) for each in self._own_generators()
-        ]
-        if self._own is None:
-            return generators
-        return {"generators": generators, "own": self._own.present()}
+        if not self.is_plain():
+            return super().present_state()
+        parts: dict[str, Any] = {}
+        if generators := self._generators().state_dict():
+            parts["generators"] = generators
+        if samplers := [each.present() for each in self._telling_samplers()]:
+            parts["samplers"] = samplers
+        if not self._has_torchs_samplers():
+            parts["lists"] = self._index_lists.state_dict()
+        return parts or None
 
-    def peek(self) -> Batch:
-        before = self.present_state()
-        try:
-            return super().peek()
-        finally:
-            self._take_up(before)
+    def place(self, trained: int) -> Any:
+        if not self.is_plain():
+            return super().place(trained)
+        parts: dict[str, Any] = {}
+        if (note := self._index_lists.note(trained)) is not None:
+            parts["lists"] = [trained, note]
+        if drawn := super().place(trained):
+            parts["drawn"] = drawn
+        return parts or None
 
     def _own_state(self) -> OwnState | None:
-        return None if self.is_plain() else super()._own_state()
+        if not self.is_plain():
+            return super()._own_state()
+        drawn = self._drawn_in_fetching()
+        # Else fetching goes with sampling, and nothing but both leads to a place.
+        is_apart = drawn.by_path and not drawn.shares_with(self._drawn_in_sampling())
+        return OwnState(_InFetching(self), self.argument) if is_apart else None
+
+    def _start(self, epoch: int) -> None:
+        start = self.start_from
+        super()._start(epoch)
+        if isinstance(start, dict) and "lists" in start:
+            self._index_lists.load_state_dict(start["lists"])
 
     def _take_up(self, start: Any) -> None:
         super()._take_up(start)
@@ -184,9 +200,21 @@ class TorchSource(SeededSource):
             # draws would differ from those of one.
             with Generators().active(), safe_workers(self.loader):
                 started(self.loader, self.argument)
-        texts = start["generators"] if isinstance(start, dict) else start
-        for generator, text in zip(self._own_generators(), texts, strict=False):
-            generator.set_state(state_from_text(text))
+            self._set_generators(start)  # these draws are not the user's
+
+    def _set_generators(self, start: Any) -> None:
+        super()._set_generators(start)
+        parts = start if isinstance(start, dict) else {"generators": start}
+        told = zip(self._telling_samplers(), parts.get("samplers", ()), strict=False)
+        for sampler, state in told:
+            sampler.load(state)
+        if isinstance(older := parts.get("generators"), list):  # of torch's alone
+            owners = self.loader, *self._samplers()
+            found = [getattr(owner, "generator", None) for owner in owners]
+            generators = {id(g): g for g in found if g is not None}.values()
+            for generator, state in zip(generators, older, strict=False):
+                is_text = isinstance(state, str)
+                generator.set_state(state_from_text(state) if is_text else state)
 
     def sample(self) -> Batch | None:
         # A dataset of the user's may draw from generators of its own, which training
@@ -195,10 +223,34 @@ class TorchSource(SeededSource):
         is_here = self.is_plain() and runs_nothing and self._whole_rows() is not None
         return self.peek() if is_here else None
 
-    def _own_generators(self) -> list[Any]:
-        owners = self.loader, *self._samplers()
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if g is not None}.values())
+    def _own_generators(self) -> Found:
+        return self._drawn_in_sampling() | self._drawn_in_fetching()
+
+    def _drawn_in_sampling(self) -> Found:
+        parts = {**vars(self.loader)}
+        for name in (*_FETCHING, "_iterator"):
+            parts.pop(name, None)
+        apart = Found({name: getattr(self.loader, name) for name in _FETCHING})
+        return Found(parts, apart.seen.values())
+
+    def _drawn_in_fetching(self) -> Found:
+        """What the dataset has, unless it tells it itself."""
+        owner = None if self.is_plain() or self._own is None else self._own.owner
+        parts = {name: getattr(self.loader, name) for name in _FETCHING}
+        return Found(parts, [owner] if owner is self.loader.dataset else [])
+
+    def _telling_samplers(self) -> list[OwnState]:
+        """The user's samplers that tell their state."""
+        found = filter(_has_state, self._samplers() if self.is_plain() else ())
+        return [OwnState(sampler, self.argument) for sampler in found]
+
+    def _name_of_sampler(self) -> str:
+        users = [
+            kind.__name__
+            for kind in map(type, self._samplers())
+            if not kind.__module__.startswith("torch.utils.data.")
+        ]
+        return users[0] if users else type(self.loader.sampler).__name__
 
     def is_torchs_collation(self) -> bool:
         """Whether rows are put together by torch alone."""
@@ -274,10 +326,24 @@ class TorchSource(SeededSource):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(self, epoch: int, skip: int) -> Iterator[Any]:
-        return itertools.islice(self._index_lists(epoch), skip, None)
+    def _lists(self, epoch: int, skip: int) -> tuple[int, Iterator[Any]]:
+        """The index lists from the batch on that is to be fetched first.
 
-    def _index_lists(self, epoch: int) -> Iterator[Any]:
+        That is the number `skip`, or one before it, to lead generators of the dataset
+        to where they were.
+        """
+        place, self.go_on_from = self.go_on_from or {}, None
+        lists, first = self._drawn_lists(epoch), skip
+        if self._keeps_places and not self._has_torchs_samplers():
+            lists = self._index_lists.noted(lists, place.get("lists"))
+        if skip and not self.loader.num_workers and self._drawn_in_fetching().by_path:
+            drawn = place.get("drawn") if self._own is not None else None
+            first = 0 if drawn is None else drawn["batches"]
+            if self._own is not None and drawn is not None:
+                self._own.load(drawn["state"])
+        return first, itertools.islice(lists, first, None)
+
+    def _drawn_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
@@ -320,6 +386,19 @@ class TorchSource(SeededSource):
         )
         with safe_workers(self._workers):
             return started(self._workers, self.argument)
+
+
+class _InFetching:
+    """The generators that a loader's dataset has, as what can tell its state."""
+
+    def __init__(self, source: TorchSource):
+        self._source = source
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source._drawn_in_fetching().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source._drawn_in_fetching().load_state_dict(state)
 
 
 def _has_state(part: Any) -> bool:

@@ -350,7 +350,7 @@ class Trainer:
             self.stopwatch, self.last_values = None, {}
             hooks.setup(self)
             hooks = self._timed(hooks)
-            self._progress.go_on_with(train)
+            self._progress.go_on_with(train, val)
             blocks = self._begin(train, limits, hooks)
             self._prepare_validation(val)
             self._interrupts.check()
@@ -714,6 +714,13 @@ class Trainer:
                 f"`path`: the checkpoint {path} is damaged: what its meta/metadata says"
                 f" of {', '.join(wrong)} was not saved by a trainer."
             )
+        try:
+            self._progress.check(meta)
+        except ValueError as error:
+            raise checkpoint.CheckpointCorrupt(
+                f"`path`: the checkpoint {path} is damaged: its meta/metadata has what"
+                f" was not saved by a trainer: {error}"
+            ) from error
         self._ready().state = self.strategy.place(state)
         self.run_id = meta.get("run_id", self.run_id)
         self._progress.load_state_dict(meta, self._share("train"))

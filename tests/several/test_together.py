@@ -282,3 +282,13 @@ def test_one_process_speaks_for_all(crew, tmp_path):
     assert rest == []
     assert (tmp_path / "run" / "metrics.csv").exists()
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
+    job = crew("drawing.resumes", start={"devices": 2}, into=str(tmp_path / "saved"))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for own in told(outputs):
+        assert len(own) == 8
+        for each in own:
+            assert each.get("found") == each.get("expected")

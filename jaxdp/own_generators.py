@@ -1,0 +1,333 @@
+"""Random generators that a loader's parts have of their own, as attributes.
+
+The global ones are seeded for every epoch; these go on from epoch to epoch, and only
+their states tell what comes next. They are found where a part, or what it is made of,
+holds them, and their states are kept in JSON.
+"""
+
+import base64
+import binascii
+import collections
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from .generators import state_as_text, state_from_text
+
+_MOST_ITEMS: Final = 10_000
+"""Of a list or dict that is looked through; longer ones are taken for data."""
+_MOST_OBJECTS: Final = 20_000
+"""That are looked into, the nearest first: 10 ms."""
+_ATOMS: Final = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
+_CLOSED: Final = (
+    types.ModuleType,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    np.generic,
+)
+_FOREIGN: Final = set(
+    "jax jaxlib jaxdp equinox optax multiprocessing threading logging weakref"
+    " pandas polars pyarrow h5py PIL".split()
+)
+"""Packages whose objects decide no batches, and lead far away."""
+_KINDS: Final = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+_LIMITS: Final = {
+    "pos": 624,
+    "buffer_pos": 4,
+    "has_uint32": 1,
+    "has_gauss": 1,
+    "uinteger": 2**32 - 1,
+}
+"""Of numbers that NumPy takes for places in an array, or cuts, without a look."""
+_LEGACY: Final = "RandomState of "
+_TEXT: Final = 10_000
+"""Characters of a torch generator's state, at most; the CPU's has 6,744."""
+
+
+class Found:
+    """The generators that some parts hold.
+
+    Attributes:
+        by_path: the generators by where they are, as "sampler.rngs[2]"; each once.
+        seen: what was looked into.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], apart: Iterable[Any] = ()):
+        """Looks for them.
+
+        Args:
+            parts: by name.
+            apart: what is not to be looked into.
+        """
+        self.by_path: dict[str, Any] = {}
+        self.seen: dict[int, Any] = {id(each): each for each in apart}
+        globals_ = _globals()
+        waiting = collections.deque(parts.items())
+        while waiting and len(self.seen) < _MOST_OBJECTS:
+            path, thing = waiting.popleft()
+            if type(thing) in _ATOMS or id(thing) in self.seen:
+                continue
+            if (found := _generator(thing)) is None:
+                self.seen[id(thing)] = thing  # kept, so that no other gets its id
+                waiting.extend(_inside(path, thing))
+            elif id(found) not in globals_ and all(
+                found is not other for other in self.by_path.values()
+            ):
+                self.by_path[path] = found
+
+    def shares_with(self, other: "Found") -> bool:
+        """Whether a generator is in both."""
+        return len(self.without(other).by_path) < len(self.by_path)
+
+    def without(self, other: "Found") -> "Found":
+        """Those that `other` has not."""
+        theirs = set(map(id, other.by_path.values()))
+        left = Found({})
+        left.by_path = {p: g for p, g in self.by_path.items() if id(g) not in theirs}
+        return left
+
+    def __or__(self, other: "Found") -> "Found":
+        both = Found({})
+        both.by_path = self.by_path | other.by_path
+        return both
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, for `load_state_dict`; JSON."""
+        return {path: _state(each) for path, each in self.by_path.items()}
+
+    def load_state_dict(self, states: Any) -> None:
+        """Has the generators go on from `states`, those of them that are there.
+
+        Raises:
+            ValueError: if these are no states of such generators; all are as before.
+        """
+        check(states)
+        new = []
+        for path, state in states.items():
+            generator = self.by_path.get(path)
+            if generator is not None and _kind(generator) == state["kind"]:
+                template = _raw(generator)
+                _check_like(template, state["state"], path)
+                _try_torchs(generator, state["state"], path)
+                new.append((generator, _like(template, state["state"])))
+        for generator, state in new:
+            _set(generator, state)
+
+
+def check(states: Any) -> None:
+    """Raises a ValueError unless `states` may be some that `Found.state_dict` gave."""
+    if not isinstance(states, dict) or len(states) > _MOST_OBJECTS:
+        raise ValueError(
+            f"states of generators must be a dict of them by name; got a"
+            f" {type(states).__name__}."
+        )
+    for path, state in states.items():
+        if not isinstance(state, dict) or set(state) != {"kind", "state"}:
+            raise ValueError(f"the state of the generator {path!r} is none.")
+        kind = state["kind"]
+        if not isinstance(kind, str) or len(kind) > 100:
+            raise ValueError(f"the generator {path!r} is of no kind.")
+        if (template := _template(kind)) is not None:
+            _check_like(template, state["state"], path)
+
+
+@functools.cache
+def _template(kind: str) -> Any:
+    """A state of that kind, or None where it takes the generator to know."""
+    if kind == "random.Random":
+        return random.Random(0).getstate()
+    if kind in _KINDS:
+        return getattr(np.random, kind)(0).state
+    if kind.removeprefix(_LEGACY) in _KINDS:
+        bits = getattr(np.random, kind.removeprefix(_LEGACY))(0)
+        return np.random.RandomState(bits).get_state(legacy=False)
+    return "" if kind == "torch.Generator" else None
+
+
+def _check_like(template: Any, value: Any, name: str) -> None:
+    """Raises unless `value` is a state as JSON has it, and `template` is one."""
+
+    def refuse(found: str) -> None:
+        raise ValueError(f"the state of the generator {name!r} {found}.")
+
+    if isinstance(template, dict):
+        if not isinstance(value, dict) or set(value) != set(template):
+            refuse(f"must have {', '.join(template)}")
+        for key, each in template.items():
+            got, limit = value[key], _LIMITS.get(key)
+            if key == "bit_generator":
+                if got != each:
+                    refuse(f"must be one of {each}")
+            elif limit is not None:
+                if not (_is_whole(got) and 0 <= got <= limit):
+                    refuse(f"must have a {key} from 0 to {limit}")
+            else:
+                _check_like(each, got, name)
+    elif isinstance(template, np.ndarray | tuple):
+        if not isinstance(value, list) or len(value) != len(template):
+            refuse(f"must have {len(template)} numbers")
+        if isinstance(template, np.ndarray):
+            most = int(np.iinfo(template.dtype).max)
+            if not all(_is_whole(each) and 0 <= each <= most for each in value):
+                refuse(f"must have whole numbers from 0 to {most}")
+        else:  # of `random.Random`: version, numbers and place, half of a Gaussian pair
+            version, numbers, gauss = value
+            _check_like(np.zeros(len(template[1]), np.uint32), numbers, name)
+            if version != template[0] or numbers[-1] > _LIMITS["pos"]:
+                refuse("is of another version, or has no place")
+            if gauss is not None and type(gauss) is not float:
+                refuse("must end with a number or none")
+    elif isinstance(template, str):
+        _check_text(value, name)
+    elif isinstance(template, float):
+        if type(value) not in (int, float):
+            refuse("must be a number")
+    elif _is_whole(template) and not (_is_whole(value) and 0 <= value < 2**128):
+        refuse("must be a whole number of at most 128 bits")
+
+
+def _try_torchs(generator: Any, text: str, name: str) -> None:
+    """Raises unless a torch generator takes up the state; another one has to try."""
+    if _kind(generator) != "torch.Generator":
+        return
+    try:
+        type(generator)(generator.device).set_state(state_from_text(text))
+    except RuntimeError as error:
+        raise ValueError(
+            f"the state of the generator {name!r} is no torch generator's: {error}"
+        ) from error
+
+
+def _check_text(value: Any, name: str) -> None:
+    try:
+        if not isinstance(value, str) or len(value) > _TEXT:
+            raise ValueError
+        base64.b64decode(value, validate=True)
+    except (ValueError, binascii.Error):
+        raise ValueError(
+            f"the state of the generator {name!r} must be text in base64, of at most"
+            f" {_TEXT} characters."
+        ) from None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _like(template: Any, value: Any) -> Any:
+    """`value`, which is JSON, as the generator takes it."""
+    if isinstance(template, dict):
+        return {key: _like(each, value[key]) for key, each in template.items()}
+    if isinstance(template, np.ndarray):
+        return np.asarray(value, template.dtype)
+    if isinstance(template, tuple):
+        return value[0], tuple(value[1]), value[2]
+    return value
+
+
+def _globals() -> set[int]:
+    """The generators that all share: they are seeded for every epoch."""
+    shared: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+    pythons: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    found = [shared, shared._bit_generator, pythons]
+    torch = sys.modules.get("torch")
+    found += [] if torch is None else [torch.default_generator]
+    return set(map(id, found))
+
+
+def _generator(thing: Any) -> Any:
+    """What has the state, if this is a generator."""
+    if isinstance(thing, np.random.Generator):
+        return thing.bit_generator
+    if isinstance(thing, np.random.RandomState | np.random.BitGenerator):
+        return thing
+    if isinstance(thing, random.Random):
+        return None if isinstance(thing, random.SystemRandom) else thing
+    torch = sys.modules.get("torch")
+    is_torchs = torch is not None and isinstance(thing, torch.Generator)
+    return thing if is_torchs else None
+
+
+def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or an object holds."""
+    if isinstance(thing, functools.partial):
+        yield f"{path}.func", thing.func
+        yield f"{path}.args", thing.args
+        yield f"{path}.keywords", thing.keywords
+        return
+    if isinstance(thing, types.MethodType):
+        yield f"{path}.__self__", thing.__self__
+        return
+    kind = type(thing)
+    if isinstance(thing, _CLOSED) or kind.__module__.partition(".")[0] in _FOREIGN:
+        return
+    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "Parameter"):
+        return
+    if isinstance(thing, list | tuple | collections.deque | Mapping):
+        # What is a mapping by name alone may read files.
+        is_plain = not isinstance(thing, Mapping) or isinstance(thing, dict)
+        if is_plain and len(thing) <= _MOST_ITEMS:
+            items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+            for key, value in list(items):
+                if type(value) not in _ATOMS:
+                    yield f"{path}[{key!r}]", value
+    for name, value in list(getattr(thing, "__dict__", {}).items()):
+        yield f"{path}.{name}", value
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = base.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                value = getattr(thing, name, None)
+                yield f"{path}.{name}", value
+
+
+def _kind(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return "random.Random"
+    if isinstance(generator, np.random.RandomState):
+        return _LEGACY + generator.get_state(legacy=False)["bit_generator"]
+    kind = type(generator)
+    return "torch.Generator" if kind.__module__ == "torch._C" else kind.__name__
+
+
+def _raw(generator: Any) -> Any:
+    """The state as the generator gives it; a torch generator's as text."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
+    return state_as_text(generator.get_state())
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = state
+    else:
+        generator.set_state(state_from_text(state))
+
+
+def _state(generator: Any) -> dict[str, Any]:
+    return {"kind": _kind(generator), "state": _json(_raw(generator))}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple):
+        return [_json(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value

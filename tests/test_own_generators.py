@@ -1,0 +1,408 @@
+"""Generators that samplers and datasets have of their own: the same rows on resume."""
+
+import functools
+import json
+import random
+import types
+import warnings
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, rows
+from twins import check_twins
+
+torch = pytest.importorskip("torch")
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Dataset,
+    Sampler,
+    TensorDataset,
+)
+
+from jaxdp import SingleDevice, Trainer, checkpoint  # noqa: E402
+from jaxdp.loaders import open_loader  # noqa: E402
+from jaxdp.own_generators import Found, check  # noqa: E402
+from jaxdp.source import ALL  # noqa: E402
+
+KINDS = {
+    "np.random.Generator": lambda: np.random.default_rng(3),
+    "MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
+    "Philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "SFC64": lambda: np.random.Generator(np.random.SFC64(3)),
+    "BitGenerator": lambda: np.random.PCG64DXSM(3),
+    "RandomState": lambda: np.random.RandomState(3),
+    "random.Random": lambda: random.Random(3),
+    "torch.Generator": lambda: torch.Generator().manual_seed(3),
+}
+X, Y = rows(24)
+DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+
+def draw(generator, count):
+    """A number below `count`, of any kind of generator."""
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(count, (), generator=generator))
+    if isinstance(generator, np.random.BitGenerator):
+        return int(generator.random_raw() % count)
+    if isinstance(generator, random.Random):
+        return generator.randrange(count)
+    if isinstance(generator, np.random.RandomState):
+        return int(generator.randint(count))
+    return int(generator.integers(count))
+
+
+class ClassBalanced(Sampler):
+    """As many rows of every class, each class with a generator in a dict of lists."""
+
+    def __init__(self, kind, count=16):
+        self.rows = {c: [i for i, y in enumerate(Y) if y == c] for c in range(3)}
+        self.drawing = {"of class": [KINDS[kind]() for _ in self.rows]}
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        for number in range(self.count):
+            of_class = self.rows[number % 3]
+            generator = self.drawing["of class"][number % 3]
+            yield of_class[draw(generator, len(of_class))]
+
+
+class Lists(ClassBalanced):
+    """The same as a batch sampler."""
+
+    def __iter__(self):
+        indices = list(super().__iter__())
+        yield from (indices[start : start + 4] for start in range(0, self.count, 4))
+
+    def __len__(self):
+        return self.count // 4
+
+
+class Noisy(Dataset):
+    """Draws in `__getitem__`."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index] + np.float32(draw(self.generator, 1000) / 1000), Y[index]
+
+
+def make(callbacks=(), **options):
+    return Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        optax.sgd(1e-1),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def check_runs(folder, loaders, which, **settings):
+    """Runs go on from boundaries of one as it went on itself."""
+
+    def fit(trainer, **more):
+        train, val = loaders()
+        trainer.fit(train, val, **{"max_epochs": 2} | settings | more)
+
+    check_twins(folder, make, fit, which)
+
+
+# The boundaries of two epochs of 4 steps: 2 is inside the first epoch, 5 after it, 7
+# inside the second.
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_goes_on_with_generators_of_every_kind(tmp_path, kind):
+    def loaders():
+        return DataLoader(DATA, 4, sampler=ClassBalanced(kind)), None
+
+    check_runs(tmp_path, loaders, (2, 5, 7))
+
+
+def test_workers_fetch_what_such_a_batch_sampler_says(tmp_path):
+    def loaders():
+        lists = Lists("random.Random")
+        return DataLoader(DATA, batch_sampler=lists, num_workers=2), None
+
+    check_runs(tmp_path, loaders, (5, 7))
+
+
+@pytest.mark.parametrize("kind", ["np.random.Generator", "random.Random"])
+def test_a_dataset_goes_on_with_a_generator_of_its_own(tmp_path, kind):
+    def loaders():
+        return DataLoader(Noisy(KINDS[kind]()), 6, shuffle=True), None
+
+    check_runs(tmp_path, loaders, (2, 5, 7))
+
+
+def test_sampler_and_dataset_may_share_a_generator(tmp_path):
+    def loaders():
+        data = Noisy(KINDS["np.random.Generator"]())
+        sampler = ClassBalanced("SFC64")
+        sampler.drawing["of class"] = [data.generator] * 3
+        return DataLoader(data, 4, sampler=sampler), None
+
+    check_runs(tmp_path, loaders, (2, 5, 7))
+
+
+def test_a_collate_fn_may_draw(tmp_path):
+    def collate(items, generator):
+        x, y = torch.utils.data.default_collate(items)
+        return x + draw(generator, 5), y
+
+    def loaders():
+        drawing = functools.partial(collate, generator=np.random.default_rng(0))
+        return DataLoader(DATA, 6, collate_fn=drawing), None
+
+    check_runs(tmp_path, loaders, (2, 5, 7))
+
+
+class Batches:
+    """Any iterable: no torch."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        order = self.generator.permutation(24)
+        for start in range(0, 24, 6):
+            yield X[order[start : start + 6]], Y[order[start : start + 6]]
+
+    def __len__(self):
+        return 4
+
+
+def test_any_iterable_goes_on_with_a_generator_of_its_own(tmp_path):
+    check_runs(tmp_path, lambda: (Batches(), Batches()), (2, 5, 7))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_validation_goes_on_with_a_generator_of_its_own(tmp_path, shared):
+    """The loader's, the dataset's, and one that training draws from, too."""
+
+    def loaders():
+        data, others = (Noisy(np.random.default_rng(seed)) for seed in (0, 1))
+        generator = torch.Generator().manual_seed(3)
+        val = DataLoader(
+            data if shared else others, 6, shuffle=True, generator=generator
+        )
+        return DataLoader(data, 6, shuffle=True), val
+
+    check_runs(tmp_path, loaders, range(1, 10), limit_val_batches=2)
+
+
+def test_a_save_inside_of_a_validation_has_it_begin_again(tmp_path):
+    class Saves(Recorder):
+        path = None
+
+        def on_validation_batch_end(self, trainer, batch_idx):
+            if batch_idx == 1 and trainer.current_epoch == 1 and self.path is None:
+                self.path = trainer.save(tmp_path / "inside")
+
+    def loaders():
+        generator = torch.Generator().manual_seed(3)
+        val = DataLoader(Noisy(np.random.default_rng(0)), 6, True, generator=generator)
+        return DataLoader(DATA, 6), val
+
+    saves = Saves()
+    whole, again = make([saves]), make()
+    whole.fit(*loaders(), max_epochs=3, limit_val_batches=3)
+    again.fit(*loaders(), max_epochs=3, limit_val_batches=3, ckpt_path=saves.path)
+    assert again.history.state_dict() == whole.history.state_dict()
+
+
+class Tells(Sampler):
+    """Counts its epochs, and tells."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        self.epochs += 1
+        return iter(np.random.default_rng(self.epochs).permutation(24).tolist())
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+
+def test_a_sampler_that_tells_its_state_is_asked(tmp_path):
+    check_runs(
+        tmp_path, lambda: (DataLoader(DATA, 6, sampler=Tells()), None), (2, 5, 7)
+    )
+
+
+class Counts(Sampler):
+    """Counts its epochs, and tells nobody."""
+
+    __iter__, __len__, __init__ = Tells.__iter__, Tells.__len__, Tells.__init__
+
+
+class Same(Sampler):
+    """The same order in every epoch."""
+
+    def __init__(self):
+        pass
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(range(23, -1, -1))
+
+
+def resumed_after(steps, tmp_path, sampler, until=12):
+    """What a run that was saved after so many steps warns of, and one that was not."""
+    first, again = make(), make()
+    first.fit(DataLoader(DATA, 6, sampler=sampler()), max_steps=steps, max_epochs=9)
+    path = first.save(tmp_path / str(steps))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loader = DataLoader(DATA, 6, sampler=sampler())
+        again.fit(loader, max_steps=until, max_epochs=9, ckpt_path=path)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("steps", [4, 6, 8, 10])
+def test_other_rows_after_a_resume_are_noticed(tmp_path, steps):
+    (message,) = resumed_after(steps, tmp_path, Counts, until=steps + 8)
+    for part in ("`train_loader`", "Counts", "state_dict", "torch.Gen", "set_epoch"):
+        assert part in message
+
+
+@pytest.mark.parametrize("steps", [2, 4, 6, 8])
+@pytest.mark.parametrize("sampler", [Same, Tells, lambda: ClassBalanced("SFC64", 24)])
+def test_the_same_rows_after_a_resume_are_no_cause_for_alarm(tmp_path, steps, sampler):
+    assert resumed_after(steps, tmp_path, sampler) == []
+
+
+class Slots:
+    __slots__ = ("generator",)
+
+
+def test_generators_are_found_wherever_they_are():
+    inner, part = types.SimpleNamespace(), types.SimpleNamespace()
+    slots = Slots()
+    part.itself, part.inner = part, inner
+    inner.deep = [{"a": (random.Random(0), 5)}]
+    slots.generator = np.random.default_rng(0)
+    part.slots, part.bits = slots, slots.generator.bit_generator
+    part.method = functools.partial(inner.deep[0]["a"][0].shuffle, [1])
+    part.shared = np.random.mtrand._rand, torch.default_generator, random._inst
+    part.never = random.SystemRandom()
+    part.data = list(range(10**6))
+    found = Found({"part": part})
+    assert set(found.by_path) == {"part.bits", "part.method.func.__self__"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_generators_survive_json(kind):
+    parts = {"a": KINDS[kind]()}
+    draw(parts["a"], 10)
+    saved = json.loads(json.dumps(Found(parts).state_dict()))
+    expected = [draw(parts["a"], 10**6) for _ in range(700)]
+    check(saved)
+    Found(parts).load_state_dict(saved)
+    assert [draw(parts["a"], 10**6) for _ in range(700)] == expected
+
+
+def forged(value):
+    """Everything that can be made of a state by one change."""
+    others = None, True, -1, 2**200, 1.5, "x", [], {}, [0] * 3
+    yield from others
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: each for name, each in value.items() if name != key}
+            for change in forged(value[key]):
+                yield {**value, key: change}
+    if isinstance(value, list):
+        yield value * 2
+        for place in {0, len(value) - 1} & set(range(len(value))):
+            for change in forged(value[place]):
+                yield [*value[:place], change, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forged_states_are_refused_before_any_is_set(kind):
+    parts = {"a": np.random.default_rng(0), "b": KINDS[kind]()}
+    found = Found(parts)
+    before = found.state_dict()
+    refused = 0
+    for state in forged(before["b"]["state"]):
+        both = {
+            "a": {**before["a"]},
+            "b": {"kind": before["b"]["kind"], "state": state},
+        }
+        draw(parts["a"], 5)
+        now = found.state_dict()
+        try:
+            found.load_state_dict(json.loads(json.dumps(both)))
+        except ValueError as error:
+            refused += 1
+            assert "'b'" in str(error)
+            assert found.state_dict() == now
+        else:
+            draw(parts["b"], 100)
+    assert refused > 8
+
+
+def test_a_generator_that_is_not_there_any_more_is_passed_over():
+    sampler = ClassBalanced("SFC64")
+    source = open_loader(DataLoader(DATA, 6, sampler=sampler), "loader", 0)
+    before = Found({"sampler": sampler}).state_dict()
+    other = Found({"x": random.Random(0)}).state_dict()["x"]
+    states = {"sampler.gone": other, "sampler.drawing['of class'][0]": other}
+    source.start_from = {"generators": states}
+    source.epoch(0)
+    assert Found({"sampler": sampler}).state_dict() == before
+
+
+FORGERIES = {
+    "source": [5, "x", {"generators": 5}, {"generators": {"a": 5}}, {"lists": [1]}],
+    "place": [
+        {"batches": 1},
+        {"batches": -1, "state": {}, "generators": None, "after": 1},
+        {"batches": 1, "state": {"__jaxdp__": "array"}, "generators": 0, "after": 1},
+        {"lists": [1, "x"]},
+        {"drawn": {"batches": 1, "state": {"a": 1}, "generators": 0, "after": 1}},
+    ],
+    "validation": [
+        {"own": {"__jaxdp__": "number", "of": 5, "as": []}},
+        {"samplers": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
+    """What comes of each process, too; and before anything is replaced."""
+    trainer = make()
+    trainer.fit(DataLoader(DATA, 6), max_steps=2)
+    progress = trainer._progress
+    saved = progress.state_dict(ALL)
+    for forgery in FORGERIES[name]:
+        for value in forgery, {"by_process": [None, forgery]}, {"of_each": [forgery]}:
+            with pytest.raises(ValueError, match=name):
+                progress.check({**saved, name: value})
+    progress.check(json.loads(json.dumps(saved)))
+    before = trainer.save(tmp_path / "whole")
+    meta = {**checkpoint.read_meta(before), name: FORGERIES[name][0]}
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "restore", lambda path, state: (state, meta))
+        with pytest.raises(checkpoint.CheckpointCorrupt, match=name):
+            trainer.load(before)
