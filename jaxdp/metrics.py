@@ -26,6 +26,8 @@ class Facts(NamedTuple):
     rows_interact: bool
     """Whether a row's loss depends on other rows, so that padding would change it."""
     num_classes: int | None
+    notes: tuple[str, ...] = ()
+    """What the user is to be told of the values, once."""
 
 
 @jax.tree_util.register_pytree_node_class

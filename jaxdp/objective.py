@@ -44,6 +44,8 @@ class Values(NamedTuple):
     model_state: PyTree
     num_classes: int | None
     """The bound that integer labels must keep, where the loss implies one."""
+    notes: tuple[str, ...] = ()
+    """What the user is to be told of the values, once."""
 
 
 class CriterionObjective:
@@ -71,13 +73,19 @@ class CriterionObjective:
     ) -> "Values":
         x, target = split_pair(batch)
         prediction, model_state = apply(model, model_state, x, rows, bound_axes)
-        values = {
+        found = {
             name: self._value(name, criterion, prediction, target, len(rows.mask))
             for name, criterion in self.criteria.items()
         }
+        values = {name: losses.per_row(value) for name, value in found.items()}
+        notes = (
+            *_notes_on_loss(found["loss"]),
+            *_notes_on_scalars("`metrics`", values),
+        )
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
-        return Values(values, model_state, prediction.shape[-1] if labelled else None)
+        num_classes = prediction.shape[-1] if labelled else None
+        return Values(values, model_state, num_classes, notes)
 
     def _value(
         self,
@@ -117,7 +125,15 @@ class CriterionObjective:
                 f"{argument} returned shape {value.shape} for a batch of {rows} rows;"
                 f" it must return one value per row, ({rows},), or a scalar mean."
             )
-        return _floating(argument, name, losses.per_row(value))
+        if name != "loss" and value.size > rows:
+            raise ValueError(
+                f"{argument} returned shape {value.shape} for a batch of {rows} rows; a"
+                f" metric is one number per row, ({rows},), or a scalar. Average over"
+                f" the other axes, values.reshape({rows}, -1).mean(axis=1), or make a"
+                " metric of each: {name: lambda prediction, target:"
+                " criterion(prediction, target)[:, i]}."
+            )
+        return _floating(argument, name, value)
 
 
 class LossFnObjective:
@@ -168,7 +184,8 @@ class LossFnObjective:
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
             values[name] = _value_of(name, value, num_rows)
-        return Values(values, model_state, None)
+        notes = _notes_on_scalars("`loss_fn`: metric", values)
+        return Values(values, model_state, None, notes)
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
@@ -318,6 +335,25 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
             + _UNWRAPPED
         )
     return result
+
+
+def _notes_on_loss(loss: Array) -> tuple[str, ...]:
+    if loss.ndim < 2 or loss.size == len(loss):
+        return ()
+    shape = ", ".join(["rows", *map(str, loss.shape[1:])])
+    return (f"`loss` gives ({shape}): the loss of a row is the mean of its values",)
+
+
+def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, ...]:
+    """Of the loss nothing is said: most that average are means over rows."""
+    return tuple(
+        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the mean"
+        " over batches, weighted by their rows. One value per row, (rows,), would be"
+        " averaged exactly; for what is no mean over rows, as F1 or a correlation,"
+        " compute the exact value from trainer.predict"
+        for name, value in values.items()
+        if value.ndim == 0 and name != "loss"
+    )
 
 
 _UNWRAPPED = (

@@ -71,6 +71,8 @@ class Programs:
         self.donate = "state"
         self.facts: dict[Kind, Facts] = {}
         self._objective_is_inferred = False
+        self._quiet = quiet
+        self._told: set[str] = set()
         self._compilations = Compilations(quiet=quiet)
         self._compiled: dict[_Key, jax.stages.Compiled] = {}
         self._of_training: dict[_Key, TrainProgram] = {}
@@ -116,6 +118,11 @@ class Programs:
             if self._objective_is_inferred and not self._compiled:
                 self.set(objective=None)
             raise
+        if kind in self.facts and not self._quiet:
+            for note in self.facts[kind].notes:
+                if note not in self._told:
+                    say(note)
+                self._told.add(note)
         key = kind, packed.shape, keeps
         self._compiled[key] = compiled
         if kind == "train":

@@ -304,7 +304,7 @@ class Steps(NamedTuple):
         # What is drawn for the batch as a whole, a permutation say, is over its rows.
         keyed = self.objective is not None and self.objective.takes_key
         interact = scalars or stateful or keyed or self.rows_interact
-        return Facts(names, interact, found.num_classes)
+        return Facts(names, interact, found.num_classes, found.notes)
 
     def _update(
         self, grads: PyTree, state: TrainState, *, loss: Array

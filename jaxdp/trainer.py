@@ -77,8 +77,9 @@ class Trainer:
             vmaps it. It is neither modified nor deleted.
         optimizer: any `optax.GradientTransformation`; `optax.adamw(1e-3)` by default.
         loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
-            of `jaxdp.losses.LOSSES`, or a callable such as optax's losses. Without it
-            and without `loss_fn`, integer targets get softmax cross-entropy and
+            of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
+            those that give `(batch, ...)` are averaged over the rest. Without it and
+            without `loss_fn`, integer targets get softmax cross-entropy and
             floating ones the mean squared error.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
@@ -91,7 +92,9 @@ class Trainer:
             Nor are those of a loss that names `key`, whose draws may be over all rows,
             or of values per row that other rows are seen to have a part in.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
-            and validation.
+            and validation. One value per row is averaged exactly over all rows; of a
+            scalar the mean over batches is taken, weighted by their rows, and more
+            values per row are refused.
         strategy: where things live and how the step is compiled; `Sharded()`, all
             devices, by default.
         callbacks: called in list order.

@@ -173,3 +173,49 @@ def test_a_model_may_give_and_take_pytrees():
     predicted = trainer.predict([x])
     assert predicted["a"].shape == (9, 3)
     np.testing.assert_array_equal(predicted["b"], np.full(9, 2.0))
+
+
+def told(caplog, name):
+    return sum(f"{name!r} is a scalar" in each.message for each in caplog.records)
+
+
+@pytest.mark.parametrize("by", ["metrics", "loss_fn"])
+def test_of_a_scalar_metric_it_is_said_once_that_it_is_a_mean_of_batches(by, caplog):
+    def spread(prediction, y):
+        return jnp.std(prediction)
+
+    def narrow(prediction, y):
+        return jnp.abs(prediction).mean(axis=1, keepdims=True)
+
+    def loss_fn(model, x, y):
+        prediction = jax.vmap(model)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(prediction, y)
+        narrowed = narrow(prediction, y)[:, 0]
+        return losses, {"spread": spread(prediction, y), "narrow": narrowed}
+
+    metrics = {"spread": spread, "narrow": narrow}
+    given = {"loss": "cross_entropy", "metrics": metrics}
+    trainer = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)), enable_progress_bar=False,
+        **(given if by == "metrics" else {"loss_fn": loss_fn}),
+    )  # fmt: skip
+    data = batches(16, 5)
+    trainer.plan(data)
+    assert told(caplog, "spread") == 0
+    trainer.fit(data, data, max_epochs=2)
+    found = trainer.validate(data)
+    assert told(caplog, "spread") == 1
+    assert told(caplog, "narrow") == told(caplog, "loss") == 0
+    of_batches = [jnp.std(jax.vmap(trainer.model)(x)) for x, _ in data]
+    expected = np.average(of_batches, weights=[16, 5])
+    assert found["val_spread"] == pytest.approx(expected)
+
+
+def test_a_loss_of_several_values_per_row_is_their_mean_and_says_so_once(caplog):
+    x, y = batches(16)[0][0], batches(16)[0][0] + 1
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    trainer = Trainer(model, loss=optax.squared_error, enable_progress_bar=False)
+    loss = trainer.fit([(x, y), (x[:5], y[:5])], max_epochs=1)["loss"]
+    first = jnp.square(jax.vmap(model)(x) - y).mean()
+    assert loss[0] == pytest.approx(float(first), rel=0.1)
+    assert caplog.text.count("(rows, 4): the loss of a row is the mean") == 1
