@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
+from .device_compilers import installed as compilers_installed
 from .environment import versions
 
 _LIMIT: Final = 120
@@ -46,6 +47,7 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
         yield _workers()
         yield _processes()
         yield _checkpoints()
+    yield from _compilers(quick)
     yield _extras()
 
 
@@ -208,6 +210,38 @@ def _checkpoints() -> Finding:
     return Finding("ok", f"checkpoints are saved and restored ({answer})")
 
 
+def _compilers(quick: bool) -> Iterator[Finding]:
+    """Those of devices that are not here, which `Trainer.plan` takes."""
+    there = compilers_installed()
+    missing = [what for what in ("GPU", "TPU") if what not in there]
+    if missing:
+        yield Finding(
+            "ok",
+            f"no plans for {' and '.join(f'{what}s' for what in missing)} that are not"
+            " here; for them: pip install 'jaxdp[plan]', into an environment of its"
+            " own",
+        )
+    for what, package in there.items():
+        name = {"GPU": "h100x8", "TPU": "v5e-4"}[what]
+        _, error = ("", "") if quick else _try(_COMPILE.format(name=name))
+        if error:
+            remedy = "pip install -U 'jaxdp[plan]'"
+            whats = f"the {what} compiler, {package}, fails: {error}"
+            yield Finding("problem", whats, remedy)
+        else:
+            works = "is installed" if quick else "works"
+            yield Finding(
+                "ok", f'the {what} compiler, {package}, {works}: topology="{name}"'
+            )
+    if "GPU" in there and not _accelerators() and not os.environ.get("JAX_PLATFORMS"):
+        yield Finding(
+            "hint",
+            "JAX's CUDA plugin is installed and there is no GPU: it says so at every"
+            " start of JAX",
+            "set JAX_PLATFORMS=cpu, or keep jaxdp[plan] in an environment of its own",
+        )
+
+
 def _extras() -> Finding:
     names = ("matplotlib", "tensorboard", "wandb", "mlflow", "safetensors", "tqdm")
     there = [name for name in names if importlib.util.find_spec(name)]
@@ -269,6 +303,14 @@ jax.distributed.initialize("127.0.0.1:{port}", 2, {rank}, initialization_timeout
 import numpy as np
 from jax.experimental import multihost_utils
 print(multihost_utils.process_allgather(np.array([{rank} + 1])).sum())
+"""
+
+_COMPILE: Final = """
+import jax, jax.numpy as jnp
+from jaxdp.hardware import topology
+sharding = jax.sharding.SingleDeviceSharding(topology("{name}").devices[0])
+x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
+jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
 """
 
 _CHECKPOINT: Final = """

@@ -8,11 +8,11 @@ losses and optimizers, often closures that no pickle takes, stay where they are.
 """
 
 import functools
-import importlib.util
 import math
-import os
 import re
 from typing import Any, Final, NamedTuple
+
+from .device_compilers import gpu_devices, tpu_devices
 
 MOST_FAKED: Final = 2048
 """XLA's CPU compiler takes more devices for those of several processes, and refuses."""
@@ -130,7 +130,7 @@ def topology(name: str) -> StandIns:
 
     Raises:
         ValueError: for other names.
-        ImportError: if the compiler is not installed.
+        ImportError: if the compiler is not installed, or does not start.
     """
     text = name.lower().replace("v5litepod", "v5e")
     if match := re.fullmatch(r"([a-z]+\d+)x(\d+)", text):
@@ -159,8 +159,8 @@ def resized(name: str, count: int) -> str:
     if kind == "v5p" and count < 4:
         # A v5p slice has four chips or more; nothing smaller can be rented.
         return f"v5p:{count}x1x1"
-    if kind == "v5e" and count in (1, 2):
-        return f"v5e:1x{count}"
+    if kind in ("v5e", "v6e") and count in (1, 2):
+        return f"{kind}:1x{count}"
     return f"{kind}-{count * 2 if kind == 'v5p' else count}"
 
 
@@ -175,7 +175,7 @@ def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
         raise ValueError(
             f"`topology`={name!r} has {chips} chips; slices named by a number have 4,"
             f" 8, 16, ... of them. Name another by its shape: {kind}:"
-            + ("2x2x3." if dims == 3 else "2x3.")
+            + ("2x2x3." if dims == 3 else "4x6.")
         )
     if dims == 3 and chips == 4:
         return (2, 2, 1)
@@ -184,65 +184,15 @@ def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
 
 
 def _tpus(name: str, kind: str, shape: tuple[int, ...]) -> StandIns:
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(_missing(name, "TPU", "libtpu"))
-    # Read when the library is loaded: it would look for TPUs, and ask Google's
-    # metadata server, which answers on Google's machines only.
-    for key, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    }.items():
-        os.environ.setdefault(key, value)
-    written = "x".join(map(str, shape))
-    from jax.experimental import topologies
-
-    try:
-        found = topologies.get_topology_desc(f"{kind}:{written}", platform="tpu")
-    except Exception as error:
-        raise ValueError(
-            f"`topology`={name!r}: the TPU compiler knows no {kind} slice of shape"
-            f" {written}: {error}"
-        ) from error
-    devices = tuple(found.devices)
+    devices = tpu_devices(name, kind, shape)
     return StandIns(devices, f"{len(devices)} x TPU {kind}", "tpu", HARDWARE[kind])
 
 
 def _gpus(name: str, kind: str, count: int) -> StandIns:
-    missing = [
-        package
-        for module, package in (
-            ("jax_cuda12_plugin", "jax-cuda12-plugin"),
-            ("jax_plugins", "jax-cuda12-pjrt"),
-        )
-        if importlib.util.find_spec(module) is None
-    ]
-    if missing:
-        raise ImportError(_missing(name, "GPU", " and ".join(missing)))
     per_node = math.gcd(count, 8) if count > 8 else count
-    from jax.experimental import topologies
-
-    try:
-        found = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=_target(kind),
-            topology=f"1x{count // per_node}x{per_node}",
-        )
-    except Exception as error:
-        raise ImportError(
-            f"`topology`={name!r}: the GPU compiler did not start: {error}. It needs"
-            " the packages of the extra `plan`: pip install 'jaxdp[plan]'."
-        ) from error
-    devices = tuple(found.devices)
+    shape = f"1x{count // per_node}x{per_node}"
+    devices = gpu_devices(name, _target(kind), shape)
     return StandIns(devices, f"{count} x {kind.upper()}", "gpu", HARDWARE[kind])
-
-
-def _missing(name: str, what: str, packages: str) -> str:
-    return (
-        f"`topology`={name!r} needs the {what} compiler, and {packages} is not"
-        " installed; no such device is needed. Install the extra: pip install"
-        " 'jaxdp[plan]'."
-    )
 
 
 class _Gpu(NamedTuple):

@@ -12,7 +12,7 @@ import jaxdp
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
     ["arguments", "coordination"],
-    ["console"],
+    ["console", "device_compilers"],
     [
         "charts",
         "collation",

@@ -843,6 +843,7 @@ def test_tpus_that_are_not_here(name, devices):
     assert plan.memory.parameters == PARAMS
     # Arrays are padded to tiles on a TPU.
     assert plan.memory.arguments >= 3 * PARAMS
+    assert [row.devices for row in plan.scaling([1, 2]).rows] == [1, 2]
 
 
 @pytest.mark.skipif(

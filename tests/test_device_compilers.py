@@ -1,0 +1,271 @@
+"""The compilers of GPUs and TPUs that are not here, with and without the extra."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from jaxdp import device_compilers, doctor
+from jaxdp.hardware import resized, topology
+
+JAXLIB = importlib.metadata.version("jaxlib")
+WHOLE = {
+    "jax-cuda12-plugin": JAXLIB,
+    "jax-cuda12-pjrt": JAXLIB,
+    "nvidia-cuda-nvcc-cu12": "12.9",
+    "libtpu": "0.0.1",
+}
+
+
+def is_installed(package):
+    return device_compilers._version(package) is not None
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not is_installed("jax-cuda12-plugin"), reason="no GPU compiler"
+)
+needs_tpu_compiler = pytest.mark.skipif(
+    not is_installed("libtpu"), reason="no TPU compiler"
+)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """What is installed, by name and version."""
+    found = dict(WHOLE)
+    monkeypatch.setattr(device_compilers, "_version", found.get)
+    monkeypatch.setattr(device_compilers, "_has_ptxas", lambda: False)
+    return found
+
+
+@pytest.fixture
+def cuda_plugin(monkeypatch):
+    """A plugin that registers only where its check is skipped, as JAX's does."""
+    jax.devices()  # has looked for plugins before there is this one
+    plugin = types.SimpleNamespace(registered=False, seen=[])
+
+    def initialize():
+        plugin.seen.append(os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"))
+        plugin.registered = True
+
+    def get_topology_desc(*, platform, topology, target_config):
+        if not plugin.registered:
+            raise NotImplementedError(f"topology not implemented for {platform}")
+        return types.SimpleNamespace(devices=[topology])
+
+    plugin.initialize = initialize
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    monkeypatch.setitem(sys.modules, "jax_plugins", types.ModuleType("jax_plugins"))
+    monkeypatch.setitem(sys.modules, "jax_plugins.xla_cuda12", plugin)
+    return plugin
+
+
+def test_a_gpu_compiler_that_refused_is_registered_without_its_check(
+    packages, cuda_plugin, monkeypatch
+):
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    before = dict(os.environ)
+    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert device_compilers.gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
+    assert cuda_plugin.seen == ["1"]
+    assert dict(os.environ) == before
+
+
+def test_a_gpu_compiler_that_jax_has_registered_is_taken_as_it_is(
+    packages, cuda_plugin
+):
+    cuda_plugin.registered = True
+    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert cuda_plugin.seen == []
+
+
+def test_a_compiler_that_does_not_start_is_not_to_be_installed_again(
+    packages, cuda_plugin
+):
+    def initialize():
+        raise RuntimeError("a library is broken.\nThe rest of it")
+
+    cuda_plugin.initialize = initialize
+    with pytest.raises(ImportError, match=r"does not start: a library is broken\.$"):
+        device_compilers.gpu_devices("h100x8", "", "1x1x8")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        ["jax-cuda12-plugin"],
+        ["jax-cuda12-pjrt"],
+        ["nvidia-cuda-nvcc-cu12"],
+        ["jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"],
+    ],
+)
+def test_every_missing_package_of_the_gpu_compiler_is_named(packages, missing):
+    for package in missing:
+        del packages[package]
+    with pytest.raises(ImportError, match=r"pip install 'jaxdp\[plan\]'") as error:
+        topology("h100x64")
+    told = [package for package in WHOLE if package in str(error.value)]
+    assert told == missing
+
+
+def test_ptxas_of_another_cuda_will_do(packages, cuda_plugin, monkeypatch):
+    del packages["nvidia-cuda-nvcc-cu12"]
+    monkeypatch.setattr(device_compilers, "_has_ptxas", lambda: True)
+    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+
+
+def test_a_gpu_compiler_of_another_version_is_named(packages):
+    packages["jax-cuda12-pjrt"] = "0.4.1"
+    with pytest.raises(
+        ImportError,
+        match=rf"jaxlib's version, {JAXLIB}, and there is jax-cuda12-pjrt 0\.4\.1\."
+        rf".*jax-cuda12-plugin=={JAXLIB} jax-cuda12-pjrt=={JAXLIB}\.$",
+    ):
+        topology("a100x64")
+
+
+def test_versions_that_differ_in_how_they_were_built_are_the_same():
+    assert device_compilers._is_same("0.10.2", "0.10.2")
+    assert device_compilers._is_same("0.10.2.dev1+abc", "0.10.2")
+    assert not device_compilers._is_same("0.10.1", "0.10.2")
+    assert not device_compilers._is_same("0.10.21", "0.10.2")
+
+
+def test_the_newest_cuda_of_jax_is_taken(packages):
+    packages["jax-cuda13-plugin"] = JAXLIB
+    with pytest.raises(ImportError) as error:
+        topology("h200x64")
+    assert "jax-cuda13-pjrt and nvidia-cuda-nvcc are not installed" in str(error.value)
+
+
+def test_a_tpu_compiler_that_does_not_start_says_what_jax_wants(packages, monkeypatch):
+    def get_topology_desc(*_, **__):
+        raise RuntimeError("ABORTED: another version")
+
+    from jaxlib import xla_client
+
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: False)
+    wanted = device_compilers.libtpu_wanted()
+    assert wanted.startswith("0.0.")
+    with pytest.raises(ImportError) as error:
+        topology("v5e-16")
+    assert f"libtpu 0.0.1; this JAX is made for libtpu {wanted}" in str(error.value)
+    monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
+    with pytest.raises(ValueError, match="knows no v5e slice of shape 4x4: ABORTED"):
+        topology("v5e-16")
+
+
+def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypatch):
+    monkeypatch.setenv("JAXDP_TEST_HIS", "his")
+    monkeypatch.delenv("JAXDP_TEST_OURS", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(KeyError):
+        with device_compilers._environment(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
+            assert os.environ["JAXDP_TEST_HIS"] == "his"
+            assert os.environ["JAXDP_TEST_OURS"] == "2"
+            raise KeyError
+    assert dict(os.environ) == before
+
+
+def test_slices_of_one_and_two_chips_have_names_for_scaling():
+    assert [resized("v6e-8", count) for count in (1, 2, 4)] == [
+        "v6e:1x1",
+        "v6e:1x2",
+        "v6e-4",
+    ]
+    with pytest.raises(ValueError, match="by its shape: v5e:4x6"):
+        topology("v5e-24")
+
+
+def test_the_doctor_looks_at_the_compilers(packages, monkeypatch):
+    tried = []
+
+    def fails(code):
+        tried.append(code)
+        return "", "ImportError: it does not start"
+
+    monkeypatch.setattr(doctor, "_try", fails)
+    monkeypatch.setattr(doctor, "_accelerators", lambda: "")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    states = [finding.state for finding in doctor._compilers(quick=False)]
+    assert states == ["problem", "problem", "hint"]
+    assert 'topology("h100x8")' in tried[0] and 'topology("v5e-4")' in tried[1]
+    monkeypatch.setattr(doctor, "_try", lambda code: ("", ""))
+    gpu, tpu, noise = doctor._compilers(quick=False)
+    assert f"jax-cuda12-plugin {JAXLIB}, works" in gpu.what and gpu.state == "ok"
+    assert "libtpu 0.0.1, works" in tpu.what and tpu.state == "ok"
+    assert "JAX_PLATFORMS=cpu" in noise.remedy
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert len(list(doctor._compilers(quick=True))) == 2
+    packages.clear()
+    (neither,) = doctor._compilers(quick=False)
+    assert neither.state == "ok" and "GPUs and TPUs" in neither.what
+    assert "pip install 'jaxdp[plan]'" in neither.what
+
+
+USED = """
+import os, sys
+import jax, jax.numpy as jnp
+from jaxdp.hardware import topology
+later = "{later}"
+if not later:
+    jax.devices()
+    print("started", file=sys.stderr, flush=True)
+before = dict(os.environ)
+for name in {names}:
+    sharding = jax.sharding.SingleDeviceSharding(topology(name).devices[0])
+    x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=sharding)
+    jax.jit(lambda x: jnp.tanh(x @ jnp.linalg.qr(x)[0])).lower(x).compile()
+assert dict(os.environ) == before
+assert [device.platform for device in jax.devices()] == ["cpu"], jax.devices()
+assert jax.default_backend() == "cpu"
+assert jax.jit(lambda x: x @ x)(jnp.ones((4, 4))).sum() == 64
+print("done", flush=True)
+input()
+"""
+
+
+def start(names, later=False, **environment):
+    """A process of a user's own, in which JAX chooses its platform."""
+    kept = {key: text for key, text in os.environ.items() if key != "JAX_PLATFORMS"}
+    code = USED.format(names=names, later=later or "")
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=kept | environment,
+    )
+
+
+def finish(process):
+    """What it has written to stderr since it started."""
+    _, err = process.communicate("\n", timeout=300)
+    assert process.returncode == 0, err
+    return err.partition("started\n")[2]
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": "cpu"}])
+def test_gpus_are_compiled_for_and_nothing_else_is_other(later, environment):
+    err = finish(start(["h100x8", "a100x16"], later, **environment))
+    assert "Traceback" not in err
+
+
+@needs_tpu_compiler
+def test_processes_compile_for_tpus_at_once_and_leave_no_files(tmp_path):
+    first, second = (
+        start(["v5e-1", "v6e:1x2", "v5p-8"], TMPDIR=str(tmp_path), JAX_PLATFORMS="cpu")
+        for _ in range(2)
+    )
+    assert first.stdout.readline() == second.stdout.readline() == "done\n"
+    assert "TPU" not in finish(first) + finish(second)
+    assert not list(tmp_path.iterdir())
