@@ -1,8 +1,19 @@
-"""What the library tells the user, on the logger "jaxdp"."""
+"""What the library tells the user, on the logger "jaxdp", as warnings, on streams.
 
+That nobody can read it, because the terminal is closed, `tee` has ended or the disk of
+the log is full, is no reason to end a run: nothing here raises then.
+"""
+
+import atexit
+import contextlib
+import functools
 import logging
+import os
 import sys
-from collections.abc import Iterable
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from . import coordination
 
@@ -10,16 +21,61 @@ _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
 
 
+class Outlet:
+    """A text file to write to for as long as somebody reads it.
+
+    Equal to the file itself, as which tqdm is to know it.
+
+    Args:
+        file: an open one, one that is closed already, or None.
+    """
+
+    def __init__(self, file: Any):
+        self.file = file
+
+    def write(self, text: str) -> None:
+        """Writes, or does nothing where that can't be."""
+        self._try("write", text)
+
+    def flush(self) -> None:
+        """Flushes, or does nothing where that can't be."""
+        self._try("flush")
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        try:
+            return bool(self.file.isatty())
+        except (AttributeError, OSError, ValueError):
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("file"), name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.file == (other.file if isinstance(other, Outlet) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.file)
+
+    def _try(self, method: str, *arguments: str) -> None:
+        if self.file is None:  # started with `2>&-`, or without a console
+            return
+        try:
+            getattr(self.file, method)(*arguments)
+        except (OSError, ValueError):  # the latter of closed ones
+            end_quietly()
+
+
 class _Stderr(logging.Handler):
     """To the present `sys.stderr`, clear of progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"jaxdp: {record.getMessage()}"
+        text, out = f"jaxdp: {record.getMessage()}", Outlet(sys.stderr)
         tqdm = sys.modules.get("tqdm.std")
         if tqdm is not None:
-            tqdm.tqdm.write(text, file=sys.stderr)
+            tqdm.tqdm.write(text, file=out)
         else:
-            print(text, file=sys.stderr)
+            print(text, file=out)  # pyright: ignore
 
 
 # A program that has set up logging before gets the messages there. One that has not
@@ -37,7 +93,101 @@ def say(message: str, *, everywhere: bool = False) -> None:
         everywhere: whether all processes say it, if there are several, not only one.
     """
     if everywhere or coordination.index() == 0:
-        _logger.info(message)
+        try:
+            _logger.info(message)
+        except Exception:
+            _unheard()
+
+
+def warn(
+    message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1
+) -> None:
+    """`warnings.warn`, which raises what filters turn into an error and nothing else.
+
+    Args:
+        message: what is wrong, and what to do.
+        category: as what.
+        stacklevel: 1 is where this is called.
+    """
+    try:
+        warnings.warn(message, category, stacklevel + 1)
+    except Warning:
+        raise
+    except Exception:
+        _unheard()
+
+
+def shout(text: str) -> None:
+    """Tells the user something past `sys.stderr`, whose lock a stuck thread may hold.
+
+    Args:
+        text: whole lines.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """A tqdm bar, or None where none can be drawn.
+
+    Its `file` should be an `Outlet`; tqdm itself flushes both standard streams.
+    """
+    try:
+        return make(*arguments, **options)
+    except (OSError, ValueError):
+        end_quietly()
+        return None
+
+
+def _unheard() -> None:
+    """A handler or `warnings.showwarning` of the user's has failed: as `logging` does.
+
+    Called where the exception is being handled.
+    """
+    end_quietly()
+    with contextlib.suppress(RecursionError):
+        Outlet(sys.stderr).write(f"--- jaxdp: not told ---\n{traceback.format_exc()}")
+
+
+@functools.cache
+def end_quietly() -> None:
+    """Has Python's own end not fail for what nobody can read.
+
+    It would exit with 120, whatever the exit code was, if it can't flush what is left.
+    """
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    for file in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            file.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                _to_nowhere(file.fileno())
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def _hold_places() -> None:
+    """Where a program is started with `2>&-`, number 2 would be the next file's.
+
+    Then what XLA tells on stderr would be written into it, a checkpoint perhaps.
+    """
+    for number, file in ((1, sys.__stdout__), (2, sys.__stderr__)):
+        if file is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                _to_nowhere(number)
+
+
+_hold_places()
 
 
 def listed(noun: str, numbers: Iterable[int]) -> str:

@@ -26,6 +26,7 @@ from typing import Final
 
 import jax
 
+from .console import Outlet, shout
 from .interrupts import is_stop
 from .launchers import Place, find_place, split_address
 from .lifeline import Lifeline, call_the_roll
@@ -256,9 +257,9 @@ def _end_with_the_others(line: Lifeline) -> None:
         print_it(kind, exception, traceback)
         for text in line.lost.values():  # it may be by their end that this one fails
             if failure not in text:
-                print(f"jaxdp: {text}.", file=sys.stderr)
+                Outlet(sys.stderr).write(f"jaxdp: {text}.\n")
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            Outlet(stream).flush()
         line.wait_for_others()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -289,7 +290,6 @@ def _abandon(text: str) -> None:
     """Ends this process at once: it may be stuck where no exception can reach it."""
     assert _lifeline is not None
     me = _lifeline.place.process_id
-    # Not through sys.stderr: the stuck thread may hold its lock.
     end = f"Process {me}, {_lifeline.where}, can't go on without it."
-    os.write(2, f"jaxdp: {text}. {end}\n".encode())
+    shout(f"jaxdp: {text}. {end}\n")
     os._exit(ABANDONED)

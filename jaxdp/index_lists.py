@@ -6,10 +6,11 @@ run would train on other rows, and nobody would know. So its index lists are not
 """
 
 import collections
-import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any, Final
+
+from .console import warn
 
 _FIRST: Final = 4
 """Lists that tell the order of one epoch from that of another."""
@@ -100,7 +101,7 @@ class IndexLists:
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             f"`{self._argument}`: since the run was resumed, its sampler"
             f" {self._sampler} gives other index lists than it would have given, so"
             " some rows come twice and others not at all. It draws from what no"

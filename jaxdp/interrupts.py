@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from .console import say
+from .console import end_quietly, say
 from .processes import Processes, Pulse
 
 EXIT_CODE: Final = 143
 """128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to
 end and did."""
+
+SIGNALS: Final = tuple(n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n))
+"""What ends a fit unless the user says otherwise: a scheduler, and a terminal that is
+closed. `nohup` has the latter ignored, and so it is here."""
 
 
 class Preempted(SystemExit):
@@ -26,6 +30,7 @@ class Preempted(SystemExit):
     def __init__(self, name: str):
         super().__init__(EXIT_CODE)
         self.signal = name
+        end_quietly()  # the code is to be this one whoever reads the output
 
 
 def is_stop(exception: BaseException | None) -> bool:
@@ -51,11 +56,13 @@ class Interrupts:
 
     Attributes:
         signals: names of the signals that end a fit, beside Ctrl-C.
+        saves_first: whether somebody has to save before he calls `tell`.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._pulse = None if processes.count == 1 else Pulse(processes, "signals")
-        self.signals: tuple[str, ...] = ("SIGTERM",)
+        self.signals: tuple[str, ...] = SIGNALS
+        self.saves_first = False
         self._pending: int | None = None
         self._previous: dict[int, Any] = {}
         self._depth = 0
@@ -70,10 +77,10 @@ class Interrupts:
             heard = self._pulse.beat(self._pending, now=now)
             if heard:
                 self._pending = None
-                raise _exception(max(heard))
+                raise self._exception(max(heard))
         elif self._pending is not None:
             number, self._pending = self._pending, None
-            raise _exception(number)
+            raise self._exception(number)
 
     def listen(self, signals: Sequence[str]) -> None:
         """From now on these are `signals`."""
@@ -103,7 +110,7 @@ class Interrupts:
         number, self._pending = self._pending, None
         # An error after a signal is most often its doing, such as a worker's that died.
         if number is not None and (kind is None or issubclass(kind, Exception)):
-            raise _exception(number) from exception
+            raise self._exception(number) from exception
 
     # `Trainer.steps` enters at every step: what `signal` has of `_signal`'s functions
     # looks for an enum of each handler, and takes ten times as long.
@@ -127,17 +134,28 @@ class Interrupts:
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._pending is None:
             self._pending = number
+        elif number == self._pending == getattr(signal, "SIGHUP", None):
+            pass  # of a terminal that goes away often come two
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             os._exit(EXIT_CODE)
 
+    def _exception(self, number: int) -> BaseException:
+        if number == signal.SIGINT:
+            stop = KeyboardInterrupt()
+            setattr(stop, _AT_BOUNDARY, True)
+            return stop
+        exception = Preempted(signal.Signals(number).name)
+        if not self.saves_first:
+            tell(exception)
+        return exception
 
-def _exception(number: int) -> BaseException:
-    if number == signal.SIGINT:
-        stop = KeyboardInterrupt()
-        setattr(stop, _AT_BOUNDARY, True)
-        return stop
-    name = signal.Signals(number).name
-    say(f"{name}: stopped after this step; a second one would have ended it at once")
-    return Preempted(name)
+
+def tell(exception: BaseException) -> None:
+    """Says what a signal has done, once that is done."""
+    if isinstance(exception, Preempted):
+        say(
+            f"{exception.signal}: stopped after this step; a second one would have"
+            " ended it at once"
+        )

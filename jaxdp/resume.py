@@ -1,13 +1,12 @@
 """Which checkpoint a fit goes on from: `fit(..., ckpt_path=...)`."""
 
 import os
-import warnings
 from typing import Any
 
 from . import checkpoint
 from .callbacks.model_checkpoint import ModelCheckpoint
 from .checkpoint import CheckpointCorrupt
-from .console import say
+from .console import say, warn
 
 WORDS = ("last", "best", "auto")
 
@@ -112,7 +111,7 @@ def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list
     if where == "best":
         found = _best_first(trainer, savers[0], found)
     for fault in faults:
-        warnings.warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=5)
+        warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=5)
     return [[folder.path_of(step) for step, folder in found], faults]
 
 
@@ -125,10 +124,10 @@ def _load_first_whole(
         except (CheckpointCorrupt, FileNotFoundError) as error:
             text = str(error).removeprefix("`path`: ")
             faults.append(text)
-            warnings.warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
+            warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
             continue
         if os.path.basename(path) != str(trainer.global_step):
-            warnings.warn(
+            warn(
                 f"`ckpt_path`={where!r}: {path} is the checkpoint of step"
                 f" {trainer.global_step}, under another name.",
                 stacklevel=4,
@@ -149,7 +148,7 @@ def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[
         try:
             meta = checkpoint.read_meta(folder.path_of(step))
         except (CheckpointCorrupt, FileNotFoundError) as error:
-            warnings.warn(f"`ckpt_path`='best': {error} Skipped.", stacklevel=5)
+            warn(f"`ckpt_path`='best': {error} Skipped.", stacklevel=5)
             continue
         ranks = _ranks(trainer, saver, meta)
         return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))

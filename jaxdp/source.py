@@ -3,12 +3,13 @@
 import contextlib
 import inspect
 import itertools
-import warnings
+import sys
 from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any, Final
 
 import numpy as np
 
+from .console import Outlet, open_bar, warn
 from .data import to_host
 from .own_generators import Found
 from .own_state import OwnState, checksum, generators_of, own_state
@@ -287,7 +288,7 @@ class Source:
             self._own.after(first, None)
             self._pass_over(batches, skip - first - 1)
             return batches
-        warnings.warn(
+        warn(
             f"`{self.argument}`: the state of {type(self._own.owner).__name__} does not"
             f" lead back to batch {first} of epoch {epoch}: another batch came. (Has it"
             " a shuffle buffer, whose content is no part of the state?) The epoch is"
@@ -307,13 +308,14 @@ class Source:
         from tqdm import tqdm
 
         what = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch: Any = END
-        for _ in tqdm(range(count), what, delay=1, leave=False, mininterval=1):
+        batch, steps, out = END, range(count), Outlet(sys.stderr)
+        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
+        for _ in steps if bar is None else bar:
             if (batch := next(batches, END)) is END:
                 return
         expected, self.replays_to = self.replays_to, None
         if expected not in (None, checksum(to_host(batch))):
-            warnings.warn(
+            warn(
                 f"`{self.argument}`: after {count} batches, which were replayed, came"
                 " another one than before the run was saved. (Is the order drawn from"
                 " a random generator that is not torch's, NumPy's or Python's global"

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import uuid
-import warnings
 from collections.abc import (
     Callable,
     Generator,
@@ -29,12 +28,12 @@ from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
-from .console import say
+from .console import say, warn
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
 from .engine import Block, Engine, wait
 from .history import History
-from .interrupts import Interrupts, Preempted
+from .interrupts import Interrupts, Preempted, tell
 from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
@@ -190,7 +189,7 @@ class Trainer:
         if jax.process_count() > 1:
             self._guard()
         elif warning := distributed.forgotten():
-            warnings.warn(warning, stacklevel=2)
+            warn(warning, stacklevel=2)
 
         self.should_stop = False
         self.history = History()
@@ -326,7 +325,7 @@ class Trainer:
         )
         is_over = limits.done(self.global_step, self.current_epoch)
         if is_over and not self._lacks_its_end(limits):
-            warnings.warn(
+            warn(
                 f"`fit` has nothing to do: {self.current_epoch} epochs and"
                 f" {self.global_step} steps are done, and `max_epochs`="
                 f"{limits.max_epochs}, `max_steps`={limits.max_steps} are totals,"
@@ -370,7 +369,7 @@ class Trainer:
                         self._validate_inside(val, limits, hooks)
                 if self._progress.done == 0:
                     if not self.should_stop and not limits.time_is_up():
-                        warnings.warn(
+                        warn(
                             "`train_loader` gave no batches in epoch"
                             f" {self.current_epoch}: a generator can be iterated only"
                             " once. The fit ends here.",
@@ -732,7 +731,7 @@ class Trainer:
         self._ready().pad_as({})  # larger batches since then are none of that run's
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
-            warnings.warn(
+            warn(
                 f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
                 f" has `seed`={self.seed}, which decides the order of data.",
                 stacklevel=2,
@@ -745,7 +744,7 @@ class Trainer:
             if name in saved:
                 callback.load_state_dict(saved[name])
             elif callback.state_dict():
-                warnings.warn(
+                warn(
                     f"`load`: {path} has no state for the callback {name}; it keeps its"
                     " own.",
                     stacklevel=2,
@@ -762,7 +761,7 @@ class Trainer:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
 
         Args:
-            signals: their names; `"SIGTERM"` alone by default.
+            signals: their names; `"SIGTERM"` and `"SIGHUP"` by default.
             returns: whether `fit` returns then, instead of exiting with code 143.
         """
         self._interrupts.listen(signals)
@@ -880,6 +879,7 @@ class Trainer:
         Then the passes over `sources` end.
         """
         self.should_stop, self._is_fitting = False, True
+        self._interrupts.saves_first = True
         try:
             with self._interrupts:
                 yield
@@ -893,12 +893,14 @@ class Trainer:
                 hooks.on_exception(self, exception)
             with self._noting(exception):
                 hooks.on_fit_end(self)
+            tell(exception)
             if not (isinstance(exception, Preempted) and self.returns_when_preempted):
                 raise
         else:
             hooks.on_fit_end(self)
         finally:
             self._is_fitting = self._epoch_is_over = self._progress.is_whole = False
+            self._interrupts.saves_first = False
             for source in sources:
                 if source is not None:
                     source.close()
@@ -909,7 +911,10 @@ class Trainer:
         try:
             yield
         except Exception as second:
-            exception.add_note(f"and after that: {type(second).__name__}: {second}")
+            text = f"{type(second).__name__}: {second}"
+            exception.add_note(f"and after that: {text}")
+            if isinstance(exception, Preempted):  # whose notes nobody gets to see
+                say(f"{exception.signal}: {text}")
 
     def _begin(
         self, source: Source, limits: Limits | None, hooks: Hooks
@@ -1201,7 +1206,7 @@ class Trainer:
         if steps == now:
             self._ready().pad_as(sizes)  # the same loader, resumed
         elif steps and self._progress.done:
-            warnings.warn(
+            warn(
                 f"an epoch of `train_loader` had {steps} steps when this run was saved,"
                 f" and has {now} now. As ever, the {self._progress.done} batches that"
                 " were trained on are left out of the present epoch; with another batch"

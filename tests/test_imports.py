@@ -99,6 +99,15 @@ def test_every_module_imports_only_what_is_below_it():
     assert not wrong
 
 
+def test_what_users_are_told_goes_through_the_console():
+    # Elsewhere a pipe that nobody reads would end the run.
+    for path in PACKAGE.rglob("*.py"):
+        if path.name not in ("console.py", "cli.py"):
+            text = path.read_text()
+            assert "warnings.warn(" not in text, path
+            assert "file=sys.stderr" not in text, path
+
+
 def test_what_waits_until_it_is_asked_for_is_there():
     for module in (jaxdp, jaxdp.callbacks):
         assert all(hasattr(module, name) for name in module.__all__)

@@ -1,13 +1,13 @@
 """What the compiled step may overwrite, and whether it does."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import numpy as np
 
+from ..console import warn
 from .base import Callback
 
 _CHOICES: Final = ("state", "all", "none")
@@ -63,7 +63,7 @@ class DonateBuffers(Callback):
         arrays = trainer.state_arrays() if self.what != "none" else {}
         self.report = _report(compiled, arrays)
         if missing := self.report["not_aliased"]:
-            warnings.warn(
+            warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"
                 f" {len(missing)} of the leaves that were donated to it, and keeps two"
                 f" copies of them: {', '.join(missing)}.",

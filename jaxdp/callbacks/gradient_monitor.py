@@ -1,6 +1,5 @@
 """Norms of gradients and updates by layer, and leaves that do not learn."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..arguments import check_count
+from ..console import warn
 from ..tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
@@ -151,7 +151,7 @@ class GradientMonitor(Callback):
                 self.never_updated.append(path)
         steps = f"in the first {self._checked} steps"
         if self.dead:
-            warnings.warn(
+            warn(
                 f"`GradientMonitor`: the gradient of {_listed(self.dead)} was exactly"
                 f" zero {steps}: the loss does not depend on it, or what comes before"
                 " it is dead. Leaves that are not to be trained cost less when"
@@ -159,7 +159,7 @@ class GradientMonitor(Callback):
                 stacklevel=2,
             )
         if self.never_updated:
-            warnings.warn(
+            warn(
                 f"`GradientMonitor`: {_listed(self.never_updated)} had a gradient and"
                 f" no update {steps}: the optimizer leaves it out, or its rate is"
                 " zero. Leaves that are not to be trained cost less when"

@@ -4,13 +4,13 @@ import contextlib
 import math
 import os
 import time
-import warnings
 from datetime import timedelta
 from typing import Any
 
 from .. import checkpoint
 from ..arguments import check_choice, check_count
 from ..checkpoint_dir import CheckpointDir
+from ..console import warn
 from ..interrupts import is_stop
 from ..processes import Pulse
 from .base import Callback
@@ -293,7 +293,7 @@ class ModelCheckpoint(Callback):
                 "ModelCheckpoint(on_save_error='warn') would go on without this one."
             )
             raise error
-        warnings.warn(
+        warn(
             f"{error} Training goes on; the next one is tried when it is due.",
             stacklevel=2,
         )
@@ -324,7 +324,7 @@ class ModelCheckpoint(Callback):
             try:
                 self._dir.remove(step)
             except OSError as error:
-                warnings.warn(
+                warn(
                     f"the old checkpoint {self._dir.path_of(step)} could not be"
                     f" removed: {error}.",
                     stacklevel=2,

@@ -1,7 +1,6 @@
 """Keeps NaN and infinity out of the model."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..arguments import check_count, check_number
+from ..console import warn
 from ..tree import leaf_path
 from .base import Callback, RollBack
 from .monitor import LateReads
@@ -171,7 +171,7 @@ class NanGuard(Callback):
                 f" without an update, more than `max_skips`={self.max_skips}."
             )
         done = "skipped this update" if skipped else "a spike"
-        warnings.warn(f"`NanGuard`: {place}; {done}.", UserWarning, stacklevel=2)
+        warn(f"`NanGuard`: {place}; {done}.", UserWarning, stacklevel=2)
 
     def _is_spike(self, loss: float) -> bool:
         usual = self._usual
@@ -198,7 +198,7 @@ class NanGuard(Callback):
                 " (`every_n_train_steps`)."
             )
         self.rollbacks += 1
-        warnings.warn(
+        warn(
             f"`NanGuard`: {place}; going back to {path}, without that batch.",
             UserWarning,
             stacklevel=2,

@@ -3,6 +3,7 @@
 import signal
 from typing import Any
 
+from ..interrupts import SIGNALS
 from .base import Callback
 
 
@@ -10,9 +11,10 @@ class Preemption(Callback):
     """Chooses which signals end a fit at the next boundary, and what happens then.
 
     Without it SIGTERM does, which SLURM, Kubernetes and spot machines send before they
-    take the machine away: the step is finished, `ModelCheckpoint` saves and waits until
-    that is on disk, and the process exits with code 143. A second signal ends it at
-    once, the last checkpoint intact.
+    take the machine away, and SIGHUP, which comes when the terminal is closed: the step
+    is finished, `ModelCheckpoint` saves and waits until that is on disk, and the
+    process exits with code 143. A second signal ends it at once, the last checkpoint
+    intact. Under `nohup`, which has SIGHUP ignored, the fit goes on.
 
     Args:
         signals: their names, such as `("SIGTERM", "SIGUSR1")` for
@@ -24,7 +26,7 @@ class Preemption(Callback):
         received: the name of the signal that ended the last fit, or None.
     """
 
-    def __init__(self, signals: tuple[str, ...] = ("SIGTERM",), action: str = "exit"):
+    def __init__(self, signals: tuple[str, ...] = SIGNALS, action: str = "exit"):
         for name in (signals,) if isinstance(signals, str) else signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(

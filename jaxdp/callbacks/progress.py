@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
 from ..arguments import check_number
+from ..console import Outlet, open_bar
 from .base import Callback
 from .monitor import LAG, in_notebook
 
@@ -53,7 +54,7 @@ class ProgressBar(Callback):
         self.refresh_per_second = refresh_per_second
         self.every_n_seconds = every_n_seconds
         self.file = file
-        self._out: Output | None = None
+        self._out: Outlet | None = None
         self._bar_type: Any = None
         self._interval = every_n_seconds
         self._train = _Pass()
@@ -164,18 +165,19 @@ class ProgressBar(Callback):
         else:
             run.draw(", ".join(facts))
 
-    def _find_output(self, trainer: Any) -> Output | None:
+    def _find_output(self, trainer: Any) -> Outlet | None:
         if not trainer.is_global_zero:
             return None
         if self.file is not None:
-            return self.file
+            return Outlet(self.file)
         # Notebooks show stderr on red ground, as if something had failed.
-        return sys.stdout if in_notebook() else sys.stderr
+        return Outlet(sys.stdout if in_notebook() else sys.stderr)
 
     def _open(self, run: "_Pass") -> None:
         if self._bar_type is None:
             return
-        run.bar = self._bar_type(
+        run.bar = open_bar(
+            self._bar_type,
             total=run.total,
             desc=run.name,
             file=self._out,
@@ -192,10 +194,13 @@ class ProgressBar(Callback):
         self._train.close()
 
     def _print(self, line: str) -> None:
+        if self._out is None:
+            return
         if self._bar_type is not None:
             self._bar_type.write(line, file=self._out)
-        elif self._out is not None:
-            print(line, file=self._out, flush=True)
+        else:
+            self._out.write(f"{line}\n")
+            self._out.flush()
 
 
 class _Pass:
@@ -287,7 +292,7 @@ def _total(trainer: Any) -> int | None:
     return min(totals, default=None)
 
 
-def _find_bar_type(out: Output | None) -> Any:
+def _find_bar_type(out: Outlet | None) -> Any:
     """The kind of bar that suits the output, or None for plain lines."""
     if out is None:
         return None
@@ -295,8 +300,7 @@ def _find_bar_type(out: Output | None) -> Any:
         # It warns in a notebook without ipywidgets, where a text bar does as well.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
-    interactive = getattr(out, "isatty", lambda: False)()
-    if not interactive and not in_notebook():
+    if not out.isatty() and not in_notebook():
         return None
     # No monitor thread: there is none to fork, and nothing for it to do.
     return type("Bar", (tqdm,), {"monitor_interval": 0})

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from .. import meetings
 from ..arguments import check_number
+from ..console import shout
 from .base import Callback
 
 ABORTED: Final = 70
@@ -120,17 +121,22 @@ class StallWatch(Callback):
         )
         if late := meetings.who_is_late():
             text += f"jaxdp: StallWatch: the others wait for {late}.\n"
-        if self.path is None:
-            self._write(2, text)
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                self._write(file.fileno(), text)
+        try:
+            self._write(text)
+        except OSError as error:  # of a full disk or a pipe that nobody reads
+            shout(f"{text}jaxdp: StallWatch: {self.path or 'stderr'}: {error}\n")
         if self.abort:
             os._exit(ABORTED)
 
-    def _write(self, descriptor: int, text: str) -> None:
-        # Not through sys.stderr: the stuck thread may hold its lock.
+    def _write(self, text: str) -> None:
+        if self.path is None:
+            self._write_to(2, text)  # past sys.stderr, as in `shout`
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            self._write_to(file.fileno(), text)
+
+    def _write_to(self, descriptor: int, text: str) -> None:
         os.write(descriptor, text.encode())
         faulthandler.dump_traceback(descriptor, all_threads=True)
         if self.abort:
