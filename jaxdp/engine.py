@@ -24,11 +24,13 @@ from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .flat import Flat
 from .flops import has_convolutions, matmul_flops
+from .hyperparams import read_only, written_to
 from .metrics import (
     BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
     Metrics,
     means_of,
+    new_totals,
 )
 from .portions import PortionPacker
 from .precision import as_own, as_stored
@@ -183,6 +185,32 @@ class Engine:
             self._whole = self._arrays, whole
         return self._whole[1]
 
+    def hand_out(self) -> TrainState:
+        """`state` for a user, who may keep it until the next step but not change it."""
+        self.check_handed_out()
+        state = self.state
+        if self._handed_out is None or self._handed_out[0] is not self._arrays:
+            given = read_only(state)
+            self._handed_out = self._arrays, given, jax.tree.leaves(given)
+        return self._handed_out[1]
+
+    def check_handed_out(self) -> None:
+        """Raises where code has put something into the state it was handed.
+
+        It would read back as set, and no step would ever see it.
+        """
+        if self._handed_out is None:
+            return
+        _, state, leaves = self._handed_out
+        if (where := written_to(state, leaves)) is None:
+            return
+        self._handed_out = None
+        raise RuntimeError(
+            f"`trainer.state` was written to, at {where}, and that changed nothing: it"
+            " only shows what is on the devices. Use `trainer.set_hyperparams` for what"
+            " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
+        )
+
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
@@ -207,6 +235,7 @@ class Engine:
         with no_ambient_mesh():
             self._arrays = self._flat.placed(leaves)
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
+        self._handed_out = None
 
     def _placed(
         self, kind: Kind, packed: Packed, compiled: jax.stages.Compiled
@@ -408,6 +437,9 @@ class Engine:
         if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
             self._check_labels("train", packed)
         groups = self._placed("train", packed, compiled)
+        if self._handed_out is not None:
+            self.check_handed_out()
+            self._handed_out = None
         before = self._arrays
         started = time.perf_counter() if self._block_size.is_on_trial else 0
         self._arrays, (means, inside) = compiled(before, groups)
@@ -460,9 +492,18 @@ class Engine:
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
+        self.write({self._totals: new_totals()})
+
+    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
+        """Sets leaves of the state, by their place in it. No step is compiled for it.
+
+        Args:
+            leaves: of the dtypes and shapes that they have.
+        """
         self._arrays = list(self._arrays)
         with no_ambient_mesh():
-            self._flat.clear(self._arrays, self._totals)
+            for place, leaf in leaves.items():
+                self._flat.write(self._arrays, place, leaf)
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""

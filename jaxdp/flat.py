@@ -45,9 +45,7 @@ class Flat:
         sharding = small[0].sharding if small else None
         self._join = jax.jit(_joined, out_shardings=sharding)
         self._part = jax.jit(self._parted, out_shardings=sharding)
-        self._clear = jax.jit(
-            _cleared, static_argnums=1, donate_argnums=0, out_shardings=sharding
-        )
+        self._write = jax.jit(_written, out_shardings=sharding)
 
     def pack(self, leaves: Sequence[Array]) -> list[Array]:
         """The arrays that cross, of the state's leaves, while a step is traced."""
@@ -83,13 +81,15 @@ class Flat:
         bits = np.asarray(arrays[0])[slice(*self._spans[index])]
         return bits.view(dtype).reshape(shape)
 
-    def clear(self, arrays: list[Array], index: int) -> None:
-        """Sets the state's leaf number `index` to zero."""
+    def write(self, arrays: list[Array], index: int, value: np.ndarray) -> None:
+        """Sets the state's leaf number `index`. Nothing is waited for."""
         if self._is_small[index]:
-            arrays[0] = self._clear(arrays[0], self._spans[index])
+            bits = np.atleast_1d(value).view(np.uint32).reshape(-1)
+            start = np.int32(self._spans[index][0])
+            arrays[0] = self._write(arrays[0], bits, start)
         else:
-            place, zeros = self._place(index), np.zeros(*self._shapes[index])
-            arrays[place] = put(zeros, arrays[place].sharding)
+            place = self._place(index)
+            arrays[place] = put(value, arrays[place].sharding)
 
     def small(self, leaves: Sequence[Array]) -> list[Array]:
         """Those of the state's leaves that cross together."""
@@ -154,8 +154,8 @@ def _joined(leaves: Sequence[Array]) -> Array:
     return jnp.concatenate([leaf.reshape(-1) for leaf in bits])
 
 
-def _cleared(joined: Array, span: tuple[int, int]) -> Array:
-    return joined.at[slice(*span)].set(0)
+def _written(joined: Array, bits: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice(joined, bits, (start,))
 
 
 def _is_small(leaf: Array) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, distributed, losses, resume
+from . import checkpoint, checks, distributed, hyperparams, losses, resume
 from .arguments import check_choice, check_count, check_number
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.csv_logger import CSVLogger
@@ -612,10 +612,54 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The placed `TrainState`. The next step overwrites it: copy what you keep."""
+        """The placed `TrainState`. The next step overwrites it: copy what you keep.
+
+        It shows what is on the devices, and writing into it is an error. A
+        `copy.deepcopy` is yours to write to.
+        """
         engine = self._ready()
         self._settle()
-        return engine.state
+        return engine.hand_out()
+
+    @property
+    def hyperparams(self) -> Mapping[str, Any]:
+        """What `optax.inject_hyperparams` holds, by the names of `set_hyperparams`.
+
+        To read them waits for the device.
+        """
+        engine = self._ready()
+        self._settle()
+        return hyperparams.values_of(engine.state)
+
+    def set_hyperparams(self, **values: Any) -> None:
+        """Sets hyperparameters of the optimizer, from the next step on.
+
+            optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+            trainer = Trainer(model, optimizer)
+            trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
+
+        They are in the optimizer's state, so that no step is compiled again, and
+        checkpoints have them. Of several with the same name, each has the key of
+        `optax.partition` before it, or its number; `hyperparams` lists them:
+        `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
+        with the same values.
+
+        Args:
+            values: numbers of the shape and kind that are there. What a schedule sets
+                can't be set.
+        """
+        engine = self._ready()
+        self._settle()
+        if engine.ahead:
+            raise RuntimeError(
+                "`set_hyperparams` was called between steps that run as one"
+                f" (`steps_per_execution`={self.steps_per_execution}), and those after"
+                " it are running already. Call it in `on_boundary` (with `next_stop` at"
+                " the steps you need) or at the end of an epoch; or leave"
+                " `looks_inside_blocks` of the callback True."
+            )
+        self.processes.same("values in `set_hyperparams`", values)
+        engine.write(hyperparams.to_set(engine.state, values))
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -674,7 +718,8 @@ class Trainer:
         The state is that of now, and the next step may overwrite it.
         """
         self._renew_hooks()
-        state = self.state
+        self._settle()
+        state = self._ready().state
         meta = {
             "run_id": self.run_id,
             **self._progress.state_dict(self._share("train")),
@@ -709,7 +754,7 @@ class Trainer:
         The callbacks should be the same; those that are not keep their present state,
         with a warning.
         """
-        state, meta = checkpoint.restore(path, self.state)
+        state, meta = checkpoint.restore(path, self._ready().state)
         wrong = [n for n, kind in _SAVED.items() if not isinstance(meta.get(n), kind)]
         if wrong:
             raise checkpoint.CheckpointCorrupt(
@@ -1077,6 +1122,7 @@ class Trainer:
         Not where the block's start was not kept.
         """
         engine = self._ready()
+        engine.check_handed_out()
         if engine.ahead and engine.can_rewind:
             engine.rewind()
 

@@ -39,6 +39,7 @@ ORDER = [
     [
         "block_size",
         "flat",
+        "hyperparams",
         "interrupts",
         "layout",
         "lifeline",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .profiler import Profiler
     from .progress import ProgressBar
+    from .reduce_lr_on_plateau import ReduceLROnPlateau
     from .stall_watch import StallWatch
     from .throughput import ThroughputMonitor
     from .timer import Timer
@@ -42,6 +43,7 @@ __all__ = [
     "Preemption",
     "Profiler",
     "ProgressBar",
+    "ReduceLROnPlateau",
     "StallWatch",
     "TensorBoardLogger",
     "ThroughputMonitor",
@@ -65,6 +67,7 @@ _MODULES: Final = {
     "Preemption": "preemption",
     "Profiler": "profiler",
     "ProgressBar": "progress",
+    "ReduceLROnPlateau": "reduce_lr_on_plateau",
     "StallWatch": "stall_watch",
     "TensorBoardLogger": "loggers",
     "ThroughputMonitor": "throughput",

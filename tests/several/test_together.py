@@ -243,6 +243,16 @@ def test_what_one_decides_all_do(crew, tmp_path):
     assert found["early_stopping"] == 8
 
 
+def test_hyperparameters_are_set_on_all(crew):
+    codes, outputs = (job := crew("together.plateaus")).join()
+    assert codes == [0, 0], job.all_outputs()
+    first, second = told(outputs)
+    assert first == second
+    assert first[0]["rate"] == first[1]["rate"] == 0.25
+    message = "values in `set_hyperparams`: learning_rate is 0.1 in process 0"
+    assert message in first[1]["error"]
+
+
 def test_all_see_a_bad_batch(crew, tmp_path):
     job = crew("together.bad_batches", into=str(tmp_path))
     codes, outputs = job.join()

@@ -40,6 +40,7 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     NanGuard,
     ProgressBar,
+    ReduceLROnPlateau,
     Timer,
 )
 from jaxdp.strategies import FSDP, ZeRO
@@ -115,6 +116,25 @@ def weights_of(run):
 def all_numbers(cases):
     for name, options in cases.items():
         tell(name=name, found=numbers(**options))
+
+
+def plateaus():
+    """The rate that processes come to together, and what one of them sets alone."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    callbacks = [ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9)]
+    run = Trainer(
+        Mlp(jax.random.key(0)),
+        optimizer,
+        loss="cross_entropy",
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+    run.fit(DataLoader(data(), 16), DataLoader(data(), 16), max_epochs=3)
+    tell(rate=run.hyperparams["learning_rate"], weights=weights_of(run))
+    try:
+        run.set_hyperparams(learning_rate=0.1 * (1 + jax.process_index()))
+    except ValueError as error:
+        tell(error=str(error), rate=run.hyperparams["learning_rate"])
 
 
 def planned(into):

@@ -1,0 +1,457 @@
+"""Hyperparameters in the optimizer's state: set, kept, refused."""
+
+import copy
+import re
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import batches
+
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import (
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    WeightAveraging,
+)
+
+DATA = batches(8, 8, 8, 8)
+
+
+def make_model():
+    return eqx.nn.Linear(4, 3, key=jax.random.key(0))
+
+
+def injected(rate=0.1):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+
+
+def make_trainer(optimizer=None, callbacks=(), **options):
+    options = {"strategy": SingleDevice(), "loss": "cross_entropy"} | options
+    return Trainer(
+        make_model(),
+        injected() if optimizer is None else optimizer,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+class Setter(Callback):
+    """Sets the rate after some steps."""
+
+    def __init__(self, rates, hook="on_train_batch_end", name="learning_rate"):
+        self.rates, self.name = rates, name
+        setattr(self, hook, self.set_rate)
+
+    def set_rate(self, trainer, *_):
+        if trainer.global_step in self.rates:
+            trainer.set_hyperparams(**{self.name: self.rates[trainer.global_step]})
+
+
+class Rates(Callback):
+    """Keeps the rate of every step."""
+
+    looks_inside_blocks = False
+
+    def __init__(self):
+        self.metrics = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.metrics.append(metrics)
+
+    @property
+    def seen(self):
+        return [float(metrics["lr"]) for metrics in self.metrics]
+
+
+def by_hand(rates):
+    """The weights after a step of plain SGD on each of `DATA` with these rates."""
+    model = make_model()
+    for (x, y), rate in zip(DATA, rates, strict=True):
+
+        def loss(model, x=x, y=y):
+            logits = jax.vmap(model)(x)
+            found = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return found.mean()
+
+        grads = jax.grad(loss)(model)
+        model = jax.tree.map(lambda w, g, r=rate: w - r * g, model, grads)
+    return model
+
+
+def assert_close(model, expected):
+    for found, wanted in zip(
+        jax.tree.leaves(model), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+WAYS = {
+    "one device": {},
+    "sharded": {"strategy": Sharded()},
+    "pmap": {"strategy": Pmap()},
+    "fsdp": {"strategy": FSDP()},
+    "blocks": {"steps_per_execution": 4},
+    "clipped": {"gradient_clip_val": 1e6},
+    "bitwise": {"reproducible": "bitwise"},
+    "averaged": {"callbacks": [WeightAveraging(evaluate=False)]},
+}
+
+
+AFTER = "on_train_batch_end"
+
+
+@pytest.mark.parametrize(
+    ("way", "hook"),
+    [*((way, AFTER) for way in WAYS), ("blocks", "on_boundary")],
+)
+def test_the_next_step_takes_what_was_set(way, hook):
+    options = dict(WAYS[way])
+    rates = Rates()
+    setter = Setter({2: 0.5}, hook)
+    if hook == "on_boundary":
+        setter.next_stop = lambda trainer: 2 if trainer.global_step < 2 else None
+    callbacks = [LearningRateMonitor(), setter, rates, *options.pop("callbacks", [])]
+    trainer = make_trainer(callbacks=callbacks, **options)
+    trainer.fit(DATA)
+    assert_close(trainer.model, by_hand([0.1, 0.1, 0.5, 0.5]))
+    assert trainer.hyperparams == {"learning_rate": 0.5}
+    np.testing.assert_allclose(rates.seen, [0.1, 0.1, 0.5, 0.5], rtol=1e-6)
+
+
+def test_setting_compiles_no_step_again():
+    traces = []
+
+    def loss_fn(model, x, y):
+        traces.append(1)
+        logits = jax.vmap(model)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    trainer = make_trainer(loss=None, loss_fn=loss_fn)
+    trainer.fit(DATA)
+    compiled, before = trainer.compiled_train_step(), len(traces)
+    for rate in (0.3, np.float64(0.2), np.array(0.1), jax.numpy.float32(0.05), 1):
+        trainer.set_hyperparams(learning_rate=rate)
+        trainer.fit(DATA, max_epochs=trainer.current_epoch + 1)
+        assert trainer.hyperparams["learning_rate"] == np.float32(rate)
+    assert trainer.compiled_train_step() is compiled
+    assert len(traces) == before
+
+
+def test_what_was_set_before_the_first_fit_holds_in_its_first_step():
+    trainer = make_trainer()
+    trainer.set_hyperparams(learning_rate=0.5)
+    trainer.fit(DATA)
+    assert_close(trainer.model, by_hand([0.5] * 4))
+
+
+def test_accumulated_steps_and_other_precisions_take_what_was_set():
+    for options in (
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-true"},
+        {"precision": "16-mixed"},
+    ):
+        rates = Rates()
+        callbacks = [LearningRateMonitor(), Setter({1: 0.5}), rates]
+        trainer = make_trainer(callbacks=callbacks, **options)
+        trainer.fit(DATA)
+        np.testing.assert_allclose(rates.seen[:2], [0.1, 0.5], rtol=1e-2)
+        assert trainer.hyperparams["learning_rate"] == 0.5
+
+
+def test_what_was_set_is_saved_and_resumed(tmp_path):
+    def run(fits):
+        callbacks = [Setter({2: 0.5}), ModelCheckpoint(tmp_path / str(fits))]
+        for steps in fits:
+            trainer = make_trainer(callbacks=callbacks)
+            trainer.fit(DATA, max_steps=steps, ckpt_path="auto")
+        return trainer
+
+    whole, resumed = run((4,)), run((3, 4))
+    assert resumed.hyperparams == {"learning_rate": 0.5}
+    for a, b in zip(
+        jax.tree.leaves(whole.model), jax.tree.leaves(resumed.model), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_block_that_is_not_rewound_says_where_to_set():
+    class Blind(Setter):
+        looks_inside_blocks = False
+
+    trainer = make_trainer(callbacks=[Blind({1: 0.5})], steps_per_execution=4)
+    with pytest.raises(RuntimeError, match=r"`set_hyperparams`.*`on_boundary`"):
+        trainer.fit(DATA)
+
+
+LABELS = jax.tree.map(lambda leaf: "wide" if leaf.ndim == 2 else "thin", make_model())
+SEVERAL = {
+    "partition": (
+        optax.partition(
+            {"wide": injected(0.1), "thin": injected(0.2)}, lambda _: LABELS
+        ),
+        {"thin/learning_rate": 0.2, "wide/learning_rate": 0.1},
+    ),
+    "masked": (
+        optax.chain(
+            *(
+                optax.masked(
+                    injected(rate), lambda _, d=d: jax.tree.map(d, make_model())
+                )
+                for rate, d in [
+                    (0.1, lambda leaf: leaf.ndim == 2),
+                    (0.2, lambda leaf: leaf.ndim == 1),
+                ]
+            )
+        ),
+        {"0/learning_rate": 0.1, "1/learning_rate": 0.2},
+    ),
+    "named": (
+        optax.named_chain(
+            ("clip", optax.inject_hyperparams(optax.clip)(max_delta=9.0)),
+            ("sgd", injected()),
+        ),
+        {"max_delta": 9.0, "learning_rate": 0.1},
+    ),
+    "nested": (
+        optax.MultiSteps(
+            optax.chain(optax.clip(9.0), injected()), 2
+        ).gradient_transformation(),
+        {"learning_rate": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_of_a_name_are_told_apart(kind):
+    optimizer, expected = SEVERAL[kind]
+    trainer = make_trainer(optimizer)
+    assert trainer.hyperparams == pytest.approx(expected)
+    for number, name in enumerate(expected):
+        trainer.set_hyperparams(**{name: 1.0 + number})
+    trainer.fit(DATA)
+    assert dict(trainer.hyperparams) == {
+        name: 1.0 + number for number, name in enumerate(expected)
+    }
+
+
+def test_a_name_of_several_is_ambiguous():
+    message = r"2 named 'learning_rate': 'thin/learning_rate', 'wide/learning_rate'"
+    trainer = make_trainer(SEVERAL["partition"][0])
+    with pytest.raises(ValueError, match=message):
+        trainer.set_hyperparams(learning_rate=0.1)
+
+
+REFUSED = {
+    "unknown": (injected(), {"rate": 1.0}, ValueError, "no 'rate'; there are 'lea"),
+    "plain": (optax.sgd(0.1), {"learning_rate": 1.0}, ValueError, "inject_hyperparams"),
+    "scheduled": (
+        injected(optax.linear_schedule(0.1, 0.0, 10)),
+        {"learning_rate": 1.0},
+        ValueError,
+        "set by a schedule in every step",
+    ),
+    "shape": (injected(), {"learning_rate": [0.1]}, ValueError, r"of shape \(1,\)"),
+    "NaN": (injected(), {"learning_rate": np.nan}, ValueError, "must be finite"),
+    "too large": (injected(), {"learning_rate": 1e60}, ValueError, "must be finite"),
+    "text": (injected(), {"learning_rate": "0.1"}, TypeError, "pass a number"),
+    "bool": (injected(), {"learning_rate": True}, TypeError, "pass a number"),
+    "complex": (injected(), {"learning_rate": 1j}, TypeError, "pass a number"),
+    "None": (injected(), {"learning_rate": None}, TypeError, "pass a number"),
+    "not an int": (
+        optax.inject_hyperparams(lambda k: optax.trace(0.1 * k))(k=1),
+        {"k": 1.5},
+        TypeError,
+        "pass an int",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_set_raises_and_changes_nothing(case):
+    optimizer, values, error, message = REFUSED[case]
+    trainer = make_trainer(optimizer)
+    before = dict(trainer.hyperparams)
+    with pytest.raises(error, match=f"`set_hyperparams`.*{message}"):
+        trainer.set_hyperparams(**values)
+    assert dict(trainer.hyperparams) == before
+
+
+def test_hyperparameters_of_a_state_handed_out_cannot_be_assigned_to():
+    trainer = make_trainer()
+    given = trainer.state.opt_state.hyperparams
+    for write in (
+        lambda: given.__setitem__("learning_rate", 0.5),
+        lambda: given.update(learning_rate=0.5),
+        lambda: given.pop("learning_rate"),
+    ):
+        with pytest.raises(TypeError, match=r"trainer\.set_hyperparams"):
+            write()
+    with pytest.raises(TypeError):
+        trainer.state.opt_state.hyperparams |= {"learning_rate": 0.5}
+    with pytest.raises(AttributeError):
+        trainer.state.step = 3
+    with pytest.raises(AttributeError):
+        trainer.state.params.weight = 3
+
+
+def test_hyperparameters_cannot_be_read_back_as_set():
+    trainer = make_trainer()
+    with pytest.raises(TypeError):
+        trainer.hyperparams["learning_rate"] = 0.5
+
+
+def test_a_state_handed_out_is_a_tree_like_any_other():
+    trainer = make_trainer(SEVERAL["nested"][0])
+    state = trainer.state
+    fetched = jax.tree.map(np.array, state)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, fetched)
+    assert optax.tree.get(state, "learning_rate") == np.float32(0.1)
+    names = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    assert any(name.endswith(".hyperparams['learning_rate']") for name in names)
+    params = jax.tree.map(np.zeros_like, state.params)
+    mine = copy.deepcopy(state.opt_state)
+    mine.inner_opt_state[1].hyperparams["learning_rate"] = 0.5  # its owner's to write
+    updates, _ = trainer.optimizer.update(params, mine, state.params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+class Layers(eqx.Module):
+    layers: list
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("use", ["step", "state", "model", "save"])
+def test_other_fields_written_to_are_found_at_the_next_use(use, tmp_path):
+    trainer = Trainer(
+        Layers([make_model()]),
+        optax.sgd(0.1),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )
+    trainer.fit(DATA)
+    layers = trainer.state.params.layers
+    layers[0] = jax.tree.map(lambda leaf: leaf * 0, layers[0])
+    uses = {
+        "step": lambda: trainer.fit(DATA, max_epochs=2),
+        "state": lambda: trainer.state,
+        "model": lambda: trainer.model,
+        "save": lambda: trainer.save(tmp_path / "saved"),
+    }
+    message = re.escape("written to, at params.layers[0]")
+    with pytest.raises(RuntimeError, match=message):
+        uses[use]()
+    trainer.fit(DATA, max_epochs=2)  # nothing had changed
+
+
+class Scores(Callback):
+    """Gives epochs and validations the scores of a list."""
+
+    def __init__(self, scores, name="val_loss"):
+        self.scores, self.name = list(scores), name
+
+    def on_train_epoch_end(self, trainer, metrics):
+        metrics[self.name] = self.scores[trainer.current_epoch]
+
+
+def plateau(scores, name="loss", **options):
+    """The rate after each epoch with these scores."""
+    seen = []
+
+    class After(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            seen.append(trainer.hyperparams["learning_rate"])
+
+    callback = ReduceLROnPlateau(name, **options)
+    trainer = make_trainer(
+        injected(1.0),
+        callbacks=[Scores(scores, name), callback, After()],
+        metrics=["accuracy"],
+    )
+    trainer.fit(DATA[:1], max_epochs=len(scores))
+    return seen
+
+
+def keras_plateau(scores, factor, patience, min_delta, cooldown, min_lr, better):
+    """Keras's documented rules, written as they read."""
+    rate, best, waited, cooling, found = 1.0, None, 0, 0, []
+    for score in scores:
+        if cooling > 0:
+            cooling, waited = cooling - 1, 0
+        if best is None or better(score, best, min_delta):
+            best, waited = score, 0
+        elif cooling <= 0:
+            waited += 1
+            if waited >= patience and rate > min_lr:
+                rate = max(rate * factor, min_lr)
+                cooling, waited = cooldown, 0
+        found.append(rate)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rate_falls_where_keras_lowers_it(seed):
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(size=14).round(1).tolist()
+    options = {
+        "factor": 0.5,
+        "patience": int(generator.integers(1, 3)),
+        "min_delta": 0.2,
+        "cooldown": int(generator.integers(0, 3)),
+        "min_lr": 0.1,
+    }
+    name = ("loss", "accuracy")[seed % 2]
+    better = (lambda a, b, d: a < b - d, lambda a, b, d: a > b + d)[seed % 2]
+    expected = keras_plateau(scores, **options, better=better)
+    assert len({*expected}) > 1
+    np.testing.assert_allclose(plateau(scores, name, **options), expected, rtol=1e-6)
+
+
+def test_nan_is_no_improvement_of_a_plateau():
+    found = plateau([1.0, float("nan"), float("nan")], factor=0.5, patience=2)
+    assert found == [1.0, 1.0, 0.5]
+
+
+def test_all_rates_of_an_optimizer_fall_together(capsys):
+    callback = ReduceLROnPlateau("val_loss", 0.5, 1, min_delta=1e9, verbose=True)
+    trainer = make_trainer(SEVERAL["partition"][0], callbacks=[callback])
+    trainer.fit(DATA, DATA, max_epochs=2)
+    expected = {"thin/learning_rate": 0.1, "wide/learning_rate": 0.05}
+    assert trainer.hyperparams == pytest.approx(expected)
+    assert "thin/learning_rate is 0.1" in capsys.readouterr().err
+
+
+def test_a_plateau_goes_on_after_a_resume(tmp_path):
+    def run(name, *fits):
+        for epochs in fits:
+            callback = ReduceLROnPlateau("val_loss", 0.5, 2, min_delta=1e9, cooldown=1)
+            saver = ModelCheckpoint(tmp_path / name)
+            trainer = make_trainer(callbacks=[callback, saver])
+            trainer.fit(DATA, DATA, max_epochs=epochs, ckpt_path="auto")
+        return callback.state_dict(), dict(trainer.hyperparams)
+
+    assert run("whole", 6) == run("resumed", 2, 3, 6)
+
+
+def test_a_plateau_says_early_what_it_cannot_do():
+    def fit(optimizer, **options):
+        trainer = make_trainer(optimizer, callbacks=[ReduceLROnPlateau(**options)])
+        trainer.fit(DATA)
+
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau.*inject_hyperparams"):
+        fit(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="set by a schedule"):
+        fit(injected(optax.linear_schedule(0.1, 0.0, 10)))
+    with pytest.raises(ValueError, match=r"monitor='val_loss'.*need a `val_loader`"):
+        fit(injected())
+    with pytest.raises(ValueError, match="`factor` must be .* less than 1"):
+        ReduceLROnPlateau(factor=1.0)
