@@ -24,6 +24,7 @@ _MOST_ITEMS: Final = 10_000
 _MOST_OBJECTS: Final = 20_000
 """That are looked into, the nearest first: 10 ms."""
 _ATOMS: Final = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
+_CONTAINERS: Final = {list, tuple, dict, collections.deque}
 _CLOSED: Final = (
     types.ModuleType,
     type,
@@ -275,8 +276,10 @@ def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
         if is_plain and len(thing) <= _MOST_ITEMS:
             items = thing.items() if isinstance(thing, dict) else enumerate(thing)
             for key, value in list(items):
-                if type(value) not in _ATOMS:
+                if not _is_data(value):
                     yield f"{path}[{key!r}]", value
+    if kind in _CONTAINERS:
+        return
     for name, value in list(getattr(thing, "__dict__", {}).items()):
         yield f"{path}.{name}", value
     for base in kind.__mro__:
@@ -286,6 +289,13 @@ def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(member, types.MemberDescriptorType):
                 value = getattr(thing, name, None)
                 yield f"{path}.{name}", value
+
+
+def _is_data(value: Any) -> bool:
+    """Whether nothing can be in it, as in the names of files and their labels."""
+    if type(value) in (tuple, list) and len(value) <= 8:
+        return all(type(each) in _ATOMS for each in value)
+    return type(value) in _ATOMS
 
 
 def _kind(generator: Any) -> str:

@@ -183,7 +183,9 @@ class TorchSource(SeededSource):
             return super()._own_state()
         drawn = self._drawn_in_fetching()
         # Else fetching goes with sampling, and nothing but both leads to a place.
-        is_apart = drawn.by_path and not drawn.shares_with(self._drawn_in_sampling())
+        is_apart = drawn.by_path and not drawn.shares_with(
+            self._drawn_in_sampling(drawn)
+        )
         return OwnState(_InFetching(self), self.argument) if is_apart else None
 
     def _start(self, epoch: int) -> None:
@@ -224,14 +226,15 @@ class TorchSource(SeededSource):
         return self.peek() if is_here else None
 
     def _own_generators(self) -> Found:
-        return self._drawn_in_sampling() | self._drawn_in_fetching()
+        drawn = self._drawn_in_fetching()
+        return self._drawn_in_sampling(drawn) | drawn
 
-    def _drawn_in_sampling(self) -> Found:
+    def _drawn_in_sampling(self, in_fetching: Found) -> Found:
+        """What the others have, who may know the dataset."""
         parts = {**vars(self.loader)}
         for name in (*_FETCHING, "_iterator"):
             parts.pop(name, None)
-        apart = Found({name: getattr(self.loader, name) for name in _FETCHING})
-        return Found(parts, apart.seen.values())
+        return Found(parts, in_fetching.seen.values())
 
     def _drawn_in_fetching(self) -> Found:
         """What the dataset has, unless it tells it itself."""
