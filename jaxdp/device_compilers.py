@@ -164,11 +164,13 @@ def _environment(**variables: str) -> Iterator[None]:
 def _check_there(name: str, what: str, packages: list[str]) -> None:
     missing = [package for package in packages if _version(package) is None]
     if missing:
+        # The extra has the compiler of CUDA 12.
+        is_other = what == "GPU" and _cuda() != "12"
+        remedy = " ".join(missing) if is_other else "'jaxdp[plan]'"
         raise ImportError(
             f"`topology`={name!r} needs the {what} compiler, and"
             f" {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
-            " installed; no such device is needed. Install the extra: pip install"
-            " 'jaxdp[plan]'."
+            f" installed; no such device is needed. Install it: pip install {remedy}."
         )
 
 

@@ -226,8 +226,8 @@ def _compilers(quick: bool) -> Iterator[Finding]:
         _, error = ("", "") if quick else _try(_COMPILE.format(name=name))
         if error:
             remedy = "pip install -U 'jaxdp[plan]'"
-            whats = f"the {what} compiler, {package}, fails: {error}"
-            yield Finding("problem", whats, remedy)
+            fails = f"the {what} compiler, {package}, fails: {error}"
+            yield Finding("problem", fails, remedy)
         else:
             works = "is installed" if quick else "works"
             yield Finding(

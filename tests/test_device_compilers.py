@@ -141,6 +141,7 @@ def test_the_newest_cuda_of_jax_is_taken(packages):
     with pytest.raises(ImportError) as error:
         topology("h200x64")
     assert "jax-cuda13-pjrt and nvidia-cuda-nvcc are not installed" in str(error.value)
+    assert str(error.value).endswith("pip install jax-cuda13-pjrt nvidia-cuda-nvcc.")
 
 
 def test_a_tpu_compiler_that_does_not_start_says_what_jax_wants(packages, monkeypatch):
