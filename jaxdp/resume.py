@@ -5,6 +5,7 @@ from typing import Any
 
 from . import checkpoint
 from .callbacks.model_checkpoint import ModelCheckpoint
+from .callbacks.states import name_of, saved_state
 from .checkpoint import CheckpointCorrupt
 from .console import say, warn
 
@@ -72,12 +73,12 @@ def last_checkpoint(trainer: Any, before: int) -> str | None:
 
     def newest() -> str | None:
         found = [
-            (step, folder.path_of(step))
-            for folder in folders
+            (step, place, folder.path_of(step))
+            for place, folder in enumerate(folders)
             for step in folder.steps()
             if step < before
         ]
-        return max(found)[1] if found else None
+        return max(found)[2] if found else None
 
     return trainer.processes.first("the last checkpoint", newest)
 
@@ -88,10 +89,10 @@ def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list
     And what stands among them that is no checkpoint.
     """
     folders = [saver.folder(trainer) for saver in savers]
+    # Of equal steps first the last saver's: it knows of those before it.
     found = sorted(
-        ((step, folder) for folder in folders for step in folder.steps()),
-        key=lambda pair: pair[0],
-        reverse=True,
+        ((step, folder) for folder in reversed(folders) for step in folder.steps()),
+        key=lambda pair: -pair[0],
     )
     looked = " and ".join(folder.path for folder in folders)
     faults = [
@@ -158,9 +159,9 @@ def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[
 def _ranks(
     trainer: Any, saver: ModelCheckpoint, meta: dict[str, Any]
 ) -> dict[int, int]:
-    name = next(name for name, c in trainer.named_callbacks() if c is saver)
-    state = meta["callbacks"].get(name)
+    state = saved_state(trainer, meta, saver)
     if state is None:
+        name = name_of(trainer, saver)
         raise ValueError(
             f"`ckpt_path`='best': what is saved does not know of the callback {name},"
             " and so not which is best; use 'last' or a path."

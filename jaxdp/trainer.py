@@ -28,6 +28,7 @@ from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
+from .callbacks.states import identities, saved_states
 from .console import say, warn
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
@@ -416,7 +417,7 @@ class Trainer:
             self._open(train_loader, "train_loader", "train")
         ) as source:
             self._progress.start_with(source)
-            self.num_training_batches = self.stopwatch = None
+            self.num_training_batches = self.stopwatch = self._padded_rows = None
             self._hooks.setup(self)
             hooks = self._timed(self._hooks)
             steps = self._steps(self._begin(source, None, hooks), hooks)
@@ -729,7 +730,9 @@ class Trainer:
                 name: checks.check_json(name, callback.state_dict())
                 for name, callback in self.named_callbacks()
             },
-            "padded_rows": [
+            "identities": identities(self),
+            "padded_rows": self._padded_rows
+            or [
                 self.num_training_batches,
                 self._ready().sizes,
                 self.accumulate_grad_batches,
@@ -781,10 +784,7 @@ class Trainer:
                 f" has `seed`={self.seed}, which decides the order of data.",
                 stacklevel=2,
             )
-        saved = {  # in format 1 the names began with the place in the list
-            name.lstrip("0123456789:"): state
-            for name, state in meta["callbacks"].items()
-        }
+        saved = saved_states(self, meta)
         for name, callback in self.named_callbacks():
             if name in saved:
                 callback.load_state_dict(saved[name])

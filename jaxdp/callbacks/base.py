@@ -126,6 +126,12 @@ class Callback:
         """
         return None
 
+    def identity(self, trainer: Any) -> str:
+        """What tells this callback from others of its class in a list: the folder it
+        writes to, or the metric it watches. Its state is saved and found again by it.
+        """
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback: JSON values only."""
         return {}

@@ -94,6 +94,9 @@ class EarlyStopping(Callback):
         if not self.monitor.startswith("val_"):
             self._check(trainer, metrics)
 
+    def identity(self, trainer: Any) -> str:
+        return self.monitor
+
     def state_dict(self) -> dict[str, Any]:
         best = self.best_score
         return {

@@ -163,6 +163,9 @@ class Logger(Callback):
             self.close()
         self._active = False
 
+    def identity(self, trainer: Any) -> str:
+        return os.path.abspath(self._folder(trainer))
+
     def state_dict(self) -> dict[str, Any]:
         """Logs what is left to log first, so that a checkpoint's log is complete."""
         if self._active:

@@ -15,6 +15,7 @@ from ..interrupts import is_stop
 from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_monitor
+from .states import saved_state
 from .timer import parse_duration
 
 
@@ -150,7 +151,9 @@ class ModelCheckpoint(Callback):
         )
         if self._scores:
             self._remove(set(self._scores) - self._kept(self._scores))
-        self._is_due = self._is_restored = False
+        self._is_due = self._is_due and self._is_restored
+        self._is_restored = False
+        self._save_if_due(trainer)  # else a kill came before it
 
     def on_fit_start(self, trainer: Any) -> None:
         if self.monitor is not None:
@@ -186,11 +189,7 @@ class ModelCheckpoint(Callback):
 
     def on_boundary(self, trainer: Any) -> None:
         self._settle()
-        # After the last step of an epoch its validation comes first: that is what the
-        # checkpoint is judged by, and need not be repeated when it is resumed.
-        if self._is_due and not trainer.is_at_epoch_end:
-            self._is_due = False
-            self._save(trainer)
+        self._save_if_due(trainer)
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
@@ -215,17 +214,22 @@ class ModelCheckpoint(Callback):
         """Waits until what is being saved is in its folder."""
         self._settle(wait=True)
 
+    def identity(self, trainer: Any) -> str:
+        return self.folder(trainer).path
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "scores": [[step, str(score)] for step, score in self._scores.items()],
             "score": None if self._score is None else str(self._score),
             "is_fresh": self._is_fresh,
+            "is_due": self._is_due,
             "kept_for_resuming": self._kept_for_resuming,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._is_restored = True
         self._scores = _scores_in(state)
+        self._is_due = bool(state.get("is_due"))
         if "score" not in state:  # format 1
             return
         self._score = None if state["score"] is None else float(state["score"])
@@ -235,6 +239,13 @@ class ModelCheckpoint(Callback):
     def _look(self, metrics: dict[str, float]) -> None:
         if self.monitor in metrics:
             self._score, self._is_fresh = metrics[self.monitor], True
+
+    def _save_if_due(self, trainer: Any) -> None:
+        # After the last step of an epoch its validation comes first: that is what the
+        # checkpoint is judged by, and need not be repeated when it is resumed.
+        if self._is_due and not trainer.is_at_epoch_end:
+            self._is_due = False
+            self._save(trainer)
 
     def _save(self, trainer: Any) -> None:
         """Begins to save the present step, if it is to be kept."""
@@ -342,20 +353,24 @@ class ModelCheckpoint(Callback):
         }
         strangers = self._dir.impostors()
         for step in sorted(there - set(scores)):
-            if step > trainer.global_step or self._run_of(step) != trainer.run_id:
+            is_now = step == trainer.global_step
+            is_past = step <= trainer.global_step
+            is_ours = is_past and self._run_of(step) == trainer.run_id
+            score = self._score_in(step, trainer) if is_ours else None
+            if score is not None and not self._is_restored:
+                scores[step] = math.nan if self.monitor else score
+            elif score is not None and is_now:
+                scores[step] = score
+            elif not (is_ours and is_now) or self._is_due:
                 strangers.append(step)
-            elif self._is_restored:
-                # A process was killed after a newer one was saved and before this one
-                # was removed.
-                self._dir.remove(step)
-            else:
-                scores[step] = math.nan if self.monitor else float(step)
+            # else saved by somebody else at this very step: the fit may go on from it
         if strangers:
             path = self._dir.set_aside(strangers)
             announce(
                 trainer,
                 "ModelCheckpoint",
-                f"{self._dir.path} has checkpoints that this run does not go on from:"
+                f"{self._dir.path} has checkpoints that this run does not go on from,"
+                f" or that this callback has not saved:"
                 f" {', '.join(map(str, strangers))}. They are now in {path}. (To go on"
                 ' from the newest, use `fit(..., ckpt_path="auto")`.)',
             )
@@ -367,6 +382,12 @@ class ModelCheckpoint(Callback):
             return checkpoint.read_meta(self._path_of(step)).get("run_id")
         except (OSError, ValueError):
             return None
+
+    def _score_in(self, step: int, trainer: Any) -> float | None:
+        """What a checkpoint that this callback has saved says of itself."""
+        meta = checkpoint.read_meta(self._path_of(step))
+        state = saved_state(trainer, meta, self)
+        return None if state is None else _scores_in(state).get(step)
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None

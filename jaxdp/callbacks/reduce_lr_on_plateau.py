@@ -103,6 +103,9 @@ class ReduceLROnPlateau(Callback):
         if not self.monitor.startswith("val_"):
             self._check(trainer, metrics[self.monitor])
 
+    def identity(self, trainer: Any) -> str:
+        return self.monitor
+
     def state_dict(self) -> dict[str, Any]:
         best = self.best_score
         return {

@@ -1,0 +1,60 @@
+"""Which saved state is which callback's, in whatever order they are listed."""
+
+import itertools
+import math
+import os
+from typing import Any
+
+from .base import Callback
+
+
+def identities(trainer: Any) -> dict[str, str]:
+    """What a checkpoint tells of each callback beside its state, by name."""
+    return {name: c.identity(trainer) for name, c in trainer.named_callbacks()}
+
+
+def saved_states(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
+    """The states in a checkpoint, by the present name of the callback they belong to.
+
+    Of callbacks of one class each gets the state of the one with its identity; else of
+    the one whose path ends most alike, as in a folder that was moved; else of the one
+    at its place, as in checkpoints without identities.
+    """
+    saved = {  # in format 1 the names began with the place in the list
+        name.lstrip("0123456789:"): state for name, state in meta["callbacks"].items()
+    }
+    whose = meta.get("identities")
+    whose = whose if isinstance(whose, dict) else {}
+    pairs = sorted(
+        (-_likeness(identity, str(whose.get(old, ""))), old != new, new, old)
+        for new, identity in identities(trainer).items()
+        for old in saved
+        if _class(old) == _class(new)
+    )
+    found: dict[str, str] = {}
+    for *_, new, old in pairs:
+        if new not in found and old not in found.values():
+            found[new] = old
+    return {new: saved[old] for new, old in found.items()}
+
+
+def saved_state(trainer: Any, meta: dict[str, Any], callback: Callback) -> Any:
+    """The state of one callback in a checkpoint, or None."""
+    return saved_states(trainer, meta).get(name_of(trainer, callback))
+
+
+def name_of(trainer: Any, callback: Callback) -> str:
+    """What the trainer calls one of its callbacks."""
+    return next(name for name, each in trainer.named_callbacks() if each is callback)
+
+
+def _class(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _likeness(one: str, other: str) -> float:
+    """How many parts at the end of two paths are the same."""
+    if one == other:
+        return math.inf
+    ends = zip(reversed(one.split(os.sep)), reversed(other.split(os.sep)), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))

@@ -1,0 +1,229 @@
+"""Several `ModelCheckpoint`s in one run, and what else lies in their folders."""
+
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+from jaxdp.callbacks.states import saved_states
+
+DATA = batches(16, 16, 5)
+VAL = batches(16, seed=1)
+
+
+class Kill(Callback):
+    """Ends the run between the savers before and after it in the list."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_boundary(self, trainer):
+        if trainer.global_step == self.step and not trainer.is_at_epoch_end:
+            raise OSError("killed")
+
+
+def make(*callbacks, **kwargs):
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **kwargs,
+    )
+
+
+def steps(folder):
+    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
+def aside(folder):
+    return sorted(name for name in os.listdir(folder) if name.startswith("before"))
+
+
+def newest(root, **options):
+    return ModelCheckpoint(root / "newest", **{"every_n_epochs": 1} | options)
+
+
+def best(root, **options):
+    return ModelCheckpoint(root / "best", monitor="val_loss", **options)
+
+
+def told(path):
+    """What a checkpoint says, but for what two runs can't have in common."""
+    meta = json.loads((path / "meta" / "metadata").read_text())
+    for name in ("run_id", "identities", "digest"):
+        meta.pop(name)
+    meta["callbacks"].pop("Kill", None)
+    return meta
+
+
+def test_what_was_due_when_a_run_died_is_saved_when_it_goes_on(tmp_path):
+    """Between the saves of two savers at one step, which is the run's last or not."""
+
+    def savers(root):
+        often = {"every_n_train_steps": 2, "save_top_k": -1}
+        return [ModelCheckpoint(root / name, **often) for name in ("newest", "other")]
+
+    make(*savers(tmp_path / "whole")).fit(DATA, max_epochs=2)
+    for step in (4, 6):
+        root = tmp_path / str(step)
+        first, second = savers(root)
+        with pytest.raises(OSError, match="killed"):
+            make(first, Kill(step), second).fit(DATA, max_epochs=2)
+        assert steps(root / "newest")[-1] == step
+        assert step not in steps(root / "other")
+        trainer = make(*savers(root))
+        if step == 6:
+            with pytest.warns(UserWarning, match="nothing to do"):
+                trainer.fit(DATA, max_epochs=2, ckpt_path="auto")
+        else:
+            trainer.fit(DATA, max_epochs=2, ckpt_path="auto")
+        for folder in ("newest", "other"):
+            assert steps(root / folder) == [2, 4, 6]
+            assert aside(root / folder) == []
+            expected = told(tmp_path / "whole" / folder / str(step))
+            assert told(root / folder / str(step)) == expected
+
+
+def test_what_was_due_is_judged_by_what_it_would_have_been_judged_by(tmp_path):
+    def savers(root):
+        return newest(root), best(root, mode="max", save_top_k=2)
+
+    def scores(saver):
+        return saver.state_dict()["scores"]
+
+    _, expected = whole = savers(tmp_path / "whole")
+    make(*whole).fit(DATA, VAL, max_epochs=3)
+    first, second = savers(tmp_path)
+    with pytest.raises(OSError, match="killed"):
+        make(first, Kill(6), second).fit(DATA, VAL, max_epochs=3)
+    first, second = savers(tmp_path)
+    make(first, second).fit(DATA, VAL, max_epochs=3, ckpt_path="auto")
+    assert scores(second) == scores(expected)
+    assert steps(tmp_path / "best") == steps(tmp_path / "whole" / "best") == [3, 6]
+
+
+def test_of_equal_steps_the_last_savers_is_gone_on_from(tmp_path, caplog):
+    expected = best(tmp_path)
+    make(newest(tmp_path), expected).fit(DATA, VAL, max_epochs=3)
+    score, paths = expected.best_model_score, steps(tmp_path / "best")
+    for where in ("auto", "last", tmp_path / "newest" / "9"):
+        saver = best(tmp_path)
+        with pytest.warns(UserWarning, match="nothing to do"):
+            make(newest(tmp_path), saver).fit(DATA, VAL, max_epochs=3, ckpt_path=where)
+        assert saver.best_model_score == score
+        assert steps(tmp_path / "best") == paths and aside(tmp_path / "best") == []
+        assert steps(tmp_path / "newest") == [9] and aside(tmp_path / "newest") == []
+        if where != tmp_path / "newest" / "9":
+            assert f"from {tmp_path / 'best' / '9'}" in caplog.text
+        caplog.clear()
+
+
+def test_what_this_run_has_saved_and_does_not_know_is_set_aside(tmp_path, caplog):
+    trainer = make(newest(tmp_path, save_top_k=-1))
+    trainer.fit(DATA, max_epochs=1)
+    by_hand = make(newest(tmp_path, save_top_k=-1), Kill(5))
+    with pytest.raises(OSError, match="killed"):
+        by_hand.fit(DATA, max_epochs=3, ckpt_path="auto")
+    by_hand.save(tmp_path / "newest" / "5")
+    make(newest(tmp_path, save_top_k=-1)).fit(DATA, max_epochs=2, ckpt_path="auto")
+    assert steps(tmp_path / "newest") == [3, 5, 6]  # the one that was gone on from
+    assert aside(tmp_path / "newest") == []
+    make(newest(tmp_path, save_top_k=-1)).fit(DATA, max_epochs=3, ckpt_path="auto")
+    assert steps(tmp_path / "newest") == [3, 6, 9]
+    assert os.listdir(tmp_path / "newest" / "before-1") == ["5"]
+    assert "not saved: 5. They are now in" in caplog.text
+    make().load(tmp_path / "newest" / "before-1" / "5")
+
+
+def test_a_later_fit_sets_aside_what_was_saved_by_hand_meanwhile(tmp_path, caplog):
+    saver = ModelCheckpoint(tmp_path / "newest", every_n_train_steps=3)
+    trainer = make(saver)
+    trainer.fit(DATA, max_steps=4)
+    assert steps(tmp_path / "newest") == [3]
+    trainer.save(tmp_path / "newest" / "4")
+    trainer.fit(DATA, max_epochs=2)  # the first to see it goes on from that step
+    trainer.fit(DATA, max_epochs=3)
+    assert steps(tmp_path / "newest") == [9]
+    assert os.listdir(tmp_path / "newest" / "before-1") == ["4"]
+    assert "not saved: 4. They are now in" in caplog.text
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_savers_may_change_places(tmp_path, moved, caplog):
+    root = tmp_path / "run"
+    saver = best(root, save_top_k=3, mode="max")
+    make(newest(root), saver).fit(DATA, VAL, max_epochs=4)
+    score = saver.best_model_score
+    assert steps(root / "best") == [3, 6, 9]
+    if moved:
+        root = shutil.move(root, tmp_path / "elsewhere")
+    saver, other = best(root, save_top_k=3, mode="max"), newest(root)
+    make(saver, other).fit(DATA, VAL, max_epochs=5, ckpt_path="auto")
+    assert "They are now in" not in caplog.text
+    assert steps(root / "newest") == [15]
+    assert steps(root / "best") == [3, 6, 9]
+    assert saver.best_model_score == score
+
+
+def test_other_callbacks_may_change_places(tmp_path):
+    def stoppers():
+        return EarlyStopping("loss", patience=50), EarlyStopping("accuracy", mode="max")
+
+    def loggers():
+        return [CSVLogger(tmp_path / name) for name in ("a", "b")]
+
+    stopping, (first, second) = stoppers(), loggers()
+    trainer = make(*stopping, first, second, metrics="accuracy")
+    trainer.fit(DATA, max_epochs=2)
+    second.state_dict = lambda: CSVLogger.state_dict(second) | {"rows": 1}
+    path = trainer.save(tmp_path / "saved")
+    again, (first, second) = stoppers(), loggers()
+    loaded = make(*reversed(again), second, first, metrics="accuracy")
+    loaded.load(path)
+    for now, then in zip(again, stopping, strict=True):
+        assert now.state_dict() == then.state_dict()
+    assert second._restored["rows"] == 1 < first._restored["rows"]
+
+
+def test_a_saver_less_or_more_takes_no_other_ones_state(tmp_path):
+    saver = best(tmp_path)
+    trainer = make(newest(tmp_path), saver)
+    trainer.fit(DATA, VAL, max_epochs=2)
+    path = trainer.save(tmp_path / "saved")
+    alone = best(tmp_path)
+    make(alone).load(path)
+    assert alone.state_dict() == saver.state_dict()
+    more, alone = ModelCheckpoint(tmp_path / "more"), best(tmp_path)
+    with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint;"):
+        make(more, alone, newest(tmp_path)).load(path)
+    assert alone.state_dict() == saver.state_dict() and not more.best_model_path
+
+
+def test_states_without_identities_are_found_by_their_places(tmp_path):
+    trainer = make(newest(tmp_path), best(tmp_path), EarlyStopping("loss"))
+    meta = {"callbacks": {"ModelCheckpoint:1": 1, "ModelCheckpoint": 0, "Other": 2}}
+    expected = {"ModelCheckpoint": 0, "ModelCheckpoint:1": 1}
+    assert saved_states(trainer, meta) == expected
+    assert saved_states(trainer, meta | {"identities": [1]}) == expected
+    assert saved_states(trainer, meta | {"identities": {"Other": 3}}) == expected
+
+
+def test_what_is_loaded_and_saved_pads_as_it_did(tmp_path):
+    trainer = make()
+    trainer.fit(DATA, max_epochs=1)
+    path = trainer.save(tmp_path / "saved")
+    again = make()
+    again.load(path)
+    again.save(tmp_path / "again")
+    assert told(tmp_path / "again") == told(tmp_path / "saved")
+    np.testing.assert_array_equal(again.model.first.weight, trainer.model.first.weight)
