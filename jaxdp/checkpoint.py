@@ -421,6 +421,8 @@ def _read_arrays(
         # Waits for the device.
         read, saved = fingerprints(_flat(stored)), meta.get("fingerprints")
     except Exception as error:  # of any type: what is read may be anything
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
         raise CheckpointCorrupt(
             f"`path`: the checkpoint {path} is damaged: its arrays can't be read:"
             f" {_first_line(error)}"

@@ -1,10 +1,11 @@
 """Ctrl-C and signals during a fit, taken at a moment when nothing can be lost."""
 
 import _signal  # pyright: ignore
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
@@ -82,6 +83,17 @@ class Interrupts:
             number, self._pending = self._pending, None
             raise self._exception(number)
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """What happens inside is done as a whole: a signal is raised after it.
+
+        Within a fit, at its next boundary. All processes must come here.
+        """
+        with self:
+            yield
+            if self._depth == 1:
+                self.check(now=True)
+
     def listen(self, signals: Sequence[str]) -> None:
         """From now on these are `signals`."""
         self.signals = tuple(signals)
@@ -156,6 +168,6 @@ def tell(exception: BaseException) -> None:
     """Says what a signal has done, once that is done."""
     if isinstance(exception, Preempted):
         say(
-            f"{exception.signal}: stopped after this step; a second one would have"
-            " ended it at once"
+            f"{exception.signal}: stopped where nothing is lost; a second one would"
+            " have ended it at once"
         )

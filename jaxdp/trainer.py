@@ -711,13 +711,18 @@ class Trainer:
             The absolute path, once all is on disk. Raises `FileExistsError` if
             something is there already.
         """
-        return self.start_saving(path).finish()
+        with self._interrupts.whole():
+            return self.start_saving(path).finish()
 
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
         """Like `save`, but goes on in the background; call `finish` on what it returns.
 
         The state is that of now, and the next step may overwrite it.
         """
+        with self._interrupts.whole():
+            return self._start_saving(path)
+
+    def _start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
         self._renew_hooks()
         self._settle()
         state = self._ready().state
@@ -757,6 +762,10 @@ class Trainer:
         The callbacks should be the same; those that are not keep their present state,
         with a warning.
         """
+        with self._interrupts.whole():
+            self._load(path)
+
+    def _load(self, path: str | os.PathLike[str]) -> None:
         state, meta = checkpoint.restore(path, self._ready().state)
         wrong = [n for n, kind in _SAVED.items() if not isinstance(meta.get(n), kind)]
         if wrong:
@@ -782,7 +791,7 @@ class Trainer:
             warn(
                 f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
                 f" has `seed`={self.seed}, which decides the order of data.",
-                stacklevel=2,
+                stacklevel=3,
             )
         saved = saved_states(self, meta)
         for name, callback in self.named_callbacks():
@@ -792,7 +801,7 @@ class Trainer:
                 warn(
                     f"`load`: {path} has no state for the callback {name}; it keeps its"
                     " own.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
 
     def last_checkpoint(self, before: int) -> str | None:
@@ -957,6 +966,8 @@ class Trainer:
             yield
         except Exception as second:
             text = f"{type(second).__name__}: {second}"
+            if str(second) == str(exception):  # the device has failed, say
+                return
             exception.add_note(f"and after that: {text}")
             if isinstance(exception, Preempted):  # whose notes nobody gets to see
                 say(f"{exception.signal}: {text}")

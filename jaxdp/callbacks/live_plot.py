@@ -100,9 +100,8 @@ class LivePlot(Callback):
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         try:
             self._read(self._late.drain())
-        except Exception:
-            # The device may be what failed; `exception` says so, and goes on up.
-            self._late = LateReads()
+        finally:
+            self._late = LateReads()  # the device may be what failed
 
     def on_fit_end(self, trainer: Any) -> None:
         if self._fitting:

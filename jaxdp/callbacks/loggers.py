@@ -146,9 +146,8 @@ class Logger(Callback):
         self._error = exception
         try:
             self._log_steps(self._late.drain())
-        except Exception:
-            # The device may be what failed; `exception` says so, and goes on up.
-            self._late = LateReads()
+        finally:
+            self._late = LateReads()  # the device may be what failed
 
     def on_fit_end(self, trainer: Any) -> None:
         self._fitting = False
@@ -192,6 +191,8 @@ class Logger(Callback):
         try:
             plan = trainer.running_plan()
         except Exception as error:
+            if not comes_of_reading(error):
+                raise
             # Compilers change how they write; that is no reason to end a run.
             kind = type(self).__name__
             announce(trainer, kind, f"the plan could not be read: {error!r}")
@@ -345,6 +346,21 @@ class TensorBoardLogger(Logger):
             for path in self._folder_of_events.glob(f"events.*{suffix}")
             if path.is_file() and not path.is_symlink()
         ]
+
+
+def comes_of_reading(error: Exception) -> bool:
+    """Whether what reads a program has raised this, and not what came in between.
+
+    That may be a handler of the user's for an alarm, or memory that is short.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    known = "builtins", "jax", "jaxlib", "jaxdp"
+    return not isinstance(error, MemoryError) and all(
+        module.partition(".")[0] in known for module in (type(error).__module__, where)
+    )
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:

@@ -1,0 +1,124 @@
+"""Ctrl-C and other exceptions from outside arrive as what they are, all being whole."""
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import SingleDevice, Trainer
+from jaxdp.callbacks import CSVLogger
+from jaxdp.interrupts import Preempted
+
+
+def make(*callbacks, strategy=None):
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+    )
+
+
+class Press:
+    """Raises a signal at a call of some function, by its number."""
+
+    def __init__(self, number, at=None):
+        self.number, self.at, self.calls = number, at, 0
+
+    def __enter__(self):
+        sys.setprofile(self.count)
+        return self
+
+    def __exit__(self, *exception):
+        sys.setprofile(None)
+
+    def count(self, frame, event, argument):
+        if event == "call":
+            self.calls += 1
+            if self.calls == self.at:
+                signal.raise_signal(self.number)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer, and a checkpoint of it."""
+    trainer = make()
+    trainer.fit(batches(8, 8, 8))
+    return trainer, trainer.save(tmp_path_factory.mktemp("saved") / "3")
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
+
+
+def assert_same(first, second):
+    assert first.global_step == second.global_step
+    for ours, theirs in zip(leaves(first), leaves(second), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+MOMENTS = [0.02, 0.3, 0.6, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted)],
+)
+def test_a_signal_while_saving_is_raised_once_that_is_whole(
+    trained, tmp_path, number, kind
+):
+    trainer, _ = trained
+    with Press(number) as press:
+        trainer.save(tmp_path / "whole")
+    for index, moment in enumerate(MOMENTS):
+        path = tmp_path / str(index)
+        with pytest.raises(kind) as raised, Press(number, int(press.calls * moment)):
+            trainer.save(path)
+        assert raised.type is kind
+        again = make()
+        again.load(path)
+        assert_same(again, trainer)
+        assert sorted(os.listdir(tmp_path)) == [*map(str, range(index + 1)), "whole"]
+
+
+def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
+    trainer, path = trained
+    with Press(signal.SIGINT) as press:
+        make().load(path)
+    for moment in MOMENTS:
+        again = make()
+        with (
+            pytest.raises(KeyboardInterrupt),
+            Press(signal.SIGINT, int(press.calls * moment)),
+        ):
+            again.load(path)
+        assert_same(again, trainer)
+
+
+class Alarm(Exception):
+    """What a handler of the user's raises."""
+
+
+@pytest.mark.parametrize("kind", [Alarm, TimeoutError, MemoryError])
+def test_what_is_raised_while_a_plan_is_read_is_not_swallowed(tmp_path, kind):
+    class Rung(jax.stages.Compiled):
+        __slots__ = ()
+
+        def as_text(self):
+            raise kind("rung")
+
+    class Engine(SingleDevice):
+        def compile(self, *arguments, **options):
+            compiled = super().compile(*arguments, **options)
+            compiled.__class__ = Rung
+            return compiled
+
+    with pytest.raises(kind, match="rung"):
+        make(CSVLogger(tmp_path), strategy=Engine()).fit(batches(8, 8))
