@@ -36,8 +36,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from . import seal
+from .checkpoint_form import FORMS
 from .console import say
 from .fingerprint import fingerprints
+from .json_checks import fields, parse_json, read_json, whole
 from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
 from .processes import Processes, find_processes
 from .step import TrainState
@@ -48,6 +51,10 @@ FORMAT: Final = 2
 
 Named = dict[str, dict[str, Any]]
 """`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
+
+
+_MOST_FORMATS: Final = 1000
+"""Nothing that was saved by any version has a higher number."""
 
 
 class CheckpointCorrupt(ValueError):
@@ -204,13 +211,17 @@ def start_saving(
 
 
 def restore(
-    path: str | os.PathLike[str], like: TrainState
+    path: str | os.PathLike[str],
+    like: TrainState,
+    take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads what `start_saving` wrote, laid out as `like` is now.
 
     Args:
         path: the folder.
         like: a state of the same model and optimizer, on any devices.
+        take_up: called with the metadata before the arrays are read. What it raises
+            is raised.
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
@@ -220,8 +231,11 @@ def restore(
             format that this version does not read.
     """
     processes, path = find_processes(), os.path.abspath(path)
+    wanted = _named(like)
     digest = processes.first(
-        f"restoring {path}", lambda: _digest(_checked(path)), CheckpointCorrupt
+        f"restoring {path}",
+        lambda: _digest(_checked(path, _shapes(wanted))),
+        CheckpointCorrupt,
     )
     meta = read_meta(path)
     if _digest(meta) != digest:
@@ -229,8 +243,7 @@ def restore(
             f"`path`: process {processes.index} finds another checkpoint at {path} than"
             " process 0; it must be in a file system that all processes share."
         )
-    wanted = _named(like)
-    _check_same(path, _shapes(wanted), meta["leaves"])
+    take_up(meta)
     stored = _read_arrays(path, _with_elements(wanted), meta)
     return _unnamed(stored, like), meta
 
@@ -247,7 +260,7 @@ def restore_leaves(
             must be those of `meta["leaves"]`.
     """
     if meta["format"] > 1 and leaves:
-        _check_seal(os.path.abspath(path))
+        _check_seal(os.path.abspath(path), meta["leaves"])
     read = _read_arrays(path, _with_elements(leaves), meta)
     return {
         field: {name: read.get(field, {}).get(name, leaf) for name, leaf in of.items()}
@@ -265,31 +278,29 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = os.path.abspath(path)
     _check_is_checkpoint(path)
     try:
-        with open(os.path.join(path, "meta", "metadata"), encoding="utf-8") as file:
-            meta = json.load(file)
-        if not isinstance(meta, dict) or not isinstance(meta.get("leaves"), dict):
-            raise ValueError("it does not describe a checkpoint")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: its meta/metadata can't be"
-            f" read: {error}."
-        ) from error
-    version = meta.get("format")
+        meta = read_json(os.path.join(path, "meta", "metadata"))
+        fields({"format": whole(1, _MOST_FORMATS)})(meta, "metadata")
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, f"its meta/metadata can't be read: {error}") from error
+    version = meta["format"]
     if version == 1 and "digest" not in meta:
         say(f"{path} was saved without fingerprints: damage to it can't be seen")
-        return meta
-    if meta.pop("digest", None) != _digest(meta):
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: meta/metadata is not what was"
-            " saved (its digest differs)."
-        )
-    if version != FORMAT:
+    elif meta.pop("digest", None) != _digest(meta) or version == 1:
+        raise _corrupt(path, "meta/metadata is not what was saved (its digest differs)")
+    if version not in FORMS:
+        versions = meta.get("versions")
+        wrote = versions.get("jaxdp") if isinstance(versions, dict) else "something"
         raise ValueError(
-            f"`path`: {path} has format {version!r}, written by jaxdp"
-            f" {meta.get('versions', {}).get('jaxdp')}, and this is jaxdp {_version()},"
-            f" which reads formats 1 to {FORMAT}; use the version that wrote it, or a"
-            " newer one."
+            f"`path`: {path} has format {version!r}, written by jaxdp {wrote}, and this"
+            f" is jaxdp {_version()}, which reads formats 1 to {FORMAT}; use the"
+            " version that wrote it, or a newer one."
         )
+    try:
+        FORMS[version](meta, "metadata")
+    except ValueError as error:
+        raise _corrupt(
+            path, f"what its meta/metadata says was not saved by a trainer: {error}"
+        ) from error
     return meta
 
 
@@ -349,9 +360,8 @@ def _check_is_checkpoint(path: str) -> None:
             mode = os.lstat(os.path.join(folder, name)).st_mode
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
-                raise CheckpointCorrupt(
-                    f"`path`: the checkpoint {path} is damaged: {name} in it is a"
-                    f" {kind}, which is never written there."
+                raise _corrupt(
+                    path, f"{name} in it is a {kind}, which is never written there"
                 )
 
 
@@ -360,12 +370,17 @@ def _check_is_new(path: str) -> None:
         raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")
 
 
-def _checked(path: str) -> dict[str, Any]:
-    """`read_meta`, the files being those that were saved."""
+def _checked(path: str, wanted: dict[str, str]) -> dict[str, Any]:
+    """`read_meta`, of arrays of these shapes, the files being those that were saved."""
     meta = read_meta(path)
+    _check_same(path, wanted, meta["leaves"])
     if meta["format"] > 1:
-        _check_seal(path)
+        _check_seal(path, meta["leaves"])
     return meta
+
+
+def _corrupt(path: str, how: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")
 
 
 def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,7 +392,15 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
         "fingerprints": fingerprints(_flat(_with_elements(named))),
         **meta,
     }
-    described = json.loads(json.dumps(described))  # tuples and int keys as read back
+    try:
+        # Tuples and int keys as they are read back, and nothing that is refused then.
+        described = parse_json(json.dumps(described).encode())
+        FORMS[FORMAT](described, "metadata")
+    except ValueError as error:
+        raise SaveFailed(
+            f"no checkpoint was written, because it could not be read again: {error},"
+            " in what counters, callbacks and loaders have to save."
+        ) from error
     return described | {"digest": _digest(described)}
 
 
@@ -423,16 +446,11 @@ def _read_arrays(
     except Exception as error:  # of any type: what is read may be anything
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: its arrays can't be read:"
-            f" {_first_line(error)}"
-        ) from error
-    wrong = [name for name in read if saved is not None and read[name] != saved[name]]
+        how = f"its arrays can't be read: {_first_line(error).rstrip('.')}"
+        raise _corrupt(path, how) from error
+    wrong = [n for n in read if saved is not None and read[n] != saved.get(n)]
     if wrong:
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: the fingerprint differs of"
-            f" {_listed(wrong)}."
-        )
+        raise _corrupt(path, f"the fingerprint differs of {_listed(wrong)}")
     return stored
 
 
@@ -548,49 +566,22 @@ def _seal(folder: str, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
     (unnamed,) = _unfinished(os.path.join(folder, name))
     if missing := unreadable(os.path.join(unnamed, "state"), shapes):
         raise OSError(f"what was written lacks {_listed(missing)}")
-    sums = _sums_of_files(unnamed)
-    seal = os.path.join(unnamed, "files.json")
-    with open(seal, "w", encoding="utf-8") as file:
-        json.dump(sums, file, indent=0, sort_keys=True)
+    seal.write_list(unnamed)
     for folder, _, files in os.walk(unnamed):
         for name in files:
             _sync(os.path.join(folder, name))
         _sync(folder)
 
 
-def _check_seal(path: str) -> None:
+def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
     """Raises unless every file is what it was when the checkpoint was saved."""
     try:
-        with open(os.path.join(path, "files.json"), encoding="utf-8") as file:
-            saved = json.load(file)
-        found = _sums_of_files(path)
-        changed = sorted(
-            name
-            for name in found.keys() | saved.keys()
-            if found.get(name) != saved.get(name)
-        )
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: its files.json can't be read:"
-            f" {error}."
-        ) from error
+        listed = seal.read_list(path)
+        changed = seal.changed_files(path, listed, arrays)
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, f"its files.json can't be read: {error}") from error
     if changed:
-        raise CheckpointCorrupt(
-            f"`path`: the checkpoint {path} is damaged: not what was saved, or missing,"
-            f" is {_listed(changed)}."
-        )
-
-
-def _sums_of_files(path: str) -> dict[str, str]:
-    sums = {}
-    for item in ("state", "meta"):
-        for folder, _, files in os.walk(os.path.join(path, item)):
-            for name in files:
-                full = os.path.join(folder, name)
-                with open(full, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                sums[os.path.relpath(full, path)] = digest
-    return sums
+        raise _corrupt(path, f"not what was saved, or missing, is {_listed(changed)}")
 
 
 def _sync(path: str) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from .console import say
+from .json_checks import parse_json
 from .orbax_paths import as_orbax_reads
 
 try:
@@ -162,7 +163,7 @@ def _this_process() -> dict[str, object]:
 def _holder(lock: int) -> str:
     """Who holds a lock, as its file says."""
     try:
-        found = json.loads(os.pread(lock, 1000, 0))
+        found = parse_json(os.pread(lock, 1000, 0))
         process, since = f"process {found['pid']} on {found['host']}", found["since"]
     except (ValueError, KeyError, TypeError, OSError):
         return "a process that has not said which"

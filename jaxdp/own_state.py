@@ -79,7 +79,14 @@ class OwnState:
         """Takes up what `present` gave, or the state of a `Place`."""
         self._unload()
         if state is not None:
-            self.owner.load_state_dict(_decoded(state))
+            try:
+                self.owner.load_state_dict(_decoded(state))
+            except Exception as error:  # of any type: the owner is the user's
+                raise ValueError(
+                    f"`{self.argument}`: {type(self.owner).__name__} can't take up the"
+                    f" state that was saved of it: {type(error).__name__}: {error}."
+                    " Pass a loader like that of the run that was saved."
+                ) from error
             self._is_loaded = True
 
     def begin(self) -> None:

@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from . import index_lists, own_generators
 from .data import taken, windows
@@ -11,9 +11,6 @@ from .own_state import check_place, check_state, checksum
 from .portions import Share
 from .source import Source
 from .step import Batch
-
-COUNTERS: Final = ("global_step", "current_epoch", "batches_done", "examples_seen")
-"""What every checkpoint tells of a `Progress`, beside what newer ones do."""
 
 
 class Progress:

@@ -1,6 +1,8 @@
 """Which checkpoint a fit goes on from: `fit(..., ckpt_path=...)`."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from . import checkpoint
@@ -61,6 +63,21 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
     )
     if paths or faults:
         _load_first_whole(trainer, where, paths, faults)
+
+
+@contextlib.contextmanager
+def taking_up(path: str | os.PathLike[str], who: str) -> Iterator[None]:
+    """Says of whatever goes wrong in here that it is the checkpoint that is wrong."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # of any type: what is saved may be anything
+        raise CheckpointCorrupt(
+            f"`path`: {who} can't take up what the checkpoint {os.path.abspath(path)}"
+            f" has of it: {type(error).__name__}: {error}. Nothing was changed. It may"
+            " be damaged, or of another class of that name; take another checkpoint."
+        ) from error
 
 
 def last_checkpoint(trainer: Any, before: int) -> str | None:
@@ -147,17 +164,17 @@ def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[
     """By the scores that the newest whole checkpoint knows of."""
     for step, folder in found:
         try:
-            meta = checkpoint.read_meta(folder.path_of(step))
+            path = folder.path_of(step)
+            ranks = _ranks(trainer, saver, path, checkpoint.read_meta(path))
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.", stacklevel=5)
             continue
-        ranks = _ranks(trainer, saver, meta)
         return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))
     return found
 
 
 def _ranks(
-    trainer: Any, saver: ModelCheckpoint, meta: dict[str, Any]
+    trainer: Any, saver: ModelCheckpoint, path: str, meta: dict[str, Any]
 ) -> dict[int, int]:
     state = saved_state(trainer, meta, saver)
     if state is None:
@@ -166,7 +183,8 @@ def _ranks(
             f"`ckpt_path`='best': what is saved does not know of the callback {name},"
             " and so not which is best; use 'last' or a path."
         )
-    return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
+    with taking_up(path, f"the callback {name_of(trainer, saver)}"):
+        return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
 
 
 def _place(trainer: Any) -> str:

@@ -45,24 +45,19 @@ from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .precision import find_precision
 from .processes import Pulse, find_processes
 from .programs import Kind
-from .progress import COUNTERS, Progress
+from .progress import Progress
 from .remat import Remat, check_remat
 from .source import ALL, Source
 from .step import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
+from .undo import undone_if_it_fails
 
 if TYPE_CHECKING:
     # Imported where they are used: not every fit is planned, compared or reported on.
     from .comparison import Comparison
     from .hardware import Hardware
     from .plan import Plan
-
-_SAVED = {
-    **dict.fromkeys((*COUNTERS, "seed"), int),
-    **dict.fromkeys(("history", "callbacks"), dict),
-}
-"""What every checkpoint tells of a trainer, beside what newer ones do."""
 
 
 class Trainer:
@@ -760,48 +755,42 @@ class Trainer:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
         The callbacks should be the same; those that are not keep their present state,
-        with a warning.
+        with a warning. What can't be taken up whole changes nothing.
         """
         with self._interrupts.whole():
-            self._load(path)
+            with undone_if_it_fails(self._progress, self.history, *self.callbacks):
+                state, meta = checkpoint.restore(
+                    path, self._ready().state, lambda meta: self._take_up(path, meta)
+                )
+                state = self.strategy.place(state)
+            self._ready().state = state
+            self.run_id = meta.get("run_id", self.run_id)
+            self._epoch_is_over = False
+            self._padded_rows = meta.get("padded_rows")
+            self._ready().pad_as({})  # larger batches since then are none of that run's
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
-        state, meta = checkpoint.restore(path, self._ready().state)
-        wrong = [n for n, kind in _SAVED.items() if not isinstance(meta.get(n), kind)]
-        if wrong:
-            raise checkpoint.CheckpointCorrupt(
-                f"`path`: the checkpoint {path} is damaged: what its meta/metadata says"
-                f" of {', '.join(wrong)} was not saved by a trainer."
-            )
-        try:
+    def _take_up(self, path: str | os.PathLike[str], meta: dict[str, Any]) -> None:
+        """The counters, history and callbacks of a checkpoint."""
+        with resume.taking_up(path, "the loaders' positions"):
             self._progress.check(meta)
-        except ValueError as error:
-            raise checkpoint.CheckpointCorrupt(
-                f"`path`: the checkpoint {path} is damaged: its meta/metadata has what"
-                f" was not saved by a trainer: {error}"
-            ) from error
-        self._ready().state = self.strategy.place(state)
-        self.run_id = meta.get("run_id", self.run_id)
-        self._progress.load_state_dict(meta, self._share("train"))
-        self._epoch_is_over = False
-        self._padded_rows = meta.get("padded_rows")
-        self._ready().pad_as({})  # larger batches since then are none of that run's
+            self._progress.load_state_dict(meta, self._share("train"))
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warn(
                 f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
                 f" has `seed`={self.seed}, which decides the order of data.",
-                stacklevel=3,
+                stacklevel=5,
             )
         saved = saved_states(self, meta)
         for name, callback in self.named_callbacks():
             if name in saved:
-                callback.load_state_dict(saved[name])
+                with resume.taking_up(path, f"the callback {name}"):
+                    callback.load_state_dict(saved[name])
             elif callback.state_dict():
                 warn(
                     f"`load`: {path} has no state for the callback {name}; it keeps its"
                     " own.",
-                    stacklevel=3,
+                    stacklevel=5,
                 )
 
     def last_checkpoint(self, before: int) -> str | None:

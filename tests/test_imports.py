@@ -11,10 +11,11 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["arguments", "coordination"],
+    ["arguments", "coordination", "json_checks"],
     ["console", "device_compilers"],
     [
         "charts",
+        "checkpoint_form",
         "collation",
         "collectives",
         "compilation_cache",
@@ -32,7 +33,9 @@ ORDER = [
         "orbax_paths",
         "phases",
         "plan_page",
+        "seal",
         "tree",
+        "undo",
     ],
     ["meetings", "hlo", "interaction"],
     ["processes"],

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ..json_checks import read_json
 from .loggers import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
@@ -217,8 +218,7 @@ def _step_of(row: list[str]) -> float:
 def _run_of(table: Path) -> str | None:
     """The `run_id` of who wrote a table, if its record tells."""
     try:
-        record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
-        return record.get("run_id")
+        return read_json(table.with_suffix(".json")).get("run_id")
     except (OSError, ValueError, AttributeError):
         return None
 

@@ -1,11 +1,21 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from ..arguments import check_choice, check_count, check_number
+from ..json_checks import fields, maybe, number_text, row, truth, whole
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
+
+_SAVED: Final = fields(
+    {
+        "wait_count": whole(),
+        "stopped_epoch": maybe(whole()),
+        "best_score": maybe(number_text()),
+    },
+    {"last": maybe(row(number_text(), truth()))},
+)
 
 
 class EarlyStopping(Callback):
@@ -107,12 +117,13 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.wait_count = int(state["wait_count"])
+        _SAVED(state, "state")
+        self.wait_count = state["wait_count"]
         self.stopped_epoch = state["stopped_epoch"]
         best = state["best_score"]
         self.best_score = None if best is None else float(best)
         last = state.get("last")
-        self._last = None if last is None else (float(last[0]), bool(last[1]))
+        self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
 
     def _check(self, trainer: Any, metrics: dict[str, float]) -> None:

@@ -10,12 +10,22 @@ from jaxtyping import Array, PyTree
 
 from ..arguments import check_count
 from ..console import warn
+from ..json_checks import each, fields, maybe, row, text, truth, whole
 from ..tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
+
+_SAVED: Final = fields(
+    {
+        "checked": whole(),
+        "alive": maybe(row(each(truth()), each(truth()))),
+        "dead": each(text()),
+        "never_updated": each(text()),
+    }
+)
 
 
 class GradientMonitor(Callback):
@@ -113,6 +123,7 @@ class GradientMonitor(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         self._checked = state["checked"]
         self._alive = None if state["alive"] is None else np.array(state["alive"])
         self.dead = list(state["dead"])
@@ -139,11 +150,13 @@ class GradientMonitor(Callback):
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
         alive = np.asarray(metrics[_ALIVE])
-        self._alive = alive if self._alive is None else self._alive | alive
+        if self._alive is not None and self._alive.shape == alive.shape:
+            alive = self._alive | alive
+        self._alive = alive
         self._checked += 1
         if self._checked != self.check_steps:
             return
-        has_gradient, is_updated = self._alive
+        has_gradient, is_updated = alive
         for index, path in enumerate(self._leaves):
             if not has_gradient[index]:
                 self.dead.append(path)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..history import to_png
+from ..json_checks import by_name, fields, maybe, number, row, whole
 from ..layout import layout
 from .base import Callback
 from .monitor import LateReads, announce
@@ -18,6 +19,11 @@ from .run_facts import Facts, flat, markdown, run_facts
 
 VALIDATION: Final = "val_"
 EPOCH: Final = "epoch_"
+
+_SIZES: Final = fields({}, {"sizes": by_name(whole())})
+_SAVED: Final = fields(
+    {}, {"validation": maybe(row(whole(), by_name(number()))), "rows": whole()}
+)
 
 Number = int | float
 
@@ -172,6 +178,7 @@ class Logger(Callback):
         return {"validation": self._validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         self._restored = state
 
     def _folder(self, trainer: Any) -> Path:
@@ -249,8 +256,8 @@ class TensorBoardLogger(Logger):
         self._step = trainer.global_step
         self._folder_of_events = folder
         self._suffix = f".jaxdp-{trainer.run_id}"
-        if self._restored is not None:
-            self._take_back(self._restored.get("sizes", {}))
+        if self._restored is not None and "sizes" in self._restored:
+            self._take_back(self._restored["sizes"])
         self._move_others(trainer)
         self._writer = writer_type(str(folder), filename_suffix=self._suffix)
 
@@ -313,6 +320,10 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
         return state | {"sizes": {p.name: p.stat().st_size for p in self._files()}}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SIZES(state, "state")
+        super().load_state_dict(state)
+
     def _take_back(self, sizes: Mapping[str, int]) -> None:
         """Cuts the files of this run to what they held when it was saved."""
         for path in self._files():
@@ -323,7 +334,7 @@ class TensorBoardLogger(Logger):
 
     def _move_others(self, trainer: Any) -> None:
         """Event files of another run would be shown as one with this run's."""
-        others = [path for path in self._files("*") if path not in self._files()]
+        others = [path for path in self._files(True) if path not in self._files()]
         if others:
             folder = free_name(others[0].with_name("before"))
             folder.mkdir()
@@ -336,15 +347,19 @@ class TensorBoardLogger(Logger):
                 f" {folder}.",
             )
 
-    def _files(self, run: str | None = None) -> list[Path]:
-        """The event files of this run, or of all that this class wrote (`"*"`)."""
-        if self._folder_of_events is None:
+    def _files(self, of_all: bool = False) -> list[Path]:
+        """The event files of this run, or of all runs that this class wrote."""
+        if self._folder_of_events is None or not self._folder_of_events.is_dir():
             return []
-        suffix = self._suffix if run is None else f".jaxdp-{run}"
+        mark = ".jaxdp-" if of_all else self._suffix
+        # By comparing names: a pattern might match more than it should.
         return [
             path
-            for path in self._folder_of_events.glob(f"events.*{suffix}")
-            if path.is_file() and not path.is_symlink()
+            for path in sorted(self._folder_of_events.iterdir())
+            if path.name.startswith("events.")
+            and (mark in path.name if of_all else path.name.endswith(mark))
+            and path.is_file()
+            and not path.is_symlink()
         ]
 
 

@@ -12,11 +12,38 @@ from ..arguments import check_choice, check_count
 from ..checkpoint_dir import CheckpointDir
 from ..console import warn
 from ..interrupts import is_stop
+from ..json_checks import (
+    by_name,
+    each,
+    either,
+    fields,
+    maybe,
+    number_text,
+    row,
+    truth,
+    whole,
+)
 from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_monitor
 from .states import saved_state
 from .timer import parse_duration
+
+_BY_PATH = fields({"scores": by_name(number_text())})
+"""Format 1."""
+
+_SAVED = either(
+    fields(
+        {
+            "scores": each(row(whole(), number_text())),
+            "score": maybe(number_text()),
+            "is_fresh": truth(),
+            "kept_for_resuming": maybe(whole()),
+        },
+        {"is_due": truth()},
+    ),
+    _BY_PATH,
+)
 
 
 class ModelCheckpoint(Callback):
@@ -133,6 +160,7 @@ class ModelCheckpoint(Callback):
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that a saved state of this callback knows of, best first."""
+        _SAVED(state, "state")
         return _ranked(_scores_in(state), self._mode)
 
     def setup(self, trainer: Any) -> None:
@@ -227,13 +255,14 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         self._is_restored = True
         self._scores = _scores_in(state)
-        self._is_due = bool(state.get("is_due"))
-        if "score" not in state:  # format 1
+        self._is_due = state.get("is_due", False)
+        if isinstance(state["scores"], dict):  # format 1
             return
         self._score = None if state["score"] is None else float(state["score"])
-        self._is_fresh = bool(state["is_fresh"])
+        self._is_fresh = state["is_fresh"]
         self._kept_for_resuming = state["kept_for_resuming"]
 
     def _look(self, metrics: dict[str, float]) -> None:

@@ -11,11 +11,21 @@ from jaxtyping import Array, PyTree
 
 from ..arguments import check_count, check_number
 from ..console import warn
+from ..json_checks import each, fields, number, row, whole
 from ..tree import leaf_path
 from .base import Callback, RollBack
 from .monitor import LateReads
 
 _FLAGS = "nonfinite_gradients"
+
+_SAVED = fields(
+    {"skipped_steps": each(whole())},
+    {
+        "in_a_row": whole(),
+        "rollbacks": whole(),
+        "usual": row(whole(), number(), number(0.0)),
+    },
+)
 
 
 class NanGuard(Callback):
@@ -132,8 +142,9 @@ class NanGuard(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         self.skipped_steps = list(state["skipped_steps"])
-        self._restored_in_a_row = int(state.get("in_a_row", 0))
+        self._restored_in_a_row = state.get("in_a_row", 0)
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
         self._usual = _Usual(*state.get("usual", ()))
 

@@ -7,8 +7,17 @@ import numpy as np
 
 from ..arguments import check_choice, check_count, check_number
 from ..hyperparams import RATES
+from ..json_checks import fields, maybe, number_text, whole
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
+
+_SAVED = fields(
+    {
+        "wait_count": whole(),
+        "cooldown_count": whole(),
+        "best_score": maybe(number_text()),
+    }
+)
 
 
 class ReduceLROnPlateau(Callback):
@@ -115,8 +124,9 @@ class ReduceLROnPlateau(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.wait_count = int(state["wait_count"])
-        self.cooldown_count = int(state["cooldown_count"])
+        _SAVED(state, "state")
+        self.wait_count = state["wait_count"]
+        self.cooldown_count = state["cooldown_count"]
         best = state["best_score"]
         self.best_score = None if best is None else float(best)
 

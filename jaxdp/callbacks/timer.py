@@ -5,10 +5,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..json_checks import fields, number
 from .base import Callback
 from .monitor import announce
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float
+
+_SECONDS = number(0.0, finite=True)
+_SAVED = fields({"elapsed": fields({"train": _SECONDS, "validate": _SECONDS})})
 
 _UNITS = ("weeks", "days", "hours", "minutes", "seconds")
 
@@ -88,7 +92,9 @@ class Timer(Callback):
         return {"elapsed": {stage: self.time_elapsed(stage) for stage in self._offsets}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._offsets |= {k: float(v) for k, v in state["elapsed"].items()}
+        _SAVED(state, "state")
+        elapsed = state["elapsed"]
+        self._offsets = {stage: float(elapsed[stage]) for stage in self._offsets}
         self._starts = dict.fromkeys(self._starts)
         self._ends = dict.fromkeys(self._ends)
 

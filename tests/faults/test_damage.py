@@ -189,14 +189,13 @@ def differing_files(step, other):
 
 def edit_meta(step, **changes):
     """As somebody would who knows how checkpoints are sealed."""
-    from jaxdp import checkpoint
+    from jaxdp import checkpoint, seal
 
     path = step / "meta" / "metadata"
     meta = json.loads(path.read_text()) | changes
     del meta["digest"]
     path.write_text(json.dumps(meta | {"digest": checkpoint._digest(meta)}))
-    sums = checkpoint._sums_of_files(str(step))
-    (step / "files.json").write_text(json.dumps(sums))
+    seal.write_list(str(step))
 
 
 def replace_by_fifo(path):
@@ -257,7 +256,7 @@ MISCHIEF = {
     ),
     "metadata forged": (
         lambda run: edit_meta(run / "4", global_step="../../x", callbacks=None),
-        "says of global_step, callbacks was not saved by a trainer",
+        "not saved by a trainer: `metadata.global_step` is '../../x', and must be",
     ),
 }
 

@@ -1,0 +1,242 @@
+"""Checkpoints whose metadata somebody has written who knows how they are sealed."""
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import Callback, SingleDevice, Trainer, checkpoint
+from jaxdp.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    GradientMonitor,
+    ModelCheckpoint,
+    NanGuard,
+    TensorBoardLogger,
+    Timer,
+)
+from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed
+
+DEEP = json.loads("[" * 90 + "]" * 90)
+VALUES = (None, True, -1, 1.5, math.inf, math.nan, "", "x", [], {}, 10**30, DEEP)
+
+
+class Told:
+    """Tells where it is, in values of all the kinds that are saved."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        data = batches(*[8] * 5)
+        while self.at < 5:
+            self.at += 1
+            yield data[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": np.asarray(self.at), "by": {0: ("x", b"y")}}
+
+    def load_state_dict(self, state):
+        assert state["by"] == {0: ("x", b"y")}
+        self.at = int(state["at"])
+
+
+class Run:
+    """A trainer with all that saves something, and checkpoints of steps 6 and 8."""
+
+    def __init__(self, folder):
+        self.folder, self.steps, self.logs = folder, folder / "steps", folder / "logs"
+        self.trainer = Trainer(
+            Mlp(jax.random.key(0)),
+            optax.adam(1e-2),
+            loss="cross_entropy",
+            strategy=SingleDevice(),
+            callbacks=[
+                CSVLogger(self.logs),
+                TensorBoardLogger(self.logs),
+                EarlyStopping("loss", patience=100, verbose=False),
+                GradientMonitor(check_steps=100),
+                NanGuard(),
+                Timer(),
+                ModelCheckpoint(self.steps, every_n_train_steps=2, save_top_k=2),
+            ],
+            enable_progress_bar=False,
+            log_every_n_steps=1,
+        )
+        self.fit(max_steps=9)
+        shutil.copytree(self.steps, folder / "as saved" / "steps")
+        shutil.copytree(self.logs, folder / "as saved" / "logs")
+        self.meta = (self.steps / "8" / "meta" / "metadata").read_text()
+
+    def fit(self, **options):
+        self.trainer.fit(Told(), batches(8), val_check_interval=2, **options)
+
+    def reset(self):
+        """All as it was saved, and the trainer at step 8."""
+        for folder in (self.steps, self.logs):
+            shutil.rmtree(folder)
+            shutil.copytree(self.folder / "as saved" / folder.name, folder)
+        self.trainer.load(self.steps / "8")
+
+    def forge(self, meta):
+        """Puts other metadata in place of those of step 8, and seals them."""
+        step = self.steps / "8"
+        meta.pop("digest", None)
+        content = json.dumps(meta | {"digest": checkpoint._digest(meta)}).encode()
+        (step / "meta" / "metadata").write_bytes(content)
+        sums = json.loads((step / "files.json").read_bytes())
+        sums["meta/metadata"] = hashlib.sha256(content).hexdigest()
+        (step / "files.json").write_text(json.dumps(sums))
+
+    def all(self):
+        """What a `load` may change, but for the arrays, which are new ones then."""
+        trainer = self.trainer
+        owners = trainer._progress, trainer.history, *trainer.callbacks
+        return repr((trainer.run_id, trainer._padded_rows, *map(vars, owners)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    pytest.importorskip("tensorboard")
+    return Run(tmp_path_factory.mktemp("hostile"))
+
+
+def places(value, at=()):
+    """Where something is in a JSON value, by keys and indices from the top.
+
+    Of lists, and of the descriptions of arrays, some are as good as all.
+    """
+    if at not in ((), ("digest",)):
+        yield at
+    if isinstance(value, dict):
+        some = 2 if at in (("leaves",), ("fingerprints",)) else None
+        for key in list(value)[:some]:
+            yield from places(value[key], (*at, key))
+    if isinstance(value, list):
+        for index in range(min(len(value), 2)):
+            yield from places(value[index], (*at, index))
+
+
+def with_value(text, at, value):
+    meta = inner = json.loads(text)
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    return meta
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", [8, 1])
+def test_metadata_of_any_types_are_refused_whole_or_load(run, share):
+    run.reset()
+    trainer, found = run.trainer, {"refused": 0, "loaded": 0}
+    tries = itertools.product(places(json.loads(run.meta)), VALUES)
+    for number, (at, value) in enumerate(tries):
+        if number % (share * len(VALUES) + 1) % share:
+            continue
+        run.forge(with_value(run.meta, at, value))
+        before, state = run.all(), trainer.state
+        try:
+            trainer.load(run.steps / "8")
+            found["loaded"] += 1
+        except ValueError as error:  # and no other
+            assert str(run.steps / "8") in str(error), (at, value)
+            assert trainer.state is state and run.all() == before, (at, value)
+            found["refused"] += 1
+    assert found["refused"] > 1200 / share and found["loaded"] > 50 / share, found
+
+
+def test_auto_takes_the_next_one_where_callbacks_cannot_take_theirs_up(run):
+    run.reset()
+    at = "callbacks", "Timer", "elapsed", "train"
+    run.forge(with_value(run.meta, at, "long"))
+    match = "steps/8 has of it: ValueError: `state.elapsed.train` is 'long', and must"
+    with pytest.warns(UserWarning, match=match):
+        run.fit(max_steps=7, ckpt_path="auto")
+    assert run.trainer.global_step == 7
+
+
+def test_best_judges_by_the_next_one_where_scores_are_none(run):
+    run.reset()
+    run.trainer.callbacks[-1].monitor = "loss"
+    at = "callbacks", "ModelCheckpoint", "scores"
+    run.forge(with_value(run.meta, at, {"../../x": []}))
+    try:
+        with pytest.warns(UserWarning, match="'best'.*ModelCheckpoint can't take up"):
+            run.fit(max_steps=7, ckpt_path="best")
+    finally:
+        run.trainer.callbacks[-1].monitor = None
+    assert run.trainer.global_step == 7
+
+
+def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
+    class Foreign(Callback):
+        def __init__(self):
+            self.seen = [1]
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen.clear()
+            self.more = state["what was never saved"]
+
+    run.reset()
+    foreign, trainer = Foreign(), run.trainer
+    trainer.callbacks.append(foreign)
+    try:
+        path = trainer.save(run.folder / "foreign")
+        before, state = run.all(), trainer.state
+        with pytest.raises(CheckpointCorrupt, match="Foreign can't take up.*KeyError"):
+            trainer.load(path)
+        assert trainer.state is state and run.all() == before
+        assert vars(foreign) == {"seen": [1]}
+    finally:
+        trainer.callbacks.remove(foreign)
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (
+            "meta/metadata",
+            "meta/metadata can't be read: it has 1,099,511,627,776 bytes",
+        ),
+        ("files.json", "files.json can't be read: it has 1,099,511,627,776 bytes"),
+        ("state/_METADATA", r"state/_METADATA \(1,099,511,627,776 bytes, more than"),
+        ("state/more", "not what was saved, or missing, is state/more"),
+        ("more", ""),
+    ],
+)
+def test_a_terabyte_is_not_read(run, file, told):
+    run.reset()
+    with (run.steps / "8" / file).open("ab") as opened:
+        opened.truncate(2**40)  # of zeros that take no room on the disk
+    if not told:
+        run.trainer.load(run.steps / "8")
+        return
+    with pytest.raises(CheckpointCorrupt, match=told):
+        run.trainer.load(run.steps / "8")
+
+
+def test_what_could_not_be_read_again_is_not_saved(run):
+    class Deep(Callback):
+        def state_dict(self):
+            return {"deep": json.loads("[" * 200 + "]" * 200)}
+
+    run.reset()
+    run.trainer.callbacks.append(Deep())
+    try:
+        with pytest.raises(SaveFailed, match="nested more than 100 deep, in what"):
+            run.trainer.save(run.folder / "deep")
+    finally:
+        run.trainer.callbacks.pop()
+    assert not (run.folder / "deep").exists()
