@@ -203,6 +203,74 @@ def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
         trainer.callbacks.remove(foreign)
 
 
+def strings(meta):
+    """Where a JSON value has strings."""
+    for at in places(meta):
+        value = meta
+        for key in at:
+            value = value[key]
+        if isinstance(value, str):
+            yield at
+
+
+def with_names(value, name):
+    """The same, and in every object one more field."""
+    if isinstance(value, list):
+        return [with_names(item, name) for item in value]
+    if not isinstance(value, dict):
+        return value
+    more = {name: next(iter(value.values()))} if value else {}
+    return {key: with_names(item, name) for key, item in value.items()} | more
+
+
+def contents(*folders):
+    return {
+        path: path.read_bytes()
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["above", "absolute", "pattern", "format"])
+def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
+    """Each is forged alone; then, at once, those that may be anything, and names."""
+    run.reset()
+    victim, events = tmp_path / "victim", "events.out.tfevents.1.host.1.0.jaxdp-other"
+    (victim / "1").mkdir(parents=True)
+    for path in victim / events, victim / "metrics.csv", victim / "1" / "data":
+        path.write_text("precious")
+    (run.logs / events).write_text("precious")  # of another run, in the same folder
+    string = {
+        "above": f"x/../../../../{tmp_path.name}/victim/*",
+        "absolute": str(victim / "metrics.csv"),
+        "pattern": "*",
+        "format": "{0.__class__}%s%n\x1b[2J\n\x00",
+    }[kind]
+    before, meta = contents(victim), json.loads(run.meta)
+    for at in strings(json.loads(run.meta)):
+        run.forge(with_value(run.meta, at, string))
+        try:
+            run.trainer.load(run.steps / "8")
+        except ValueError:
+            continue
+        assert at != ("run_id",)
+        if at[0] not in ("source", "place"):
+            meta = with_value(json.dumps(meta), at, string)
+    for part in meta.keys() - {"leaves", "source", "place"}:
+        meta[part] = with_names(meta[part], string)
+    run.forge(meta | {string: 1})
+    run.fit(ckpt_path=run.steps / "8", max_steps=10)
+    assert run.trainer.global_step == 10
+    run.forge(with_value(run.meta, ("source", "own", "by"), string))
+    with pytest.raises(ValueError, match="`train_loader`: Told can't take up"):
+        run.fit(ckpt_path=run.steps / "8", max_steps=11)
+    assert contents(victim) == before
+    assert b"precious" in contents(run.logs).values()
+    assert {*tmp_path.rglob("*")} == {victim, victim / "1", *before}
+
+
 @pytest.mark.parametrize(
     ("file", "told"),
     [

@@ -8,9 +8,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..json_checks import fields, maybe, text
 from ..plan_page import page
 from .loggers import Logger, Number
+from .monitor import announce
 from .run_facts import Facts, flat
+
+_SAVED = fields(
+    {
+        "run_id": maybe(text(r"\w[\w-]{0,255}", "an id as MLflow has them")),
+        "tracking_uri": maybe(text()),
+    }
+)
 
 
 class MLFlowLogger(Logger):
@@ -18,9 +27,9 @@ class MLFlowLogger(Logger):
 
     Metrics have the names that `CSVLogger` has as columns, with optimizer steps as
     their steps; hyperparameters are the run's parameters, versions and hardware its
-    tags. A trainer that is loaded from a checkpoint goes on in the same MLflow run.
-    Needs the extra `mlflow`. Look at a local one with `mlflow ui --backend-store-uri
-    sqlite:///<dirpath>/mlflow.db`.
+    tags. A trainer that is loaded from a checkpoint goes on in the same MLflow run, if
+    the store that this logger writes to has it. Needs the extra `mlflow`. Look at a
+    local store with `mlflow ui --backend-store-uri sqlite:///<dirpath>/mlflow.db`.
 
     Args:
         experiment_name: made if there is none of that name.
@@ -56,6 +65,7 @@ class MLFlowLogger(Logger):
         self.run_id = run_id
         self.tags = dict(tags or {})
         self._client: Any = None
+        self._saved_in: str | None = None
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -70,8 +80,7 @@ class MLFlowLogger(Logger):
             artifacts = (folder / "mlartifacts").resolve().as_uri()
         with _quietly():
             self._client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
-            if self.run_id is not None:
-                self._client.update_run(self.run_id, status="RUNNING")
+            if self.run_id is not None and self._goes_on(trainer):
                 return
             found = self._client.get_experiment_by_name(self.experiment_name)
             experiment = (
@@ -138,9 +147,29 @@ class MLFlowLogger(Logger):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         super().load_state_dict(state)
         self.run_id = state["run_id"]
-        self.tracking_uri = state["tracking_uri"]
+        # Only told of: a checkpoint does not decide where anything is sent or written.
+        self._saved_in = state["tracking_uri"]
+
+    def _goes_on(self, trainer: Any) -> bool:
+        """Whether the store has the run `run_id`, which then runs again."""
+        try:
+            self._client.update_run(self.run_id, status="RUNNING")
+        except _mlflow().exceptions.MlflowException:
+            if self._saved_in is None:  # it is the user who wants to go on with it
+                raise
+            announce(
+                trainer,
+                "MLFlowLogger",
+                f"{self.tracking_uri} does not have the run {self.run_id} that the"
+                f" checkpoint is of; it was in {self._saved_in}. A new run begins;"
+                " `tracking_uri` says where to log.",
+            )
+            self.run_id = None
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -156,6 +185,7 @@ def _mlflow() -> Any:
         with _quietly():
             import mlflow
             import mlflow.entities
+            import mlflow.exceptions
     except ImportError as error:
         raise ImportError(
             "`MLFlowLogger` needs mlflow, which is not installed; run"

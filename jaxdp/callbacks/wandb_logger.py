@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..history import to_png
+from ..json_checks import fields, maybe, text
 from ..plan_page import page
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
+
+_SAVED = fields(
+    {"id": maybe(text(r"[^/\\#?%:\x00-\x1f]{1,128}", "an id as W&B has them"))}
+)
 
 
 class WandbLogger(Logger):
@@ -109,6 +114,7 @@ class WandbLogger(Logger):
         return super().state_dict() | {"id": self.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _SAVED(state, "state")
         super().load_state_dict(state)
         self.id = state["id"]
 
