@@ -2,6 +2,8 @@
 
 import math
 import numbers
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,4 +57,14 @@ def check_number(
         rule = " and ".join(rule for rule in rules if "None" not in rule)
         raise ValueError(
             f"`{name}` must be {rule or 'a number'}{or_else}; got {value!r}."
+        )
+
+
+def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
+    """Raises where `path` is an address, such as `gs://...`, and no file."""
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)):  # C:/ is a file
+        raise ValueError(
+            f"`{name}` must be in a file system; got {os.fspath(path)!r}, which would"
+            " be a folder of the disk here. Mount what is meant and pass that path, or"
+            " copy the files there."
         )

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from . import seal
+from .arguments import check_is_local
 from .checkpoint_form import FORMS
 from .console import say
 from .fingerprint import fingerprints
@@ -168,6 +169,7 @@ def start_saving(
     import orbax.checkpoint as ocp
 
     global _latest
+    check_is_local("path", path)
     path, processes = os.path.abspath(path), find_processes()
     processes.first(f"saving {path}", lambda: _check_is_new(path))
     named = _named(state)

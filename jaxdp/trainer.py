@@ -22,7 +22,7 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, distributed, hyperparams, losses, resume
-from .arguments import check_choice, check_count, check_number
+from .arguments import check_choice, check_count, check_is_local, check_number
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
@@ -173,6 +173,7 @@ class Trainer:
         self.seed = int(seed)
         self.data = data
         self.log_every_n_steps = int(log_every_n_steps)
+        check_is_local("default_root_dir", default_root_dir)
         self.default_root_dir = default_root_dir
         self._accumulate_grad_batches = int(accumulate_grad_batches)
         self._steps_per_execution = steps_per_execution

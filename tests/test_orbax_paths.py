@@ -2,6 +2,7 @@
 
 import glob
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -66,7 +67,7 @@ def test_a_checkpoint_in_a_folder_of_any_name_comes_back(name, trained, tmp_path
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["lr=0.1,seed=[1]", "back\\slash"])
+@pytest.mark.parametrize("name", ["lr=0.1,seed=[1]", "back\\slash", "new\n\udcff"])
 def test_a_run_in_a_folder_of_any_name_is_gone_on_with(name, trained, tmp_path):
     folder = tmp_path / name
     saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
@@ -136,3 +137,15 @@ def test_an_array_of_which_a_part_is_missing_is_not_readable(tmp_path):
     folder = str(tmp_path / "9")
     assert unreadable(folder, {"a.b": (3, 2)}) == []
     assert unreadable(folder, {"a.b": (3, 3), "a.c": ()}) == ["a.b", "a.c"]
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", Path("s3://bucket/run")])
+def test_an_address_is_not_taken_for_a_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="`dirpath` must be in a file system"):
+        ModelCheckpoint(path)
+    with pytest.raises(ValueError, match="`default_root_dir` must be in a file system"):
+        Trainer(Mlp(jax.random.key(0)), optax.sgd(1.0), default_root_dir=path)
+    with pytest.raises(ValueError, match="`path` must be in a file system"):
+        make().save(path)
+    assert os.listdir(tmp_path) == []

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from .. import checkpoint
-from ..arguments import check_choice, check_count
+from ..arguments import check_choice, check_count, check_is_local
 from ..checkpoint_dir import CheckpointDir
 from ..console import warn
 from ..interrupts import is_stop
@@ -115,6 +115,8 @@ class ModelCheckpoint(Callback):
         check_choice("on_save_error", on_save_error, ("raise", "warn"))
         if every_n_train_steps is None and train_time_interval is None:
             every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
+        if dirpath is not None:
+            check_is_local("dirpath", dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
         self._follows_trainer = dirpath is None
         self.monitor = monitor
@@ -414,9 +416,12 @@ class ModelCheckpoint(Callback):
 
     def _score_in(self, step: int, trainer: Any) -> float | None:
         """What a checkpoint that this callback has saved says of itself."""
-        meta = checkpoint.read_meta(self._path_of(step))
-        state = saved_state(trainer, meta, self)
-        return None if state is None else _scores_in(state).get(step)
+        try:
+            meta = checkpoint.read_meta(self._path_of(step))
+            _SAVED(state := saved_state(trainer, meta, self), "state")
+        except (OSError, ValueError):
+            return None
+        return _scores_in(state).get(step)
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
