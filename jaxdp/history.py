@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .files import naming, replacing, write_whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -101,14 +103,15 @@ class History(Mapping[str, list[float]]):
 
         A cell is empty where nothing was measured.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["epoch", *self._values])
-            for i, epoch in enumerate(self.epochs):
-                row = [values[i] for values in self._values.values()]
-                writer.writerow([epoch, *("" if v is None else v for v in row)])
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["epoch", *self._values])
+        for i, epoch in enumerate(self.epochs):
+            row = [values[i] for values in self._values.values()]
+            writer.writerow([epoch, *("" if v is None else v for v in row)])
+        with naming(path, "History.to_csv"):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text.getvalue())
 
     def state_dict(self) -> dict[str, Any]:
         """The whole history as JSON values; numbers that JSON lacks are strings."""
@@ -214,14 +217,11 @@ def to_png(figure: "Figure") -> bytes:
 def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """Saves the figure in one piece: who looks sees the old picture or the new one."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.removeprefix(".") or "png"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format=kind)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming(path, "plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=kind)
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:

@@ -17,6 +17,7 @@ from . import hosts as hosts_of
 from . import plan_reading as readings
 from .arguments import check_number
 from .cpu import options_for
+from .files import write_whole
 from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts
@@ -214,8 +215,7 @@ class Plan:
         """Writes the report with pictures into one file that needs no network."""
         from .plan_page import page
 
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page(self))
+        write_whole(path, page(self))
 
     def __str__(self) -> str:
         from .plan_page import text
@@ -244,8 +244,7 @@ class Scaling(NamedTuple):
         """Writes an SVG: memory, communication and speed over the number of devices."""
         from .plan_page import scaling_svg
 
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(scaling_svg(self))
+        write_whole(path, scaling_svg(self))
 
 
 class Planner:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from . import plan_page
 from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
+from .files import write_whole
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"
 _PHASES: Final = {
@@ -88,20 +89,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"`{path}`: no {table.name} there. A run is a folder that"
             f" `CSVLogger(dirpath)` wrote to, or its table.{listed}"
         )
-    columns: dict[str, Points] = {}
-    with table.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if not {"epoch", "step"} <= set(reader.fieldnames or ()):
-            raise ValueError(
-                f"`{table}` has no columns `epoch` and `step`; it is no table of"
-                " `CSVLogger`."
-            )
-        for row in reader:
-            for name, text in row.items():
-                if name not in (None, "step") and text:
-                    columns.setdefault(name, []).append(
-                        (float(row["step"]), float(text))
-                    )
+    try:
+        columns = _columns(table)
+    except (csv.Error, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
     record = {}
     if table.with_suffix(".json").is_file():
         record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
@@ -110,6 +101,22 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if planned.is_file():
         plan = planned.read_text(encoding="utf-8")
     return Run(name, record, columns, plan=plan)
+
+
+def _columns(table: Path) -> dict[str, Points]:
+    """What a table has, by column."""
+    with table.open(newline="", encoding="utf-8") as file:
+        # A run may be writing its last row at this moment, or was killed then.
+        lines = [line for line in file if line.endswith("\n")]
+    reader = csv.DictReader(lines)
+    if not {"epoch", "step"} <= set(reader.fieldnames or ()):
+        raise ValueError("it has no columns `epoch` and `step`")
+    columns: dict[str, Points] = {}
+    for row in reader:
+        for name, text in row.items():
+            if name not in (None, "step") and text:
+                columns.setdefault(name, []).append((float(row["step"]), float(text)))
+    return columns
 
 
 def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
@@ -540,9 +547,7 @@ def _write(
         script=_SCRIPT,
         body="\n".join(sections),
     )
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, page)
     return path
 
 

@@ -11,7 +11,7 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["arguments", "coordination", "json_checks"],
+    ["arguments", "coordination", "files", "json_checks"],
     ["console", "device_compilers"],
     [
         "charts",

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ..files import append_whole, naming, write_whole
 from ..json_checks import read_json
 from .loggers import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
@@ -55,10 +57,11 @@ class CSVLogger(Logger):
         self.name = name
         self._record: dict[str, Any] = {}
         self._path: Path | None = None
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._run: weakref.ref[Any] | None = None
         self._columns: list[str] = []
         self._rows = 0
+        self._last: dict[str, str] | None = None  # row, by column
         self._inode: int | None = None  # of the table; others may have put theirs there
 
     @property
@@ -66,11 +69,28 @@ class CSVLogger(Logger):
         """Where the table is; None before the first fit."""
         return self._path
 
+    def setup(self, trainer: Any) -> None:
+        from ..plan_page import SUFFIX
+
+        super().setup(trainer)
+        if not trainer.is_global_zero:
+            return
+        table = self._folder(trainer) / self.name
+        for path in (table, table.with_suffix(".json"), table.with_suffix(SUFFIX)):
+            if path.is_dir():
+                raise IsADirectoryError(
+                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder, and a"
+                    " file is to be written there. Move it away, or pass another"
+                    " `name`."
+                )
+        if self._restored is not None and table.exists():
+            _read(table)  # what is wrong with it is found before the first step
+
     def open(self, trainer: Any, folder: Path) -> None:
         path = folder / self.name
         latest = None if self._run is None else self._run()
         if not path.exists():
-            self._columns, self._rows = [], 0
+            self._columns, self._rows, self._last = [], 0, None
         elif (path, latest, path.stat().st_ino) != (self._path, trainer, self._inode):
             self._take_over(trainer, path)
         self._path, self._run = path, weakref.ref(trainer)
@@ -85,14 +105,15 @@ class CSVLogger(Logger):
         row = {"epoch": epoch, "step": step, **values}
         if self._file is None:
             assert self._path is not None
-            new = not self._path.exists()
-            self._file = self._path.open("a", newline="", encoding="utf-8")
-            if new:
-                csv.writer(self._file).writerow(self._columns)
-        cells = [row.get(column, "") for column in self._columns]
-        csv.writer(self._file).writerow(cells)
-        self._file.flush()
+            with naming(self._path, "CSVLogger"):
+                self._file = self._path.open("ab", buffering=0)
+        rows = [[row.get(column, "") for column in self._columns]]
+        if not os.fstat(self._file.fileno()).st_size:
+            rows.insert(0, self._columns)
+        with naming(str(self._path), "CSVLogger"):
+            append_whole(self._file, _text(rows))
         self._rows += 1
+        self._last = dict(zip(self._columns, map(str, rows[-1]), strict=True))
 
     def log_run(self, facts: Facts) -> None:
         trainer = None if self._run is None else self._run()
@@ -109,7 +130,9 @@ class CSVLogger(Logger):
         found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
         self._record["plan"] = found
         self._write_record()
-        plan.to_html(self._path.with_suffix(SUFFIX))
+        page = self._path.with_suffix(SUFFIX)
+        with naming(page, "CSVLogger"):
+            plan.to_html(page)
 
     def close(self) -> None:
         self._close_file()
@@ -124,10 +147,9 @@ class CSVLogger(Logger):
         """Writes the record anew, in one piece."""
         assert self._path is not None
         path = self._path.with_suffix(".json")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         text = json.dumps(self._record, indent=2, default=str)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        with naming(path, "CSVLogger"):
+            write_whole(path, text + "\n")
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -135,7 +157,10 @@ class CSVLogger(Logger):
         self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rows": self._rows}
+        return super().state_dict() | {
+            "rows": self._rows,
+            "last": self._last,  # what a torn row is mended by
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -145,11 +170,10 @@ class CSVLogger(Logger):
         """Goes on with the table of the run that is resumed, or moves it away."""
         from ..plan_page import SUFFIX
 
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            columns, *rows = list(csv.reader(file)) or [[]]
-        self._columns, self._rows = [], 0
+        self._columns, self._rows, self._last = [], 0, None
         is_own = self._restored is not None and _run_of(path) in (None, trainer.run_id)
-        if not is_own or columns[:2] != ["epoch", "step"]:
+        columns, rows, torn = _read(path) if is_own else ([], [], False)
+        if columns[:2] != ["epoch", "step"]:
             kept = free_name(path)
             os.replace(path, kept)
             for suffix in (".json", SUFFIX):
@@ -157,21 +181,27 @@ class CSVLogger(Logger):
                     os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
-        count = (self._restored or {}).get("rows")
+        restored = self._restored or {}
+        count, last = restored.get("rows"), restored.get("last")
         if count is None:  # of an older version
             count = sum(_step_of(row) <= trainer.global_step for row in rows)
-        if len(rows) < count:
+        found = [_dict(columns, row) for row in rows[:count]]
+        if len(found) == count - 1 and last is not None:
+            found.append(last)
+            announce(trainer, "CSVLogger", f"mended the last row of {path}.")
+        elif len(found) < count:
             announce(
                 trainer,
                 "CSVLogger",
                 f"{path} has {len(rows)} rows, of the {count} that were logged when the"
                 " checkpoint was saved.",
             )
-        self._columns, self._rows = columns, min(count, len(rows))
-        if len(rows) > count:
+        self._columns, self._rows = columns, len(found)
+        self._last = found[-1] if found else None
+        if len(rows) > count or torn:
             shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-            kept_rows = [dict(zip(columns, row, strict=False)) for row in rows[:count]]
-            self._rewrite(path, kept_rows)
+        if torn or found != [_dict(columns, row) for row in rows]:
+            self._rewrite(path, found)
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""
@@ -183,20 +213,39 @@ class CSVLogger(Logger):
         self._columns = columns
         if self._path.exists():
             self._close_file()
-            with self._path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            self._rewrite(self._path, rows)
+            columns, rows, _ = _read(self._path)
+            self._rewrite(self._path, [_dict(columns, row) for row in rows])
 
     def _rewrite(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the whole table anew, in one piece."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, self._columns, restval="", extrasaction="ignore"
-            )
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, path)
+        cells = [[row.get(name, "") for name in self._columns] for row in rows]
+        with naming(path, "CSVLogger"):
+            write_whole(path, _text([self._columns, *cells]))
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:
+    """The columns and rows of a table, and whether a torn row was left out."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        lines = list(file)
+    torn = bool(lines) and not lines[-1].endswith("\n")
+    try:
+        columns, *rows = list(csv.reader(lines[:-1] if torn else lines)) or [[]]
+    except csv.Error as error:
+        raise ValueError(
+            f"`CSVLogger`: {str(path)!r} can't be read as a table: {error}. Move it"
+            " away, or restore it from a copy."
+        ) from error
+    return columns, rows, torn
+
+
+def _dict(columns: list[str], row: list[str]) -> dict[str, str]:
+    return dict(zip(columns, row, strict=False))
+
+
+def _text(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
 
 
 def _kind(column: str) -> int:

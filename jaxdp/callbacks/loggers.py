@@ -1,5 +1,6 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -10,6 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..console import warn
+from ..files import naming
 from ..history import to_png
 from ..json_checks import by_name, fields, maybe, number, row, whole
 from ..layout import layout
@@ -173,8 +176,11 @@ class Logger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Logs what is left to log first, so that a checkpoint's log is complete."""
-        if self._active:
-            self._log_steps(self._late.drain())
+        try:
+            if self._active:
+                self._log_steps(self._late.drain())
+        except OSError as error:  # a full disk of logs costs no checkpoint
+            warn(f"{error}. These rows are missing.", stacklevel=2)
         return {"validation": self._validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,6 +256,14 @@ class TensorBoardLogger(Logger):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         _tensorboard()
+        folder = str(self._folder(trainer))
+        try:
+            folder.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`TensorBoardLogger`: the name of the folder {folder!r} is not UTF-8,"
+                " which tensorboard asks for. Pass another `dirpath`."
+            ) from error
 
     def open(self, trainer: Any, folder: Path) -> None:
         writer_type, self._event, self._summary, self._tensor = _tensorboard()
@@ -300,9 +314,10 @@ class TensorBoardLogger(Logger):
         self._write(self._step, [self._summary.Value(tag=name, image=image)])
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._naming():
+                writer.close()
 
     def _write(self, step: int, values: list[Any]) -> None:
         if self._writer is None:
@@ -312,12 +327,21 @@ class TensorBoardLogger(Logger):
             )
         summary = self._summary(value=values)
         event = self._event(wall_time=time.time(), step=step, summary=summary)
-        self._writer.add_event(event)
+        with self._naming():
+            self._writer.add_event(event)
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        assert self._folder_of_events is not None
+        return naming(self._folder_of_events, "TensorBoardLogger")
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self._writer is not None:
-            self._writer.flush()
+            try:
+                with self._naming():
+                    self._writer.flush()
+            except OSError as error:
+                warn(f"{error}. These events are missing.", stacklevel=2)
         return state | {"sizes": {p.name: p.stat().st_size for p in self._files()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

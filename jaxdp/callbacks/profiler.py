@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from ..arguments import check_count
+from ..files import write_whole
 from .base import Callback
 from .loggers import check_writable
 from .monitor import announce
@@ -159,9 +160,7 @@ class Profiler(Callback):
         self.operations = operations(trace, sources)
         lines = _table(self.operations, self.top, steps)
         title = f"steps {(first or 0) + 1} to {trainer.global_step}, traced in {trace}"
-        (self._folder / "summary.txt").write_text(
-            "\n".join([title, "", *lines, ""]), encoding="utf-8"
-        )
+        write_whole(self._folder / "summary.txt", "\n".join([title, "", *lines, ""]))
         shown = "\n".join(["", *_table(self.operations, 5, steps)])
         announce(trainer, "Profiler", f"{title}; see {self._folder}/summary.txt{shown}")
 

@@ -1,0 +1,166 @@
+"""What loggers write is whole, mended or refused, and errors name the file."""
+
+import os
+import resource
+import signal
+
+import pytest
+from test_loggers import make_trainer
+from toys import batches
+
+from jaxdp import Callback
+from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
+from jaxdp.files import append_whole, naming, replacing, write_whole
+from jaxdp.history import History
+from jaxdp.report import read_run
+
+
+@pytest.fixture
+def little_room():
+    """As on a disk that is nearly full: no file may be larger than so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, previous)
+
+
+def fit(folder, max_epochs, ckpt_path="auto"):
+    saver = ModelCheckpoint(folder / "checkpoints", save_top_k=-1)
+    trainer = make_trainer(saver, CSVLogger(folder), log_every_n_steps=1)
+    trainer.fit(batches(8, 8, 8), max_epochs=max_epochs, ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 9, 1000])
+def test_a_torn_row_is_mended_from_the_checkpoint(tmp_path, cut, caplog):
+    fit(tmp_path, 2)
+    table = tmp_path / "metrics.csv"
+    whole = table.read_bytes()
+    row = whole.splitlines(keepends=True)[-1]
+    # The checkpoint of an epoch was saved before the next one's steps, so that its last
+    # row is this: of 1000 bytes as many as there are.
+    os.truncate(table, len(whole) - min(cut, len(row)))
+    fit(tmp_path, 3)
+    assert table.read_bytes().startswith(whole)
+    assert table.read_text().count("\n") == 1 + 3 * 4
+    assert "mended the last row" in caplog.text
+
+
+def test_a_torn_row_after_the_checkpoint_comes_again(tmp_path):
+    fit(tmp_path, 2)
+    table = tmp_path / "metrics.csv"
+    whole = table.read_bytes()
+    with table.open("ab") as file:
+        file.write(b"2,7,0.12")
+    fit(tmp_path, 3)
+    assert table.read_bytes().startswith(whole)
+    assert table.read_text().count("\n") == 1 + 3 * 4
+    assert (tmp_path / "metrics.before.csv").read_bytes() == whole + b"2,7,0.12"
+
+
+def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
+    table = tmp_path / "metrics.csv"
+
+    class Fills(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 12:  # rows are read late
+                self.whole = table.read_bytes()
+                little_room(len(self.whole) + 5)
+
+    disk = Fills()
+    trainer = make_trainer(CSVLogger(tmp_path), disk, log_every_n_steps=1)
+    loader = batches(*[8] * 20)
+    with pytest.raises(OSError, match=r"CSVLogger`: .*metrics.csv' can't be written"):
+        trainer.fit(loader)
+    assert table.read_bytes() == disk.whole
+    little_room(10**6)
+    trainer.fit(loader)
+    rows = table.read_bytes().decode().split("\r\n")
+    assert {row.count(",") for row in rows[:-1]} == {rows[0].count(",")}
+    assert rows[-1] == ""
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.html"])
+def test_a_folder_in_place_of_a_file_is_found_before_training(tmp_path, name):
+    (tmp_path / name).mkdir()
+    trainer = make_trainer(CSVLogger(tmp_path))
+    with pytest.raises(IsADirectoryError, match=f"{name}' is a folder.*Move it away"):
+        trainer.fit(batches(8))
+    assert trainer.global_step == 0
+
+
+def test_a_table_that_cannot_be_read_is_moved_or_refused(tmp_path):
+    table = tmp_path / "metrics.csv"
+    fit(tmp_path, 1)
+    table.write_text(f"epoch,step,loss\r\n0,1,{'9' * 200_000}\r\n")
+    with pytest.raises(ValueError, match="metrics.csv' can't be read as a table"):
+        fit(tmp_path, 2)
+    with pytest.raises(ValueError, match="metrics.csv` is no table"):
+        read_run(tmp_path)
+    make_trainer(CSVLogger(tmp_path)).fit(batches(8))  # another run keeps it
+    assert (tmp_path / "metrics.1.csv").stat().st_size > 200_000
+
+
+def test_a_folder_that_is_not_utf_8_is_written_to_or_refused(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    fit(folder, 1)
+    fit(folder, 2)
+    assert (folder / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
+    trainer = make_trainer(TensorBoardLogger(folder))
+    with pytest.raises(ValueError, match="is not UTF-8.*Pass another `dirpath`"):
+        trainer.fit(batches(8))
+    assert trainer.global_step == 0
+
+
+def test_a_full_disk_of_logs_costs_no_checkpoint(tmp_path):
+    class Full(Logger):
+        def log(self, epoch, step, values):
+            with naming("rows", "Full"):
+                raise OSError(28, "No space left on device")
+
+    class Saves(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 2:
+                trainer.save(tmp_path / "2")
+
+    trainer = make_trainer(Full(tmp_path), Saves(), log_every_n_steps=1)
+    with (
+        pytest.raises(OSError, match="`Full`: 'rows' can't be written: No space left"),
+        pytest.warns(UserWarning, match="These rows are missing"),
+    ):
+        trainer.fit(batches(8, 8, 8))
+    make_trainer().load(tmp_path / "2")
+
+
+def test_a_report_leaves_out_a_row_that_is_being_written(tmp_path):
+    fit(tmp_path, 1)
+    columns = read_run(tmp_path).columns
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1,4")
+    assert read_run(tmp_path).columns == columns
+
+
+def test_files_are_replaced_as_a_whole(tmp_path, little_room):
+    history = History()
+    history.append(0, {"loss": 1.0})
+    path, link = tmp_path / "history.csv", tmp_path / "link.csv"
+    link.symlink_to(path)
+    history.to_csv(path)
+    whole = path.read_bytes()
+    history.append(1, {"loss": 0.5})
+    little_room(len(whole) + 2)
+    with pytest.raises(OSError, match=r"History.to_csv`: .*history.csv' can't be"):
+        history.to_csv(path)
+    assert path.read_bytes() == whole
+    little_room(10**6)
+    history.to_csv(link)
+    assert link.is_symlink() and path.read_bytes().startswith(whole)
+    assert sorted(os.listdir(tmp_path)) == ["history.csv", "link.csv"]
+    write_whole("/dev/null", "of which nothing is left")
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.touch()
+        raise RuntimeError
+    assert sorted(os.listdir(tmp_path)) == ["history.csv", "link.csv"]
+    with path.open("ab", buffering=0) as file:
+        append_whole(file, "2\n")
+    assert path.read_text().endswith("2\n")
