@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from . import callers
 from .console import listed, say
+from .json_checks import parse_json
 from .launchers import Place
 
 _MOST_BYTES: Final = 2**16
@@ -52,7 +54,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        self.heard = time.monotonic()
+        self.since = self.heard = time.monotonic()
         self._buffer = b""
         self._lock = threading.Lock()
         sock.settimeout(5.0)
@@ -75,7 +77,7 @@ class Connection:
         self.heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
+            messages = [parse_json(line, _MOST_BYTES) for line in lines]
         except ValueError:
             return None
         if len(self._buffer) > _MOST_BYTES:
@@ -184,7 +186,7 @@ class Lifeline:
                 for key, _ in selector.select(interval):
                     messages = self._connections[key.data].receive()
                     for message in messages or ():
-                        self._hear(message)
+                        self._hear(message, key.data)
                     if messages is None:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, "its connection was closed")
@@ -198,10 +200,12 @@ class Lifeline:
                         selector.unregister(connection.sock)
                         self._lose(process, f"not a word of it for {silent:.0f} s")
 
-    def _hear(self, message: Message) -> None:
-        process = message.get("from")
-        if not isinstance(process, int) or process not in self.names:
+    def _hear(self, message: Message, teller: int) -> None:
+        if not callers.is_message(message) or message["from"] not in self.names:
             return
+        process = message["from"]
+        if self.place.process_id == 0 and process != teller:
+            return  # only process 0 speaks for others
         if "at" in message:
             self._heard_at[process] = time.monotonic(), str(message["at"])
             return
@@ -211,7 +215,7 @@ class Lifeline:
                     connection.send(message)
         name = self.names[process]
         if "dead" in message:
-            self._end(int(message["dead"]), str(message["text"]))
+            self._end(message["dead"], message.get("text", ""))
         elif "done" in message:
             self._done[process] = str(message["done"])
             if self.is_fitting:
@@ -277,10 +281,12 @@ def call_the_roll(
         bind: the address of this machine that process 0 listens at.
 
     Raises:
-        OSError: if process 0 can't listen at any of `place.ports`.
+        OSError: if process 0 can't listen at any of `place.ports`, or a process may
+            not open enough files.
         TimeoutError: if somebody is missing after `timeout`.
         RuntimeError: if the processes don't belong together.
     """
+    callers.check_room(place.process_id, place.num_processes)
     me = {
         "jaxdp": 1,
         "job": place.job,
@@ -314,10 +320,12 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
             if now > start + _PATIENCE and not said:
                 said = True
                 say(f"process 0 waits for {absent} at {_join(place.host, port)}")
+            callers.hang_up(selector, place.num_processes + callers.MOST_STRANGERS)
             for key, _ in selector.select(min(0.5, timeout)):
                 if key.data is None:
-                    sock, _ = listener.accept()
-                    selector.register(sock, selectors.EVENT_READ, Connection(sock))
+                    sock = callers.accepted(listener, place.num_processes)
+                    if sock is not None:
+                        selector.register(sock, selectors.EVENT_READ, Connection(sock))
                     continue
                 connection: Connection = key.data
                 messages = connection.receive()
@@ -325,7 +333,7 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
                     continue
                 selector.unregister(key.fileobj)
                 card = messages[0] if messages else {}
-                if not _is_card(card) or card["job"] != place.job:
+                if not callers.is_card(card) or card["job"] != place.job:
                     connection.send({"other": place.job})
                     connection.close()
                     continue
@@ -335,6 +343,7 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
                     deadline = min(deadline, now + GRACE)
                 there.append((card["process"], connection))
                 cards.setdefault(card["process"], card)
+        callers.hang_up(selector, 0)
     names = {p: f"process {p} ({card['name']})" for p, card in cards.items()}
     answer = {"wrong": wrong, "missing": missing, "names": names, "port": port}
     for _, connection in there:
@@ -355,15 +364,19 @@ def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
             if connection is None:
                 why = problem or why
                 continue
+            why = "it ended while the others were starting"
+            patience = time.monotonic() + timeout + 2 * GRACE  # process 0 has less
             while messages is not None:
                 for message in messages:
-                    if "names" in message:
+                    if callers.is_answer(message, place.num_processes):
                         _check_answer(message, place, timeout)
                         names = {int(p): name for p, name in message["names"].items()}
                         address = _join(place.host, port)
                         return RollCall({0: connection}, names, address, "")
                 messages = connection.receive()
-            why = "it ended while the others were starting"
+                if messages is not None and time.monotonic() > patience:
+                    why, messages = "it did not say whether all are there", None
+            connection.close()
         waited = time.monotonic() - start
         if waited > timeout:
             raise TimeoutError(
@@ -399,14 +412,6 @@ def _call(
     if messages and "other" in messages[0]:
         return None, None, f"process 0 of another job listens at port {port}"
     return None, None, f"another program listens at port {port}"
-
-
-def _is_card(card: Message) -> bool:
-    """Whether it is a process like this one that has called."""
-    kinds = {"job": str, "process": int, "of": int, "name": str, "facts": dict}
-    return card.get("jaxdp") == 1 and all(
-        isinstance(card.get(name), kind) for name, kind in kinds.items()
-    )
 
 
 def _what_is_wrong(cards: Mapping[int, Message], card: Message) -> str:
@@ -471,7 +476,10 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen(place.num_processes)
+            listener.listen(place.num_processes + callers.MOST_STRANGERS)
+            listener.setblocking(
+                False
+            )  # a caller may be gone when it is callers.accepted
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:

@@ -37,7 +37,7 @@ ORDER = [
         "tree",
         "undo",
     ],
-    ["meetings", "hlo", "interaction"],
+    ["meetings", "hlo", "interaction", "callers"],
     ["processes"],
     [
         "block_size",
