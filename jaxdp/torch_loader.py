@@ -119,10 +119,13 @@ class TorchSource(SeededSource):
                 each.set_epoch(epoch)
         plain, workers = self.is_plain(), self.loader.num_workers
         whole_rows, share = None, self.share.of
-        first, lists = self._lists(epoch, skip) if plain else (skip, iter(()))
-        if plain and self.is_torchs_collation():  # which is row by row
-            lists, share = self.share.of_lists(lists, skip - first)
+        by_row = plain and self.is_torchs_collation()
+        if by_row:
             whole_rows = self._whole_rows()
+        draws = whole_rows is None  # in fetching
+        first, lists = self._lists(epoch, skip, draws) if plain else (skip, iter(()))
+        if by_row:
+            lists, share = self.share.of_lists(lists, skip - first)
         if whole_rows is not None:
             batches = whole_rows(lists)
         elif plain:
@@ -329,17 +332,18 @@ class TorchSource(SeededSource):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(self, epoch: int, skip: int) -> tuple[int, Iterator[Any]]:
+    def _lists(self, epoch: int, skip: int, draws: bool) -> tuple[int, Iterator[Any]]:
         """The index lists from the batch on that is to be fetched first.
 
-        That is the number `skip`, or one before it, to lead generators of the dataset
-        to where they were.
+        That is the number `skip`, or if fetching `draws`, one before it, to lead
+        generators of the dataset to where they were.
         """
         place, self.go_on_from = self.go_on_from or {}, None
         lists, first = self._drawn_lists(epoch), skip
         if self._keeps_places and not self._has_torchs_samplers():
             lists = self._index_lists.noted(lists, place.get("lists"))
-        if skip and not self.loader.num_workers and self._drawn_in_fetching().by_path:
+        draws = draws and not self.loader.num_workers
+        if skip and draws and self._drawn_in_fetching().by_path:
             drawn = place.get("drawn") if self._own is not None else None
             first = 0 if drawn is None else drawn["batches"]
             if self._own is not None and drawn is not None:

@@ -144,6 +144,15 @@ def test_a_dataset_goes_on_with_a_generator_of_its_own(tmp_path, kind):
     check_runs(tmp_path, loaders, (2, 5, 7))
 
 
+def test_a_table_with_a_generator_is_not_trained_on_twice(tmp_path):
+    def loaders():
+        data = TensorDataset(*DATA.tensors)
+        data.generator = np.random.default_rng(0)  # which no row is drawn from
+        return DataLoader(data, 6), None
+
+    check_runs(tmp_path, loaders, (3, 7))
+
+
 def test_sampler_and_dataset_may_share_a_generator(tmp_path):
     def loaders():
         data = Noisy(KINDS["np.random.Generator"]())
