@@ -85,9 +85,11 @@ def _equation(equation: Any) -> int:
     if name == "while":
         return inside * (times_of(str(equation.source_info.name_stack)) or 1)
     if name == "shard_map":
-        # Its body is what one device does of these axes, and all do of the others. A
-        # KeyError here says that JAX has renamed them; no other reading would be right.
-        axes = params["newly_manual_axes"]
+        # Its body is what one device does of these axes, and all do of the others. JAX
+        # called them otherwise before 0.10.2. A KeyError says that it has renamed them
+        # once more; no other reading would be right.
+        new = "newly_manual_axes"
+        axes = params[new if new in params else "manual_axes"]
         return inside * math.prod(params["mesh"].shape[axis] for axis in axes)
     return inside
 

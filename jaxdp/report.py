@@ -258,8 +258,8 @@ def throughput_of(run: Run) -> dict[str, float]:
     """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
 
     All examples over all seconds, and shares of the same seconds; of a run that was
-    resumed, over its fits. Empty where there are no such rows, or where they are of a
-    version that logged no seconds.
+    resumed, over its fits. Rows of a version that logged no seconds are left out; empty
+    where there are no others.
     """
     logged = {
         name.removeprefix(_THROUGHPUT): [value for _, value in points]
@@ -270,10 +270,12 @@ def throughput_of(run: Run) -> dict[str, float]:
     total = sum(seconds)
     if not total:
         return {}
-    examples = sum(logged["examples"])
+    # Rows without seconds come first: they are of before the run was resumed.
+    rows = {name: logged[name][-len(seconds) :] for name in ("examples", *_PHASES)}
+    examples = sum(rows["examples"])
     found = {"examples": examples, "seconds": total, "examples_per_s": examples / total}
     for name in _PHASES:
-        each = zip(logged[name], seconds, strict=True)
+        each = zip(rows[name], seconds, strict=True)
         found[name] = sum(share * time for share, time in each) / total
     if "mfu" in logged:  # in proportion to the examples per second
         scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])

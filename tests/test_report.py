@@ -143,6 +143,25 @@ def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
     assert "examples/s" in Page(write_report(run, tmp_path / "a.html")).curves
 
 
+def test_rows_that_are_torn_or_of_before_a_resume_are_left_out_of_the_sums(tmp_path):
+    shares = ",".join(f"throughput/{phase}" for phase in PHASES)
+    old, new = (
+        "0.5" + ",0.1" * (len(PHASES) - 1),
+        "0.75" + ",0.05" * (len(PHASES) - 1),
+    )
+    rows = [
+        f"epoch,step,throughput/examples_per_s,{shares},throughput/examples,"
+        "throughput/seconds",
+        f"0,1,7000,{old},,",  # of a version that logged no seconds
+        f"0,2,100,{new},200,2",
+        "0,3,100,0.7",
+    ]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    found = throughput_of(read_run(tmp_path))
+    assert (found["examples"], found["seconds"]) == (200, 2)
+    assert found[next(iter(PHASES))] == 0.75
+
+
 def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):
     trainer = make_trainer()
     history = trainer.fit(batches(8, 8), batches(8), max_epochs=2)
