@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import time
@@ -421,6 +422,12 @@ def files(into):
     found["two folders at once"] = [
         sum(name.isdecimal() for name in os.listdir(folder)) for folder in both
     ]
+    if jax.process_index() == 0:  # as if they had died before the second one's save
+        shutil.rmtree(f"{into}/b/8")
+    run.processes.all("the removal", None)
+    run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
+    found["nothing to do"] = refusal(fit, run, max_epochs=2, ckpt_path="auto")
+    found["due"] = sorted(os.listdir(f"{into}/b"))
     found["SingleDevice"] = refusal(trainer, "SingleDevice")
     found["one process's devices"] = refusal(
         Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
