@@ -36,6 +36,35 @@ class Generators:
             self.states = _generator_states(self._torch_alone)
             _set_generator_states(users)
 
+    def go_on_from(self, states: Any) -> None:
+        """Has the set start where a checkpoint says that another one was.
+
+        Raises:
+            ValueError: if these are no such states.
+        """
+        users = _generator_states()
+        try:
+            _check_numpys(*states[1:2])
+            _set_generator_states(states)
+        except Exception as error:  # of whatever stands in the place of what was saved
+            raise ValueError(
+                "the states of the global random generators in the checkpoint can't be"
+                f" taken up: {type(error).__name__}: {error}. Take another checkpoint."
+            ) from error
+        finally:
+            _set_generator_states(users)
+        self.states = states
+
+
+def _check_numpys(state: Any = None) -> None:
+    """NumPy takes the place for one in its array without a look."""
+    if state is None:
+        return
+    kind, keys, place, has_gauss, _ = state
+    is_inside = type(place) is int and 0 <= place <= len(keys) and has_gauss in (0, 1)
+    if kind != "MT19937" or not is_inside:
+        raise ValueError("NumPy's has another form")
+
 
 def state_as_text(state: Any) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()

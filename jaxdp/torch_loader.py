@@ -79,7 +79,7 @@ class SeededSource(Source):
         if generators is not None:
             # torchdata's loader sets its sampler's generator to where an epoch began,
             # and the next epoch would not have the order that it should.
-            started.states = generators[0]
+            started.go_on_from(generators[0])
             self._set_generators({"generators": generators[1]})
         if self._own is not None:
             self._own.generators = lambda: (started.states, own.state_dict())

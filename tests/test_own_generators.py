@@ -23,6 +23,7 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import SingleDevice, Trainer, checkpoint, seal  # noqa: E402
+from jaxdp.generators import Generators  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
 from jaxdp.own_generators import Found, check  # noqa: E402
 from jaxdp.source import ALL  # noqa: E402
@@ -416,3 +417,33 @@ def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
     seal.write_list(before)
     with pytest.raises(checkpoint.CheckpointCorrupt, match=name):
         trainer.load(before)
+
+
+def test_forged_states_of_the_global_generators_change_none():
+    import torch
+
+    def present():
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    torchs, (kind, keys, place, gauss, cached), pythons = present()
+    for forged in (
+        None,
+        {},
+        (),
+        (torchs[:-1],),
+        (torchs, (kind, keys, 10**6, gauss, cached), pythons),
+        (torchs, (kind, keys[:9], 5, gauss, cached), pythons),
+        (torchs, (kind, keys, place, 7, cached), pythons),
+        (torchs, "x", pythons),
+        (torchs, (kind, keys, place, gauss, cached), (3, (1, 2), None)),
+    ):
+        before = repr(present())
+        with pytest.raises(ValueError, match="can't be taken up"):
+            Generators().go_on_from(forged)
+        assert repr(present()) == before
+    generators = Generators()
+    generators.go_on_from((torchs, (kind, keys, place, gauss, cached), pythons))
+    with generators.active():
+        first = random.random(), np.random.rand(), torch.rand(())
+    random.setstate(pythons)
+    assert first[0] == random.random()
