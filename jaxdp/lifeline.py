@@ -477,9 +477,7 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
         try:
             listener.bind((host, port))
             listener.listen(place.num_processes + callers.MOST_STRANGERS)
-            listener.setblocking(
-                False
-            )  # a caller may be gone when it is callers.accepted
+            listener.setblocking(False)  # a caller may be gone again
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:

@@ -3,7 +3,6 @@
 import csv
 import datetime
 import html
-import json
 import math
 import os
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from . import plan_page
 from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
 from .files import write_whole
+from .run_record import check_size, read_record
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"
 _PHASES: Final = {
@@ -93,18 +93,18 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         columns = _columns(table)
     except (csv.Error, OSError, TypeError, ValueError) as error:
         raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
-    record = {}
-    if table.with_suffix(".json").is_file():
-        record = json.loads(table.with_suffix(".json").read_text(encoding="utf-8"))
+    record = read_record(table.with_suffix(".json"))
     name = str(path if path.is_dir() else path.with_suffix(""))
     plan, planned = None, table.with_suffix(plan_page.SUFFIX)
     if planned.is_file():
+        check_size(planned)
         plan = planned.read_text(encoding="utf-8")
     return Run(name, record, columns, plan=plan)
 
 
 def _columns(table: Path) -> dict[str, Points]:
     """What a table has, by column."""
+    check_size(table)
     with table.open(newline="", encoding="utf-8") as file:
         # A run may be writing its last row at this moment, or was killed then.
         lines = [line for line in file if line.endswith("\n")]
@@ -287,7 +287,7 @@ def _subtitle(run: Run) -> str:
     record = run.record
     made, hardware = record.get("hyperparameters", {}), record.get("hardware", {})
     facts = [made.get("model"), made.get("strategy")]
-    if hardware:
+    if {"num_devices", "device_kind"} <= hardware.keys():
         facts.append(f"{hardware['num_devices']} x {hardware['device_kind']}")
     facts += [record.get("started"), record.get("status")]
     return " | ".join(str(fact) for fact in facts if fact)
@@ -305,7 +305,7 @@ def _tiles(run: Run) -> str:
             what = name.removeprefix(_EPOCH)
             tiles.append((f"{what}, last epoch", number(run.last(name)), ""))
     made = run.record.get("hyperparameters", {})
-    if "parameters" in made:
+    if isinstance(made.get("parameters"), int | float):
         tiles.append(("parameters", number(made["parameters"]), ""))
     seconds = _duration(run.record)
     if seconds is not None:

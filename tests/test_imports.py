@@ -33,6 +33,7 @@ ORDER = [
         "orbax_paths",
         "phases",
         "plan_page",
+        "run_record",
         "seal",
         "tree",
         "undo",

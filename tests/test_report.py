@@ -342,3 +342,34 @@ def test_a_table_that_is_being_written_can_be_read(tmp_path):
     run = read_run(tmp_path)
     assert run.columns["loss"] == [(1.0, 0.5)] and run.record == {}
     write_report(run, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ("[" * 60_000, "nested more than 100 deep"),
+        ("[]", "must be an object"),
+        ('{"layout": [{"part": 1}]}', r"`record.layout\[0\]` has no path"),
+        ('{"hyperparameters": "x"}', "`record.hyperparameters` is 'x'"),
+        ('{"plan": {"memory": {}}}', "`record.plan` has no wire_bytes"),
+        (None, "1,099,511,627,776 bytes"),
+    ],
+)
+def test_a_record_that_is_none_is_named(tmp_path, record, told):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
+    with (tmp_path / "metrics.json").open("w") as file:
+        file.truncate(2**40) if record is None else file.write(record)
+    with pytest.raises(ValueError, match=f"metrics.json` is not what.*{told}"):
+        read_run(tmp_path)
+
+
+def test_records_that_say_little_and_tables_of_a_terabyte(tmp_path):
+    table = tmp_path / "metrics.csv"
+    table.write_text("epoch,step,loss\n0,1,2.0\n")
+    record = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
+    (tmp_path / "metrics.json").write_text(json.dumps(record))
+    assert write_report(read_run(tmp_path), tmp_path / "page.html").exists()
+    with table.open("a") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match="metrics.csv.*1,099,511,627,776 bytes"):
+        read_run(tmp_path)
