@@ -956,8 +956,6 @@ class Trainer:
             yield
         except Exception as second:
             text = f"{type(second).__name__}: {second}"
-            if str(second) == str(exception):  # the device has failed, say
-                return
             exception.add_note(f"and after that: {text}")
             if isinstance(exception, Preempted):  # whose notes nobody gets to see
                 say(f"{exception.signal}: {text}")

@@ -14,7 +14,7 @@ import numpy as np
 from ..console import warn
 from ..files import naming
 from ..history import to_png
-from ..json_checks import by_name, fields, maybe, number, row, whole
+from ..json_checks import by_name, fields, maybe, number, row, text, whole
 from ..layout import layout
 from .base import Callback
 from .monitor import LateReads, announce
@@ -25,7 +25,12 @@ EPOCH: Final = "epoch_"
 
 _SIZES: Final = fields({}, {"sizes": by_name(whole())})
 _SAVED: Final = fields(
-    {}, {"validation": maybe(row(whole(), by_name(number()))), "rows": whole()}
+    {},
+    {
+        "validation": maybe(row(whole(), by_name(number()))),
+        "rows": whole(),
+        "last": maybe(by_name(text())),
+    },
 )
 
 Number = int | float
