@@ -199,6 +199,28 @@ def test_a_resumed_run_takes_back_events_too(tmp_path):
     assert events(tmp_path / "a") == events(tmp_path / "whole")
 
 
+def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
+    pytest.importorskip("tensorboard")
+
+    def make():
+        loggers = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+        return make_trainer(*loggers, NanGuard("skip"))
+
+    def states(path):
+        return json.loads((path / "meta" / "metadata").read_text())["callbacks"]
+
+    trainer = make()
+    trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1)
+    trainer.callbacks[-1]._in_a_row = 2
+    trainer.save(tmp_path / "saved")
+    again = make()
+    again.load(tmp_path / "saved")
+    again.save(tmp_path / "again")
+    saved = states(tmp_path / "saved")
+    assert saved["CSVLogger"]["rows"] == 3 and saved["TensorBoardLogger"]["sizes"]
+    assert states(tmp_path / "again") == saved
+
+
 def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):
     trainer = make_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
     trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)

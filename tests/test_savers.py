@@ -112,6 +112,30 @@ def test_what_was_due_is_judged_by_what_it_would_have_been_judged_by(tmp_path):
     assert steps(tmp_path / "best") == steps(tmp_path / "whole" / "best") == [3, 6]
 
 
+def test_a_save_before_the_loggers_begin_keeps_what_they_logged(tmp_path):
+    """Killed between two savers' saves, and again after the second saver's."""
+
+    def run(*others):
+        savers = [
+            ModelCheckpoint(tmp_path / name, every_n_train_steps=2) for name in "ab"
+        ]
+        trainer = make(
+            savers[0], *others, savers[1], CSVLogger(tmp_path), log_every_n_steps=1
+        )
+        trainer.fit(DATA, max_epochs=1, ckpt_path="auto")
+
+    class Now(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            raise OSError("killed")
+
+    for callback in Kill(2), Now():
+        with pytest.raises(OSError, match="killed"):
+            run(callback)
+    run()
+    with open(tmp_path / "metrics.csv") as file:
+        assert [row.split(",")[1] for row in file] == ["step", "1", "2", "3", "3"]
+
+
 def test_of_equal_steps_the_last_savers_is_gone_on_from(tmp_path, caplog):
     expected = best(tmp_path)
     make(newest(tmp_path), expected).fit(DATA, VAL, max_epochs=3)

@@ -157,10 +157,11 @@ class CSVLogger(Logger):
         self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "rows": self._rows,
-            "last": self._last,  # what a torn row is mended by
-        }
+        state = super().state_dict()
+        if state is self._restored:
+            return state
+        # With the last row a torn one is mended.
+        return state | {"rows": self._rows, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -180,7 +180,12 @@ class Logger(Callback):
         return os.path.abspath(self._folder(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Logs what is left to log first, so that a checkpoint's log is complete."""
+        """Logs what is left to log first, so that a checkpoint's log is complete.
+
+        What was loaded for a fit that has not begun yet is saved as it came.
+        """
+        if self._restored is not None:
+            return self._restored
         try:
             if self._active:
                 self._log_steps(self._late.drain())
@@ -341,6 +346,8 @@ class TensorBoardLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        if state is self._restored:
+            return state
         if self._writer is not None:
             try:
                 with self._naming():

@@ -141,10 +141,10 @@ class MLFlowLogger(Logger):
         self._client = None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "run_id": self.run_id,
-            "tracking_uri": self.tracking_uri,
-        }
+        state = super().state_dict()
+        if state is self._restored:
+            return state
+        return state | {"run_id": self.run_id, "tracking_uri": self.tracking_uri}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")

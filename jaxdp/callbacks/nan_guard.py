@@ -144,7 +144,7 @@ class NanGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
         self.skipped_steps = list(state["skipped_steps"])
-        self._restored_in_a_row = state.get("in_a_row", 0)
+        self._in_a_row = self._restored_in_a_row = state.get("in_a_row", 0)
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
         self._usual = _Usual(*state.get("usual", ()))
 

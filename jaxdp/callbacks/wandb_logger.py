@@ -111,7 +111,8 @@ class WandbLogger(Logger):
         self.run = None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"id": self.id}
+        state = super().state_dict()
+        return state if state is self._restored else state | {"id": self.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
