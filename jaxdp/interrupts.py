@@ -20,6 +20,8 @@ SIGNALS: Final = tuple(n for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n))
 """What ends a fit unless the user says otherwise: a scheduler, and a terminal that is
 closed. `nohup` has the latter ignored, and so it is here."""
 
+_HANGUP: Final = getattr(signal, "SIGHUP", None)
+
 
 class Preempted(SystemExit):
     """A signal such as SIGTERM, raised at a boundary. Exits with 143 if not caught.
@@ -46,6 +48,8 @@ _AT_BOUNDARY: Final = "at_boundary"
 
 class Interrupts:
     """Holds the first Ctrl-C or signal back until `check`; a second acts at once.
+
+    SIGHUP is never counted: it comes beside others, and more than once.
 
     An exception raised between a step's call and the assignment of its result would
     lose the state, whose old buffers the step has overwritten. So the handler sets a
@@ -146,8 +150,10 @@ class Interrupts:
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._pending is None:
             self._pending = number
-        elif number == self._pending == getattr(signal, "SIGHUP", None):
-            pass  # of a terminal that goes away often come two
+        elif _HANGUP in (number, self._pending):
+            # Of a terminal that goes away often come two; and the end of a login
+            # session is one beside SIGTERM, in either order. The other is told of.
+            self._pending = max(self._pending, number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:

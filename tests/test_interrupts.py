@@ -12,7 +12,8 @@ from toys import Mlp, batches
 
 from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger
-from jaxdp.interrupts import Preempted
+from jaxdp.interrupts import Interrupts, Preempted
+from jaxdp.processes import Processes
 
 
 def make(*callbacks, strategy=None):
@@ -100,6 +101,25 @@ def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
         ):
             again.load(path)
         assert_same(again, trainer)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM"), ("SIGHUP", "SIGHUP")],
+)
+def test_a_hangup_beside_another_signal_ends_nothing_at_once(
+    monkeypatch, first, second
+):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(Preempted) as raised, Interrupts(Processes()) as interrupts:
+        signal.raise_signal(getattr(signal, first))
+        signal.raise_signal(getattr(signal, second))
+        at_once = list(ended)
+        signal.raise_signal(getattr(signal, max(first, second)))  # again
+        interrupts.check()
+    assert raised.value.signal == max(first, second)
+    assert not at_once and ended == ([] if first == second else [143])
 
 
 class Alarm(Exception):
