@@ -239,13 +239,14 @@ def restore(
         lambda: _digest(_checked(path, _shapes(wanted))),
         CheckpointCorrupt,
     )
-    meta = read_meta(path)
-    if _digest(meta) != digest:
-        raise FileNotFoundError(
-            f"`path`: process {processes.index} finds another checkpoint at {path} than"
-            " process 0; it must be in a file system that all processes share."
-        )
-    take_up(meta)
+    with _alike(processes, path):
+        meta = read_meta(path)
+        if _digest(meta) != digest:
+            raise FileNotFoundError(
+                f"`path`: process {processes.index} finds another checkpoint at {path}"
+                " than process 0; it must be in a file system that all processes share."
+            )
+        take_up(meta)
     stored = _read_arrays(path, _with_elements(wanted), meta)
     return _unnamed(stored, like), meta
 
@@ -340,6 +341,26 @@ def unplain(stored: Any, like: Any) -> Any:
     if not is_key(like):
         return stored
     return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(like))
+
+
+@contextlib.contextmanager
+def _alike(processes: Processes, path: str) -> Iterator[None]:
+    """What one process can't take up, none does: else they would go on from several."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    wrong = processes.any(f"taking up {path}", error)
+    if wrong is None:
+        return
+    is_passed_over = isinstance(error, CheckpointCorrupt | FileNotFoundError)
+    other = processes.any(f"passing over {path}", None if is_passed_over else error)
+    if error is not None and not (is_passed_over and other):
+        raise error
+    if other:
+        raise RuntimeError(f"`path`: {path} could not be taken up: {other}")
+    raise CheckpointCorrupt(f"`path`: {path} could not be taken up: {wrong}")
 
 
 def _check_is_checkpoint(path: str) -> None:

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from . import checkpoint
 from .callbacks.model_checkpoint import ModelCheckpoint
@@ -12,6 +12,15 @@ from .checkpoint import CheckpointCorrupt
 from .console import say, warn
 
 WORDS = ("last", "best", "auto")
+
+_OF_CONTENTS: Final = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+)
+"""What comes of values that are not what was saved."""
 
 
 def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
@@ -66,13 +75,24 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def taking_up(path: str | os.PathLike[str], who: str) -> Iterator[None]:
-    """Says of whatever goes wrong in here that it is the checkpoint that is wrong."""
+def taking_up(
+    path: str | os.PathLike[str], who: str, method: Callable[..., Any]
+) -> Iterator[None]:
+    """Says of what `method` can't take up that it is the checkpoint that is wrong.
+
+    Not of a user's method: a mistake in it is no reason to pass over a checkpoint. What
+    that raises is raised.
+    """
     try:
         yield
-    except MemoryError:
-        raise
-    except Exception as error:  # of any type: what is saved may be anything
+    except Exception as error:
+        is_ours = method.__module__.partition(".")[0] == __package__
+        if not is_ours or not isinstance(error, _OF_CONTENTS):
+            error.add_note(
+                f"while {who} took up what the checkpoint {os.path.abspath(path)} has"
+                " of it; nothing was changed"
+            )
+            raise
         raise CheckpointCorrupt(
             f"`path`: {who} can't take up what the checkpoint {os.path.abspath(path)}"
             f" has of it: {type(error).__name__}: {error}. Nothing was changed. It may"
@@ -183,7 +203,8 @@ def _ranks(
             f"`ckpt_path`='best': what is saved does not know of the callback {name},"
             " and so not which is best; use 'last' or a path."
         )
-    with taking_up(path, f"the callback {name_of(trainer, saver)}"):
+    who = f"the callback {name_of(trainer, saver)}"
+    with taking_up(path, who, saver.ranked_in):
         return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
 
 

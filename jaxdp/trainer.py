@@ -772,9 +772,10 @@ class Trainer:
 
     def _take_up(self, path: str | os.PathLike[str], meta: dict[str, Any]) -> None:
         """The counters, history and callbacks of a checkpoint."""
-        with resume.taking_up(path, "the loaders' positions"):
+        take_up: Callable[..., None] = self._progress.load_state_dict
+        with resume.taking_up(path, "the loaders' positions", take_up):
             self._progress.check(meta)
-            self._progress.load_state_dict(meta, self._share("train"))
+            take_up(meta, self._share("train"))
         self.history.load_state_dict(meta["history"])
         if meta["seed"] != self.seed:
             warn(
@@ -785,8 +786,9 @@ class Trainer:
         saved = saved_states(self, meta)
         for name, callback in self.named_callbacks():
             if name in saved:
-                with resume.taking_up(path, f"the callback {name}"):
-                    callback.load_state_dict(saved[name])
+                take_up = callback.load_state_dict
+                with resume.taking_up(path, f"the callback {name}", take_up):
+                    take_up(saved[name])
             elif callback.state_dict():
                 warn(
                     f"`load`: {path} has no state for the callback {name}; it keeps its"

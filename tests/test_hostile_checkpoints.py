@@ -23,6 +23,7 @@ from jaxdp.callbacks import (
     Timer,
 )
 from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed
+from jaxdp.processes import Processes
 
 DEEP = json.loads("[" * 90 + "]" * 90)
 VALUES = (None, True, -1, 1.5, math.inf, math.nan, "", "x", [], {}, 10**30, DEEP)
@@ -177,6 +178,48 @@ def test_best_judges_by_the_next_one_where_scores_are_none(run):
     assert run.trainer.global_step == 7
 
 
+def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
+    class Mistaken(Timer):
+        def load_state_dict(self, state):
+            self.seen.append(state)
+
+    run.reset()
+    mistaken, trainer = Mistaken(), run.trainer
+    trainer.callbacks.append(mistaken)
+    try:
+        run.fit(max_steps=11)
+        with pytest.raises(AttributeError, match="'seen'") as raised:
+            run.fit(max_steps=12, ckpt_path="auto")
+    finally:
+        trainer.callbacks.remove(mistaken)
+    note = raised.value.__notes__[0]
+    assert "while the callback Mistaken took up" in note
+    assert note.endswith("/steps/10 has of it; nothing was changed")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kind"),
+    [
+        (None, CheckpointCorrupt, CheckpointCorrupt),
+        (None, KeyError, RuntimeError),
+        (CheckpointCorrupt, KeyError, RuntimeError),
+        (KeyError, CheckpointCorrupt, KeyError),
+    ],
+)
+def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, kind):
+    class Two(Processes):
+        def any(self, what, error):
+            is_over = what.startswith("passing over") and there is CheckpointCorrupt
+            found = [error, None if is_over else there("that")]
+            return "; ".join(map(str, filter(None, found))) or None
+
+    with pytest.raises(Exception, match="th") as raised:  # noqa: PT011, PT012
+        with checkpoint._alike(Two(), "some"):
+            if here is not None:
+                raise here("this")
+    assert raised.type is kind
+
+
 def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
     class Foreign(Callback):
         def __init__(self):
@@ -195,7 +238,7 @@ def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
     try:
         path = trainer.save(run.folder / "foreign")
         before, state = run.all(), trainer.state
-        with pytest.raises(CheckpointCorrupt, match="Foreign can't take up.*KeyError"):
+        with pytest.raises(KeyError, match="what was never saved"):
             trainer.load(path)
         assert trainer.state is state and run.all() == before
         assert vars(foreign) == {"seen": [1]}

@@ -10,7 +10,7 @@ import optax
 import pytest
 from toys import Mlp, batches
 
-from jaxdp import SingleDevice, Trainer
+from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger
 from jaxdp.interrupts import Interrupts, Preempted
 from jaxdp.processes import Processes
@@ -120,6 +120,19 @@ def test_a_hangup_beside_another_signal_ends_nothing_at_once(
         interrupts.check()
     assert raised.value.signal == max(first, second)
     assert not at_once and ended == ([] if first == second else [143])
+
+
+def test_an_error_without_a_text_after_ctrl_c_is_noted():
+    class Careless(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            raise KeyboardInterrupt
+
+        def on_exception(self, trainer, exception):
+            raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        make(Careless()).fit(batches(8, 8))
+    assert raised.value.__notes__[-1] == "and after that: AssertionError: "
 
 
 class Alarm(Exception):
