@@ -38,7 +38,7 @@ class Columns:
         self._placed: dict[Any, Array] = {} if placed is None else placed
         # Of trainers that are gone, nothing stays.
         self._takers: weakref.WeakKeyDictionary[
-            jax.stages.Compiled, Callable[..., Any]
+            Callable[..., Any], Callable[..., Any]
         ] = weakref.WeakKeyDictionary()
 
     @functools.cached_property
@@ -59,7 +59,7 @@ class Columns:
     def take(
         self,
         groups: Sequence[Group],
-        step: jax.stages.Compiled,
+        step: Callable[..., Any],
         whole: Callable[[], Any],
     ) -> list[Group]:
         """The rows of `groups` on the devices.
@@ -154,7 +154,7 @@ class Counts:
         )
 
     def placed(
-        self, groups: Sequence[Group], step: jax.stages.Compiled
+        self, groups: Sequence[Group], step: Callable[..., Any]
     ) -> Sequence[Group]:
         """`groups` as `step` takes them last, with arrays that others may share."""
         placed = self._placed.get(step)
@@ -187,9 +187,9 @@ def _take(columns: list[Array], indices: list[Array]) -> list[list[Array]]:
     ]
 
 
-def _layout(step: jax.stages.Compiled, whole: Any) -> list[list[Any]]:
+def _layout(step: Callable[..., Any], whole: Any) -> list[list[Any]]:
     """The shardings in which `step` takes the leaves of each group."""
-    if not isinstance(step, jax.stages.Compiled):
+    if not hasattr(step, "input_shardings"):
         raise TypeError(
             "`OnDevice` lays rows out as the compiled step takes them, and `compile` of"
             f" the strategy returned a {type(step).__name__}, which does not tell how."

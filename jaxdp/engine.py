@@ -10,6 +10,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
@@ -22,6 +23,7 @@ from .block_size import BlockSize
 from .columns import Counts, Rows
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
+from .eager import Debugging, Uncompiled, Watched, debugging
 from .flat import Flat
 from .flops import has_convolutions, matmul_flops
 from .hyperparams import read_only, written_to
@@ -35,7 +37,7 @@ from .metrics import (
 from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks
-from .programs import WHAT, Kind, Programs, of_rows, rows_in
+from .programs import WHAT, Kind, Program, Programs, of_rows, rows_in
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
@@ -112,32 +114,18 @@ class Engine:
         in_order: bool = True,
         abstract: bool = False,
     ):
-        if jax.config.jax_disable_jit:  # pyright: ignore
-            raise RuntimeError(
-                "jit is disabled (jax.disable_jit or jax_disable_jit), and the trainer"
-                " compiles its steps; call the model by hand to debug it."
-            )
-        self._is_abstract, self._joins = abstract, not abstract
-        num_shards = strategy.num_shards
-        self.strategy = strategy
-        self.programs = Programs(steps, strategy, quiet=abstract)
+        self._is_abstract = abstract
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
-        self.facts = self.programs.facts
         self.ahead = 0
         self.can_rewind = False
         self.steps_per_epoch: int | None = None
-        self._block_size = BlockSize(steps_per_execution)
         self._convolves: bool | None = None
         self._start: tuple[list[Array], Block] | None = None
-        several = not abstract and jax.process_count() > 1
-        self._blocks = strategy.row_blocks() if several else RowBlocks()
-        self.packers: dict[Kind, Packer] = {
-            kind: self._packer(what, in_order) if several else Packer(num_shards, what)
-            for kind, what in WHAT.items()
-        }
         self._counts = Counts()
-        self._sizes_taken: dict[Kind, int] = dict.fromkeys(self.packers, 0)
+        self._as_asked = strategy, steps_per_execution, in_order
+        self._work(steps, debugging())
+        strategy = self.strategy
         self._whole: tuple[list[Array], TrainState] | None = None
         self._fetched: tuple[Any, Any] | None = None
         self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
@@ -165,6 +153,45 @@ class Engine:
         self.state = placed
         self._mind_convolutions()
 
+    def _work(self, steps: Steps, mode: Debugging) -> None:
+        """Makes ready for `steps` from the start, as JAX's settings want it."""
+        strategy, steps_per_execution, in_order = self._as_asked
+        abstract, self._mode = self._is_abstract, mode
+        if mode.without_jit and not abstract:
+            strategy = Uncompiled(strategy)
+        several = not abstract and jax.process_count() > 1
+        # Where nothing is compiled for a size, nothing need be padded to one.
+        steps = steps._replace(rows_interact=not strategy.compiles)
+        self._joins = not abstract and not mode.is_on
+        self.strategy = strategy
+        self.programs = Programs(steps, strategy, quiet=abstract)
+        self.facts = self.programs.facts
+        self._block_size = BlockSize(1 if mode.is_on else steps_per_execution)
+        self._blocks = strategy.row_blocks() if several else RowBlocks()
+        shards = strategy.num_shards
+        self.packers: dict[Kind, Packer] = {
+            kind: self._packer(what, in_order) if several else Packer(shards, what)
+            for kind, what in WHAT.items()
+        }
+        self._sizes_taken: dict[Kind, int] = dict.fromkeys(self.packers, 0)
+
+    def follow_settings(self) -> None:
+        """Goes on as JAX's settings for debugging are now; see `eager`."""
+        mode = debugging()
+        if mode == self._mode:
+            return
+        state, donate = self.strategy.gather(self.state), self.programs.donate
+        self._work(self.programs.steps, mode)
+        self.programs.donate = donate
+        with no_ambient_mesh():
+            self.state = self.strategy.place(state)
+        self._mind_convolutions()
+
+    def as_settled(self) -> AbstractContextManager[Any]:
+        """Around a pass: jit is disabled in it or not as when the settings were read,
+        whatever a callback does in between."""
+        return jax.disable_jit(self._mode.without_jit)
+
     def _mind_convolutions(self) -> None:
         """XLA rewrites convolutions for the CPU's library outside of loops alone.
 
@@ -172,6 +199,7 @@ class Engine:
         """
         devices = self._arrays[0].sharding.device_set
         unroll = any(device.platform == "cpu" for device in devices)
+        unroll = unroll and self.strategy.compiles  # loops are Python's
         self.programs.set(unroll_convolutions=unroll)
 
     @property
@@ -237,9 +265,7 @@ class Engine:
         self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
         self._handed_out = None
 
-    def _placed(
-        self, kind: Kind, packed: Packed, compiled: jax.stages.Compiled
-    ) -> Sequence[Group]:
+    def _placed(self, kind: Kind, packed: Packed, compiled: Program) -> Sequence[Group]:
         """The batches of a dispatch, past all checks, as its step takes them."""
         self._sizes_taken[kind] = self.packers[kind].size
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
@@ -249,7 +275,7 @@ class Engine:
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
         is_shared = self.programs.donate != "all"
-        is_known = isinstance(compiled, jax.stages.Compiled)
+        is_known = isinstance(compiled, jax.stages.Compiled | Watched)
         if is_shared and is_known and type(groups[0].counts) is np.ndarray:
             return self._counts.placed(groups, compiled)
         return groups
@@ -401,6 +427,8 @@ class Engine:
             blocks = self.prepare_training(self._single(first))
             return itertools.chain(blocks, map(self._single, others))
         self.compiled_for("train", block.packed)
+        if self.programs.is_watched and len(block.packed.rows) > 1:
+            return self.prepare_training(block)  # only the compilation tells
         packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
@@ -446,6 +474,7 @@ class Engine:
         self.ahead = steps
         if self._whole is not None:
             kept = self.programs.donate == "none" or steps > 1 and self.can_rewind
+            kept = kept or not self.strategy.compiles
             self._outdate(kept)
         if steps > 1:
             self._start = (before, block) if self.can_rewind else None
@@ -521,8 +550,8 @@ class Engine:
         with _in_batch(batch_idx):
             packed, compiled = self.prepare("evaluate", batch)
             self._check_labels("evaluate", packed)
-        groups = self._placed("evaluate", packed, compiled)
-        totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
+            groups = self._placed("evaluate", packed, compiled)
+            totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
         return totals
 
@@ -551,8 +580,8 @@ class Engine:
         for number, x in enumerate(inputs):
             with _in_batch(number):
                 packed, compiled = self.prepare("predict", x)
-            groups = self._placed("predict", packed, compiled)
-            prediction = compiled(weights, groups)
+                groups = self._placed("predict", packed, compiled)
+                prediction = compiled(weights, groups)
             waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
                 yield fetch()
@@ -578,7 +607,7 @@ class Engine:
         """In which argument of a compiled step each leaf of the state crosses."""
         return self._flat.places()
 
-    def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, jax.stages.Compiled]:
+    def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, Program]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
         packer = self.packers[kind]
         packed = packer.pack([batch])
@@ -589,7 +618,7 @@ class Engine:
             compiled = self.compiled_for(kind, packed)
         return packed, compiled
 
-    def compiled_for(self, kind: Kind, packed: Packed) -> jax.stages.Compiled:
+    def compiled_for(self, kind: Kind, packed: Packed) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""
         # Blocks of steps that nobody rewinds may overwrite what they start from.
         keeps = self.can_rewind and len(packed.rows) > 1
@@ -635,6 +664,12 @@ class Engine:
     def _loops_well(self, packed: Packed) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
         steps = self.programs.steps
+        if self.programs.is_watched:
+            say(
+                "`steps_per_execution`: 1 at a time, because the step calls Python that"
+                " may raise, as eqx.error_if does, and each such step is waited for"
+            )
+            return False
         if not steps.unroll_convolutions:
             return True
         if self._convolves is None:
@@ -653,7 +688,7 @@ def _in_batch(batch_idx: int) -> Iterator[None]:
     """Says which batch it is that is wrong."""
     try:
         yield
-    except ValueError as error:
+    except Exception as error:
         error.add_note(f"in batch {batch_idx}")
         raise
 

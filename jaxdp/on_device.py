@@ -8,6 +8,7 @@ import numpy as np
 
 from .columns import Columns, Rows
 from .data import to_host
+from .eager import debugging
 from .portions import Share
 from .source import ALL
 from .step import Batch
@@ -84,7 +85,9 @@ class OnDeviceSource(TorchSource):
             # end where they are negative.
             ahead = self._has_torchs_samplers()
             for (indices,) in fetch((self._numbers,), [], lists, ahead):
-                yield Rows(self._columns, indices)
+                rows = Rows(self._columns, indices)
+                # Programs take rows out of columns; without any, they come as they are.
+                yield rows.own if debugging().without_jit else rows
 
         return rows
 

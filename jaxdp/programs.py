@@ -16,6 +16,7 @@ from .columns import shapes_of
 from .compilations import Compilations
 from .console import say
 from .data import Packed
+from .eager import Watched, compiled_for_debugging
 from .flat import Flat
 from .flops import OWN_LOOP
 from .interaction import values_mix_rows
@@ -32,6 +33,9 @@ WHAT: Final[dict[Kind, str]] = {
     "evaluate": "validation",
     "predict": "prediction",
 }
+
+Program = Callable[..., Any]
+"""What `DataParallel.compile` returned: a `jax.stages.Compiled`, or what stands in."""
 
 _Key = tuple[Kind, Hashable, bool]
 
@@ -63,6 +67,7 @@ class Programs:
         steps: those that are compiled next.
         facts: what tracing has told of each kind.
         donate: what the train step may overwrite: "state", "all" or "none".
+        is_watched: whether the train step is waited for, see `eager.Watched`.
     """
 
     def __init__(self, steps: Steps, strategy: DataParallel, *, quiet: bool):
@@ -73,17 +78,17 @@ class Programs:
         self._objective_is_inferred = False
         self._quiet = quiet
         self._told: set[str] = set()
-        self._compilations = Compilations(quiet=quiet)
-        self._compiled: dict[_Key, jax.stages.Compiled] = {}
+        self.is_watched = False
+        self._quiet = quiet or not strategy.compiles
+        self._compilations = Compilations(quiet=self._quiet)
+        self._compiled: dict[_Key, Program] = {}
         self._of_training: dict[_Key, TrainProgram] = {}
 
     def set(self, **fields: Any) -> None:
         """Replaces some fields of `steps`, for what is compiled from now on."""
         self.steps = self.steps._replace(**fields)
 
-    def find(
-        self, kind: Kind, packed: Packed, *, keeps: bool
-    ) -> jax.stages.Compiled | None:
+    def find(self, kind: Kind, packed: Packed, *, keeps: bool) -> Program | None:
         """The step for batches of this shape, if it was compiled.
 
         Args:
@@ -101,7 +106,7 @@ class Programs:
         inputs: tuple[Flat, list[Any]] | Weights,
         *,
         keeps: bool,
-    ) -> jax.stages.Compiled:
+    ) -> Program:
         """Compiles what `find` will give.
 
         Args:
@@ -125,13 +130,15 @@ class Programs:
                 self._told.add(note)
         key = kind, packed.shape, keeps
         self._compiled[key] = compiled
-        if kind == "train":
+        if kind == "train" and self.strategy.compiles:
+            watched = isinstance(compiled, Watched)
+            self.is_watched = watched
             self._of_training[key] = TrainProgram(
-                compiled,
+                compiled.compiled if watched else compiled,
                 len(packed.rows),
                 rows_in(groups),
                 sum(len(group.counts) for group in groups),
-                bool(self._donated(keeps)),
+                bool(self._donated(keeps)) and not watched,
                 self._compilations.seconds - before,
             )
         return compiled
@@ -170,8 +177,8 @@ class Programs:
 
     def _compile(
         self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any, keeps: bool
-    ) -> jax.stages.Compiled:
-        def compiled() -> jax.stages.Compiled:
+    ) -> Program:
+        def compiled() -> Program:
             if kind == "train":
                 flat, arrays = inputs
                 donate = self._donated(keeps)
@@ -187,9 +194,7 @@ class Programs:
                 self.set(rows_interact=True)
                 return self._of_rows_that_interact(compiled)
 
-    def _of_rows_that_interact(
-        self, compiled: Callable[[], jax.stages.Compiled]
-    ) -> jax.stages.Compiled:
+    def _of_rows_that_interact(self, compiled: Callable[[], Program]) -> Program:
         try:
             program = compiled()
         except RowsInteract:
@@ -214,7 +219,7 @@ class Programs:
         groups: list[Group],
         packed: Packed,
         donate: tuple[int, ...],
-    ) -> jax.stages.Compiled:
+    ) -> Program:
         number = len(packed.rows)
 
         def train(
@@ -266,9 +271,7 @@ class Programs:
                 donate=donate,
             )
 
-    def _evaluate(
-        self, weights: Weights, groups: list[Group], split: bool
-    ) -> jax.stages.Compiled:
+    def _evaluate(self, weights: Weights, groups: list[Group], split: bool) -> Program:
         leaves, treedef = jax.tree.flatten(weights)
 
         def evaluate(
@@ -294,9 +297,7 @@ class Programs:
             split=split,
         )
 
-    def _predict(
-        self, weights: Weights, groups: list[Group], split: bool
-    ) -> jax.stages.Compiled:
+    def _predict(self, weights: Weights, groups: list[Group], split: bool) -> Program:
         leaves, treedef = jax.tree.flatten(weights)
 
         def predict(
@@ -319,7 +320,7 @@ class Programs:
         *,
         split: bool,
         donate: tuple[int, ...] = (),
-    ) -> jax.stages.Compiled:
+    ) -> Program:
         """`DataParallel.compile`, and `RowsInteract` where it could not tell."""
         shards = self.strategy.num_shards
         batches = jax.tree.leaves([group.batch for group in arguments[-1]])
@@ -329,8 +330,14 @@ class Programs:
             whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
             if values_mix_rows(whole):
                 raise RowsInteract
-        compiled = self.strategy.compile(
-            step, arguments, roles, results, donate=donate, split=split
+
+        def compile_(step: Callable[..., Any], donate: tuple[int, ...]) -> Any:
+            return self.strategy.compile(
+                step, arguments, roles, results, donate=donate, split=split
+            )
+
+        compiled = compiled_for_debugging(
+            compile_, step, self.strategy, donate=donate, quiet=self._quiet
         )
         if not callable(compiled):
             raise TypeError(

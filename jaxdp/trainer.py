@@ -444,6 +444,7 @@ class Trainer:
         with contextlib.closing(self._open(loader, "loader", "evaluate")) as source:
             return self._evaluate(source, "test", None, Hooks(()))
 
+    @jax.disable_jit(False)
     def plan(
         self,
         loader: Iterable[Any],
@@ -532,6 +533,7 @@ class Trainer:
             contextlib.closing(self._open(loader, "loader", "predict")) as source,
             self._interrupts,
             distributed.together("predict"),
+            self._ready().as_settled(),
         ):
             inputs = (inputs_of(batch) for batch in self._in_step(source, "predict"))
             done = list(self._ready().predict(inputs, gather=gather))
@@ -539,6 +541,7 @@ class Trainer:
             raise ValueError(source.gave_nothing())
         return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
 
+    @jax.disable_jit(False)
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
     ) -> "Comparison":
@@ -763,7 +766,7 @@ class Trainer:
                 state, meta = checkpoint.restore(
                     path, self._ready().state, lambda meta: self._take_up(path, meta)
                 )
-                state = self.strategy.place(state)
+                state = self._ready().strategy.place(state)
             self._ready().state = state
             self.run_id = meta.get("run_id", self.run_id)
             self._epoch_is_over = False
@@ -986,7 +989,9 @@ class Trainer:
         try:
             self._ready(first.windows[0][0])
             blocks = itertools.chain(engine.prepare_training(first), blocks)
-        except Exception:
+        except Exception as wrong:
+            if not engine.strategy.compiles:  # the step has run
+                wrong.add_note(f"at step {self.global_step + 1}, {self._place()}")
             self._progress.begin()
             raise
         return blocks
@@ -1090,6 +1095,10 @@ class Trainer:
                         except ValueError as wrong:
                             wrong.add_note(self._place())
                             raise
+                        except Exception as wrong:
+                            step = self.global_step + 1
+                            wrong.add_note(f"at step {step}, {self._place()}")
+                            raise
                     metrics = next(ahead)
                     engine.ahead -= 1
                     progress.count(window, rows)
@@ -1172,7 +1181,12 @@ class Trainer:
     ) -> dict[str, float]:
         hooks.on_validation_start(self)
         totals, batch_idx = new_totals(), -1
-        with source.a_pass(), self._interrupts, distributed.together(prefix):
+        with (
+            source.a_pass(),
+            self._interrupts,
+            distributed.together(prefix),
+            self._ready().as_settled(),
+        ):
             engine = self._ready()
             weights = engine.weights()
             for batch_idx, batch in enumerate(self._in_step(source, prefix, limit)):
@@ -1280,6 +1294,8 @@ class Trainer:
 
     def _open(self, loader: Any, argument: str, kind: Kind) -> Source:
         """What a user passed as `argument`, shared out to the processes."""
+        if self._engine is not None and not self._is_fitting:
+            self._engine.follow_settings()
         return open_loader(loader, argument, self.seed, self._share(kind))
 
     def _share(self, kind: Kind) -> Share:

@@ -38,7 +38,7 @@ ORDER = [
         "tree",
         "undo",
     ],
-    ["meetings", "hlo", "interaction", "callers"],
+    ["meetings", "hlo", "interaction", "callers", "python_calls"],
     ["processes"],
     [
         "block_size",
@@ -62,7 +62,7 @@ ORDER = [
     ["strategies", "callbacks", "weights", "own_state"],
     ["columns"],
     ["data"],
-    ["portions", "checks", "compilations"],
+    ["portions", "checks", "compilations", "eager"],
     ["source", "programs"],
     ["engine"],
     ["torch_loader", "progress", "limits", "resume", "plan", "comparison"],

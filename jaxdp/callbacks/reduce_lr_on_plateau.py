@@ -156,11 +156,12 @@ class ReduceLROnPlateau(Callback):
         self.cooldown_count, self.wait_count = self.cooldown, 0
         if self.verbose:
             rates = ", ".join(f"{name} is {rate:.6g}" for name, rate in new.items())
+            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
             checks = "check" if self.patience == 1 else "checks"
             announce(
                 trainer,
                 "ReduceLROnPlateau",
-                f"{self.monitor} did not improve on {self.best_score} for"
+                f"{self.monitor} did not improve on {best} for"
                 f" {self.patience} {checks}: {rates} from now on",
             )
 

@@ -17,6 +17,7 @@ from ..collectives import DATA, RowsInteract
 from ..cpu import options_for
 from ..interaction import values_mix_rows
 from ..processes import RowBlocks, put
+from ..python_calls import CallsPython, calls_python
 from ..step import Group, TrainState
 
 Devices = int | Sequence[Any] | None
@@ -47,6 +48,10 @@ class DataParallel(abc.ABC):
     bubble: float = 0.0
     """What share of the time in split layers devices wait for one another's results,
     by the schedule. `Trainer.plan` tells."""
+
+    compiles: bool = True
+    """Whether `compile` compiles anything. What does not may be given any batch sizes,
+    and Python's own control flow."""
 
     program_digests: tuple[str, ...] = ()
     """Of the programs built so far, in a job of several processes."""
@@ -115,10 +120,13 @@ class DataParallel(abc.ABC):
 
         Raises:
             RowsInteract: if values that must come from a row alone don't.
+            CallsPython: if it calls Python that may raise.
         """
         traced = program.trace(*arguments)
         if values_mix_rows(traced.jaxpr):
             raise RowsInteract
+        if calls_python(traced.jaxpr):
+            raise CallsPython
         return traced
 
     def lower(self, traced: Any) -> Any:

@@ -1,0 +1,250 @@
+"""Steps under JAX's settings for debugging: uncompiled, or looked at after each one.
+
+`jax.disable_jit()` is for printing values and stopping in one's own code. A step then
+runs on one device, operation by operation, on all rows of a batch. `jax_debug_nans`
+and `jax_debug_infs`, and calls of Python that may raise, as those of `eqx.error_if`,
+leave the step compiled. It is waited for, and overwrites nothing; if something is wrong
+the same step runs again, uncompiled, and the error comes from the user's own line.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .collectives import Collectives
+from .console import say
+from .python_calls import CallsPython, as_raised, catching
+from .step import TrainState
+from .strategies import DataParallel, SingleDevice
+from .strategies.base import Role
+
+
+class Debugging(NamedTuple):
+    """What JAX was told to do, of what changes how steps run."""
+
+    without_jit: bool
+    finds_nans: bool
+    finds_infs: bool
+
+    @property
+    def is_on(self) -> bool:
+        return any(self)
+
+
+def debugging() -> Debugging:
+    """JAX's present settings."""
+    config: Any = jax.config
+    return Debugging(
+        bool(config.jax_disable_jit),
+        bool(config.jax_debug_nans),
+        bool(config.jax_debug_infs),
+    )
+
+
+class Uncompiled(DataParallel):
+    """What a strategy computes, operation by operation on the first of its devices.
+
+    Args:
+        strategy: of one process.
+    """
+
+    compiles = False
+
+    def __init__(self, strategy: DataParallel):
+        if jax.process_count() > 1:
+            raise RuntimeError(
+                "jit is disabled (jax.disable_jit or jax_disable_jit), and there are"
+                f" {jax.process_count()} processes, which can only compute together in"
+                " compiled steps. Debug in a program that runs alone."
+            )
+        self.strategy = strategy
+
+    def place(self, state: TrainState) -> TrainState:
+        here = SingleDevice(self._device(state))
+        say(
+            "jit is disabled: steps run uncompiled, operation by operation, on"
+            f" {here.device}, all rows of a batch at once"
+        )
+        return here.place(state)
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        return SingleDevice(self._device(state)).state_shardings(state)
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> Any:
+        return _Program(functools.partial(step, Collectives()), arguments)
+
+    def _device(self, state: TrainState) -> Any:
+        try:
+            shardings = self.strategy.state_shardings(state)
+        except NotImplementedError:
+            return jax.devices()[0]
+        devices = jax.tree.leaves(shardings)[0].device_set
+        return min(devices, key=lambda device: device.id)
+
+    def __repr__(self) -> str:
+        return f"{self.strategy!r}, uncompiled"
+
+
+class _Program:
+    """A step that runs as it is written. It has run once, for what it has to tell.
+
+    Its author should not meet it twice for that.
+    """
+
+    def __init__(self, step: Callable[..., Any], arguments: tuple[Any, ...]):
+        self._step = step
+        self._first: tuple[PyTree, Any] | None = arguments, self._run(arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        first, self._first = self._first, None
+        if first is not None and _are_equal(first[0], arguments):
+            return first[1]
+        return self._run(arguments)
+
+    def _run(self, arguments: PyTree) -> Any:
+        try:
+            return self._step(*jax.tree.map(jnp.asarray, arguments))
+        except Exception as error:
+            found = as_raised(error)
+            if found is error:
+                raise
+            raise found from None
+
+
+class Watched:
+    """A compiled step that is waited for, and looked at for what went wrong.
+
+    It must not overwrite what it is given. Otherwise it is as `compiled`.
+
+    Args:
+        compiled: the step.
+        step: what it was compiled from, `step(collectives, *arguments)`.
+        fetch: brings arguments to the host.
+        faults: where its calls of Python put what they raise.
+        wanted: what to look for.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        step: Callable[..., Any],
+        fetch: Callable[[PyTree], PyTree],
+        faults: list[Exception],
+        wanted: Debugging,
+    ):
+        self.compiled = compiled
+        self._step = step
+        self._fetch = fetch
+        self._faults = faults
+        self._wanted = wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._faults.clear()
+        with jax.debug_nans(False), jax.debug_infs(False):  # JAX would not say where
+            # A wait for the device: an error comes before the next step.
+            results = jax.block_until_ready(self.compiled(*arguments))
+        error = self._faults[0] if self._faults else self._nonfinite(results)
+        if error is not None:
+            raise self._traced(as_raised(error), arguments) from None
+        return results
+
+    def _nonfinite(self, results: PyTree) -> Exception | None:
+        looks = {
+            "NaN": self._wanted.finds_nans and jnp.isnan,
+            "infinity": self._wanted.finds_infs and jnp.isinf,
+        }
+        for what, look in looks.items():
+            if look and any(look(shard).any() for shard in _shards(results)):
+                return FloatingPointError(
+                    f"a step gave {what}, and `jax_debug_{what[:3].lower()}s` is set."
+                    " Run again without compilation it did not: an operation that XLA"
+                    " fuses rounds otherwise."
+                )
+        return None
+
+    def _traced(self, error: BaseException, arguments: PyTree) -> BaseException:
+        """The same error from the line it comes from, if the step gives it again."""
+        if jax.process_count() > 1:
+            return error  # it would need the rows of the others
+        again = jax.tree.map(jnp.asarray, self._fetch(arguments))
+        try:
+            with jax.disable_jit():
+                self._step(Collectives(), *again)
+        except Exception as second:
+            found = as_raised(second)
+            if type(found) is type(error):
+                return found
+        return error
+
+
+def compiled_for_debugging(
+    compile_: Callable[..., Any],
+    step: Callable[..., Any],
+    strategy: DataParallel,
+    *,
+    donate: tuple[int, ...],
+    quiet: bool,
+) -> Any:
+    """`compile_(step, donate=)`, watched if there is a reason.
+
+    Args:
+        compile_: compiles `step(collectives, *arguments)`.
+        step: as above.
+        strategy: whose step it is.
+        donate: arguments it may overwrite; if it is watched, none.
+        quiet: whether it is compiled only to be looked at.
+    """
+    wanted, faults = debugging(), list[Exception]()
+    if not strategy.compiles:
+        return compile_(step, donate=())
+    looks = not quiet and (wanted.finds_nans or wanted.finds_infs)
+    try:
+        compiled = compile_(step, donate=() if looks else donate)
+        if not looks:
+            return compiled
+    except CallsPython:
+        compiled = compile_(catching(step, faults), donate=())
+    if quiet:
+        return compiled
+    return Watched(compiled, step, strategy.fetch, faults, wanted)
+
+
+def _shards(results: PyTree) -> list[Any]:
+    """What the devices of this process hold of floating results."""
+    return [
+        shard.data
+        for leaf in jax.tree.leaves(results)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for shard in leaf.addressable_shards
+    ]
+
+
+def _are_equal(first: PyTree, second: PyTree) -> bool:
+    ours, theirs = jax.tree.leaves(first), jax.tree.leaves(second)
+    return len(ours) == len(theirs) and all(
+        a is b or np.array_equal(_plain(a), _plain(b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _plain(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)

@@ -1,0 +1,115 @@
+"""Python that a compiled step calls, as `eqx.error_if` does, and what it raises.
+
+An error that leaves such a call ends the program on one device and strands the others:
+with several faked devices jax 0.10.2 waits 40 s for them, and aborts the process. So
+nothing may leave a call. What it raised is kept for whoever waits for the step.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from .flops import programs_in
+
+_PRIMITIVE: Final = "pure_callback"
+
+
+class CallsPython(Exception):
+    """A step was traced whose calls of Python may raise."""
+
+
+class Catching:
+    """A call of Python inside a program that keeps what it raises.
+
+    After one has raised, no other is made: the step's results are of no use.
+
+    Args:
+        call: from arrays to a list of arrays.
+        results: shapes and dtypes of these.
+        faults: where errors are kept.
+    """
+
+    def __init__(self, call: Callable[..., Any], results: Any, faults: list[Exception]):
+        self.call = call
+        self.results = results
+        self.faults = faults
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.faults:
+            try:
+                return self.call(*arguments)
+            except Exception as error:
+                self.faults.append(error)
+        return [np.zeros(each.shape, each.dtype) for each in self.results]
+
+
+def calls_python(jaxpr: Any) -> bool:
+    """Whether a traced program calls Python that may raise."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(_may_raise(each) for each in inner.eqns) or any(
+        calls_python(program) for each in inner.eqns for program in programs_in(each)
+    )
+
+
+def catching(step: Callable[..., Any], faults: list[Exception]) -> Callable[..., Any]:
+    """`step(collectives, *arguments)`, its calls of Python putting errors aside."""
+
+    def caught(collectives: Any, *arguments: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(arguments)
+        structure: Any = None
+
+        def flat(*leaves: Any) -> list[Any]:
+            nonlocal structure
+            results = step(collectives, *treedef.unflatten(leaves))
+            found, structure = jax.tree.flatten(results)
+            return found
+
+        program = _rewritten(jax.make_jaxpr(flat)(*leaves), faults)
+        return jax.tree.unflatten(structure, jaxpr_as_fun(program)(*leaves))
+
+    return caught
+
+
+def as_raised(error: BaseException) -> BaseException:
+    """An error as its author knows it: of `eqx.error_if`, `eqx.EquinoxRuntimeError`.
+
+    Equinox itself gives it that type in `eqx.filter_jit` alone.
+    """
+    if type(error).__name__ not in ("_EquinoxRuntimeError", "EquinoxTracetimeError"):
+        return error
+    text = str(error).split("\n\n\n-----")[0]
+    return eqx.EquinoxRuntimeError(text).with_traceback(error.__traceback__)
+
+
+def _may_raise(equation: Any) -> bool:
+    if equation.primitive.name != _PRIMITIVE:
+        return False
+    return not isinstance(equation.params["callback"], Catching)
+
+
+def _rewritten(program: Any, faults: list[Exception]) -> Any:
+    """A program, open or closed, with `Catching` calls."""
+    if hasattr(program, "consts"):
+        return program.replace(jaxpr=_rewritten(program.jaxpr, faults))
+    equations = [_caught(equation, faults) for equation in program.eqns]
+    return program.replace(eqns=equations)
+
+
+def _caught(equation: Any, faults: list[Exception]) -> Any:
+    params = equation.params
+    if _may_raise(equation):
+        call = Catching(params["callback"], params["result_avals"], faults)
+        return equation.replace(params={**params, "callback": call})
+    if not any(map(calls_python, programs_in(equation))):
+        return equation
+
+    def rewritten(value: Any) -> Any:
+        is_program = hasattr(getattr(value, "jaxpr", value), "eqns")
+        return _rewritten(value, faults) if is_program else value
+
+    new = jax.tree.map(rewritten, params, is_leaf=lambda leaf: hasattr(leaf, "eqns"))
+    return equation.replace(params=new)

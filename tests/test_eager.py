@@ -1,0 +1,330 @@
+"""JAX's settings for debugging: no jit, NaN, and errors that a step raises."""
+
+import contextlib
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches
+
+from jaxdp import FSDP, OnDevice, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import Callback, DonateBuffers
+
+DATA = batches(8, 8, 8, 5)
+
+
+def make_trainer(model=None, strategy=None, **options):
+    if "loss_fn" not in options:
+        options = {"loss": "cross_entropy"} | options
+    return Trainer(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2),
+        strategy=strategy or SingleDevice(),
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def plain():
+    return eqx.nn.Linear(4, 3, key=jax.random.key(0))
+
+
+def norm_net():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    return {"model": model, "state": state}
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.seen.append(float(metrics["loss"]))
+
+
+def numbers(**options):
+    """All that a short run gives."""
+    losses = Losses()
+    trainer = make_trainer(callbacks=[losses], **options)
+    trainer.fit(DATA, DATA[2:])
+    return {
+        "losses": losses.seen,
+        "val_loss": trainer.history["val_loss"],
+        "test": list(trainer.test(DATA).values()),
+        "predictions": trainer.predict(DATA),
+        "examples": trainer.examples_seen,
+    }
+
+
+SETTINGS = {
+    "pmap, accumulating": lambda: {"strategy": Pmap(), "accumulate_grad_batches": 3},
+    "fsdp, clipped": lambda: {"strategy": FSDP(), "gradient_clip_val": 0.1},
+    "norm": lambda: {"strategy": Sharded(), **norm_net()},
+    "16-mixed": lambda: {"precision": "16-mixed", "steps_per_execution": 2},
+    "recomputed": lambda: {"strategy": Sharded(), "remat": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_numbers_without_jit_are_those_of_compiled_steps(setting):
+    make = SETTINGS[setting]
+    compiled = numbers(**make())
+    with jax.disable_jit():
+        uncompiled = numbers(**make())
+    rtol = 1e-2 if setting == "16-mixed" else 1e-5
+    for name, expected in compiled.items():
+        np.testing.assert_allclose(
+            uncompiled[name], expected, rtol=rtol, atol=2e-5, err_msg=name
+        )
+
+
+def test_without_jit_a_loss_sees_values_once_per_step():
+    seen = []
+
+    def loss_fn(model, x, y):
+        if float(x.max()) > 0:  # what no compiled step could ask
+            seen.append(np.array(x))
+        logits = jax.vmap(model)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    trainer = make_trainer(strategy=Sharded(), model=plain(), loss_fn=loss_fn)
+    with jax.disable_jit():
+        trainer.fit(DATA)
+    assert len(seen) == len(DATA)
+    for found, (x, _) in zip(seen, DATA, strict=True):
+        np.testing.assert_array_equal(found, x)
+
+
+def test_an_error_in_a_loss_without_jit_names_step_and_batch():
+    def loss_fn(model, x, y):
+        if len(x) == 5:
+            raise LookupError("five")
+        return jax.vmap(model)(x).sum(axis=1)
+
+    for data, place in ((DATA, "step 4, in batch 3"), (DATA[3:], "step 1, in batch 0")):
+        with jax.disable_jit(), pytest.raises(LookupError) as caught:
+            make_trainer(model=plain(), loss_fn=loss_fn).fit(data)
+        assert place in "".join(caught.value.__notes__)
+
+
+def test_a_run_may_change_between_compiled_and_not():
+    def run(*contexts):
+        trainer = make_trainer(plain(), Sharded())
+        for epoch, context in enumerate(contexts):
+            with context:
+                trainer.fit(DATA, DATA[2:], max_epochs=epoch + 1)
+        assert trainer.state.step.sharding.device_set == set(jax.devices())
+        return trainer.history["loss"]
+
+    nothing = contextlib.nullcontext
+    changed = run(nothing(), jax.disable_jit(), jax.debug_nans(True), nothing())
+    np.testing.assert_allclose(changed, run(*[nothing()] * 4), rtol=1e-5)
+
+
+def test_a_callback_may_disable_jit_for_what_it_does_itself():
+    class Evaluates(Callback):
+        found = None
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            with jax.disable_jit():
+                self.found = trainer.validate(DATA), trainer.predict(DATA).shape
+
+    callback = Evaluates()
+    trainer = make_trainer(callbacks=[callback])
+    trainer.fit(DATA)
+    assert callback.found == (trainer.validate(DATA), (29, 3))
+
+
+def test_other_methods_work_without_jit(tmp_path):
+    torch = pytest.importorskip("torch")
+    x, y = (np.concatenate(leaf) for leaf in zip(*DATA, strict=True))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), 8
+    )
+    compiled = make_trainer(plain(), Sharded())
+    compiled.fit(loader)
+    with jax.disable_jit():
+        trainer = make_trainer(plain(), Sharded(), callbacks=[DonateBuffers("all")])
+        held = trainer.state
+        trainer.fit(OnDevice(loader))
+        first = jax.tree.leaves(held.params)[0]
+        assert not first.is_deleted()
+        losses = [float(metrics["loss"]) for metrics in trainer.steps(DATA)]
+        assert len(losses) == len(DATA) and np.isfinite(losses).all()
+        assert trainer.compiled_train_step() is None and trainer.running_plan() is None
+        assert "parameters" in str(trainer.plan(DATA))
+        trainer.compare(DATA, SingleDevice(), steps=2).assert_close()
+        trainer.save(tmp_path / "saved")
+        other = make_trainer(plain(), Sharded())
+        other.load(tmp_path / "saved")
+        np.testing.assert_array_equal(other.predict(DATA), trainer.predict(DATA))
+    assert trainer.history["loss"] == pytest.approx(compiled.history["loss"], rel=1e-5)
+
+
+def bad_data():
+    """The fourth batch has what the losses below can't take."""
+    data = batches(8, 8, 8, 8, 8)
+    data[3][0][5, 2] = 100
+    return data
+
+
+def losing(prediction_of):
+    def loss_fn(model, x, y):
+        logits = prediction_of(model, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    return loss_fn
+
+
+@losing
+def takes_logarithms(model, x):
+    return jax.vmap(model)(jnp.log(50 - x))  # the user's own line
+
+
+@losing
+def checks(model, x):
+    x = eqx.error_if(x, x > 50, "x is too large")  # the user's own line
+    return jax.vmap(model)(x)
+
+
+@losing
+def checks_each(model, x):
+    def one(row):
+        row = eqx.error_if(row, row.max() > 50, "x is too large")  # the user's own line
+        return model(row)
+
+    return jax.vmap(one)(x)
+
+
+def raises(x):
+    if (x > 50).any():
+        raise OverflowError("x is too large")
+    return x
+
+
+@losing
+def calls(model, x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x = jax.lax.stop_gradient(
+        jax.pure_callback(raises, shape, x, vmap_method="expand_dims")
+    )
+    return jax.vmap(model)(x)
+
+
+def assert_raised_in_the_step(trainer, error, text, line=True):
+    """And that the run can go on where it was, with a batch that is right."""
+    with pytest.raises(error) as caught:
+        trainer.fit(bad_data())
+    assert text in str(caught.value) and len(str(caught.value)) < 300
+    assert "step 4, in batch 3 of epoch 0" in "".join(caught.value.__notes__)
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not line or any("the user's own line" in each for each in lines)
+    assert trainer.global_step == 3
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trainer.state))
+    trainer.fit(batches(8, 8, 8, 8, 8))
+    assert trainer.global_step == 5
+
+
+WAYS = {
+    "one device": {},
+    "sharded": {"strategy": Sharded},
+    "pmap": {"strategy": Pmap},
+    "blocks": {"steps_per_execution": 5},
+    "donated": {"callbacks": [DonateBuffers("state")]},
+}
+
+
+def options_of(way):
+    options = dict(WAYS[way])
+    return {**options, "strategy": options.pop("strategy", SingleDevice)()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:.DonateBuffers")
+def test_error_if_raises_equinox_own_error(way):
+    trainer = make_trainer(model=plain(), loss_fn=checks, **options_of(way))
+    assert_raised_in_the_step(trainer, eqx.EquinoxRuntimeError, "x is too large")
+
+
+def test_error_if_in_rows_is_raised_on_many_devices():
+    trainer = make_trainer(model=plain(), loss_fn=checks_each, strategy=Sharded())
+    assert_raised_in_the_step(trainer, eqx.EquinoxRuntimeError, "x is too large")
+
+
+@pytest.mark.parametrize("way", ["one device", "sharded"])
+def test_what_a_callback_raises_is_raised(way):
+    trainer = make_trainer(model=plain(), loss_fn=calls, **options_of(way))
+    error = "x is too large"
+    assert_raised_in_the_step(trainer, OverflowError, error, line=False)
+
+
+def test_error_if_is_raised_without_jit():
+    with jax.disable_jit():
+        trainer = make_trainer(model=plain(), loss_fn=checks, strategy=Sharded())
+        assert_raised_in_the_step(trainer, eqx.EquinoxRuntimeError, "x is too large")
+
+
+def test_error_if_in_evaluation_names_the_batch():
+    class Checked(eqx.Module):
+        inner: Mlp
+
+        def __call__(self, x):
+            return self.inner(eqx.error_if(x, x > 50, "x is too large"))
+
+    trainer = make_trainer(Checked(Mlp(jax.random.key(0), rate=0)), Sharded())
+    for method in (trainer.validate, trainer.predict):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="x is too large") as caught:
+            method(bad_data())
+        assert caught.value.__notes__ == ["in batch 3"]
+
+
+@pytest.mark.parametrize("way", ["one device", "sharded", "pmap", "blocks"])
+def test_debug_nans_finds_the_line(way):
+    with jax.debug_nans(True):
+        trainer = make_trainer(
+            model=plain(), loss_fn=takes_logarithms, **options_of(way)
+        )
+        assert_raised_in_the_step(trainer, FloatingPointError, "invalid value (nan)")
+
+
+def test_debug_nans_without_jit_finds_the_line():
+    with jax.debug_nans(True), jax.disable_jit():
+        trainer = make_trainer(model=plain(), loss_fn=takes_logarithms)
+        assert_raised_in_the_step(trainer, FloatingPointError, "invalid value (nan)")
+
+
+def test_debug_nans_changes_no_numbers():
+    trainer = make_trainer()
+    with jax.debug_nans(True):
+        debugged = make_trainer()
+        debugged.fit(DATA, DATA[2:])
+    trainer.fit(DATA, DATA[2:])
+    assert debugged.history["loss"] == pytest.approx(trainer.history["loss"])
+    ours, expected = debugged.predict(DATA), trainer.predict(DATA)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_debug_infs_finds_infinity():
+    def loss_fn(model, x, y):
+        return jax.vmap(model)(x).sum(axis=1) / jnp.where(x.max() > 50, 0.0, 1.0)
+
+    with jax.debug_infs(True):
+        trainer = make_trainer(model=plain(), loss_fn=loss_fn)
+        assert_raised_in_the_step(trainer, FloatingPointError, "inf", line=False)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [jax.checking_leaks, lambda: jax.enable_x64(True)],
+    ids=["leaks", "x64"],
+)
+def test_other_checks_of_jax_let_a_fit_run(context):
+    with context():
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        trainer = make_trainer(model, Sharded(), accumulate_grad_batches=2)
+        trainer.fit(DATA, DATA)
+    assert np.isfinite(trainer.history["val_loss"]).all()
