@@ -9,20 +9,27 @@ import base64
 import binascii
 import collections
 import functools
+import itertools
+import operator
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from .generators import state_as_text, state_from_text
 
+_NOTHING: Final[Mapping[int, Any]] = types.MappingProxyType({})
 _MOST_ITEMS: Final = 10_000
 """Of a list or dict that is looked through; longer ones are taken for data."""
 _MOST_OBJECTS: Final = 20_000
-"""That are looked into, the nearest first: 10 ms."""
+"""That are looked into, the nearest first: 0.2 s."""
+_FEW: Final = 200
+"""Objects that may be looked into at every epoch and save: 2 ms."""
+_SMALL: Final = 100
+"""Items of a container that all tell whether it is data; of others, the first ones."""
 _ATOMS: Final = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
 _CONTAINERS: Final = {list, tuple, dict, collections.deque}
 _CLOSED: Final = (
@@ -56,31 +63,32 @@ class Found:
 
     Attributes:
         by_path: the generators by where they are, as "sampler.rngs[2]"; each once.
-        seen: what was looked into.
+        seen: what was looked into, by `id`.
+        is_whole: whether that is all that there is.
     """
 
-    def __init__(self, parts: Mapping[str, Any], apart: Iterable[Any] = ()):
+    def __init__(self, parts: Mapping[str, Any], apart: Mapping[int, Any] = _NOTHING):
         """Looks for them.
 
         Args:
             parts: by name.
-            apart: what is not to be looked into.
+            apart: what is not to be looked into, by `id`.
         """
         self.by_path: dict[str, Any] = {}
-        self.seen: dict[int, Any] = {id(each): each for each in apart}
-        globals_ = _globals()
+        self.seen: dict[int, Any] = {}
+        known = _globals()
         waiting = collections.deque(parts.items())
         while waiting and len(self.seen) < _MOST_OBJECTS:
             path, thing = waiting.popleft()
-            if type(thing) in _ATOMS or id(thing) in self.seen:
+            if id(thing) in self.seen or id(thing) in apart or _is_data(thing):
                 continue
             if (found := _generator(thing)) is None:
                 self.seen[id(thing)] = thing  # kept, so that no other gets its id
                 waiting.extend(_inside(path, thing))
-            elif id(found) not in globals_ and all(
-                found is not other for other in self.by_path.values()
-            ):
+            elif id(found) not in known:
+                known.add(id(found))
                 self.by_path[path] = found
+        self.is_whole = not waiting
 
     def shares_with(self, other: "Found") -> bool:
         """Whether a generator is in both."""
@@ -119,6 +127,45 @@ class Found:
                 new.append((generator, _like(template, state["state"])))
         for generator, state in new:
             _set(generator, state)
+
+
+class Search:
+    """Finds the generators of parts, and looks again where that may find others.
+
+    Of few objects it always does. Of many it waits for another part, or for another
+    attribute of one.
+    """
+
+    def __init__(self) -> None:
+        self._found: Found | None = None
+        self._apart: Mapping[int, Any] = _NOTHING
+        self._looks: list[Any] = []
+
+    def __call__(
+        self, parts: Mapping[str, Any], apart: Mapping[int, Any] = _NOTHING
+    ) -> Found:
+        """As `Found` does."""
+        looks = list(_attributes(parts))
+        found = self._found
+        if (
+            found is None
+            or len(found.seen) <= _FEW
+            or len(looks) != len(self._looks)
+            or not all(map(operator.is_, looks, self._looks))
+            or (apart is not self._apart and apart.keys() != self._apart.keys())
+        ):
+            found = self._found = Found(parts, apart)
+            self._apart, self._looks = apart, looks
+        return found
+
+
+def _attributes(parts: Mapping[str, Any]) -> Iterator[Any]:
+    """The parts, and what may hold generators of their attributes."""
+    for part in parts.values():
+        yield part
+        for each in list(getattr(part, "__dict__", {}).values()):
+            if not _is_data(each):
+                yield each
 
 
 def check(states: Any) -> None:
@@ -249,7 +296,12 @@ def _generator(thing: Any) -> Any:
     if isinstance(thing, np.random.RandomState | np.random.BitGenerator):
         return thing
     if isinstance(thing, random.Random):
-        return None if isinstance(thing, random.SystemRandom) else thing
+        # What tells its state in its own way has one of its own kind.
+        inherits = all(
+            getattr(type(thing), name) is getattr(random.Random, name)
+            for name in ("getstate", "setstate")
+        )
+        return thing if inherits else None
     torch = sys.modules.get("torch")
     is_torchs = torch is not None and isinstance(thing, torch.Generator)
     return thing if is_torchs else None
@@ -268,15 +320,13 @@ def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
     kind = type(thing)
     if isinstance(thing, _CLOSED) or kind.__module__.partition(".")[0] in _FOREIGN:
         return
-    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "Parameter"):
-        return
     if isinstance(thing, list | tuple | collections.deque | Mapping):
         # What is a mapping by name alone may read files.
         is_plain = not isinstance(thing, Mapping) or isinstance(thing, dict)
         if is_plain and len(thing) <= _MOST_ITEMS:
             items = thing.items() if isinstance(thing, dict) else enumerate(thing)
             for key, value in list(items):
-                if not _is_data(value):
+                if not _is_data(value):  # or every row would get a path
                     yield f"{path}[{key!r}]", value
     if kind in _CONTAINERS:
         return
@@ -291,11 +341,24 @@ def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", value
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: Any, depth: int = 4) -> bool:
     """Whether nothing can be in it, as in the names of files and their labels."""
-    if type(value) in (tuple, list) and len(value) <= 8:
-        return all(type(each) in _ATOMS for each in value)
-    return type(value) in _ATOMS
+    kind = type(value)
+    if kind in _ATOMS or _is_tensor(kind):
+        return True
+    if kind not in _CONTAINERS or not depth:
+        return False
+    items = value.values() if kind is dict else value
+    if len(value) > _SMALL:
+        items = itertools.islice(items, 8)
+    return all(_is_data(each, depth - 1) for each in list(items))
+
+
+def _is_tensor(kind: type) -> bool:
+    return kind.__name__ in ("Tensor", "Parameter") and kind.__module__ in (
+        "torch",
+        "torch.nn.parameter",
+    )
 
 
 def _kind(generator: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .console import Outlet, open_bar, warn
 from .data import to_host
-from .own_generators import Found
+from .own_generators import Found, Search
 from .own_state import OwnState, checksum, generators_of, own_state
 from .portions import Portion, Share
 from .step import Batch
@@ -47,6 +47,7 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share = share
+        self._find = Search()
         self.state: Any = None
         self.start_from: Any = None
         self.go_on_from: Any = None
@@ -242,7 +243,7 @@ class Source:
     def _own_generators(self) -> Found:
         # An iterator is replayed from its start, and one with a state tells it all.
         tells = self._own is not None or isinstance(self.loader, list | tuple)
-        return Found({} if self.is_iterator or tells else {"loader": self.loader})
+        return self._find({} if self.is_iterator or tells else {"loader": self.loader})
 
     def _start(self, epoch: int) -> None:
         """Takes up `start_from`, and notes what the epoch starts from."""

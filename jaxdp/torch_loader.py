@@ -25,7 +25,7 @@ from .generators import (
     state_from_text,
 )
 from .index_lists import IndexLists
-from .own_generators import Found
+from .own_generators import Found, Search
 from .own_state import OwnState
 from .portions import Share
 from .source import ALL, END, Source
@@ -107,6 +107,7 @@ class TorchSource(SeededSource):
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
+        self._find_in_fetching, self._find_in_sampling = Search(), Search()
         super().__init__(loader, argument, seed, share)
         self._workers: Any = None
         self._plan = Plan()
@@ -237,13 +238,17 @@ class TorchSource(SeededSource):
         parts = {**vars(self.loader)}
         for name in (*_FETCHING, "_iterator"):
             parts.pop(name, None)
-        return Found(parts, in_fetching.seen.values())
+        apart = in_fetching.seen
+        if not in_fetching.is_whole:  # what was seen may hold what was not
+            apart = {id(each): each for each in map(vars(self.loader).get, _FETCHING)}
+        return self._find_in_sampling(parts, apart)
 
     def _drawn_in_fetching(self) -> Found:
         """What the dataset has, unless it tells it itself."""
         owner = None if self.is_plain() or self._own is None else self._own.owner
         parts = {name: getattr(self.loader, name) for name in _FETCHING}
-        return Found(parts, [owner] if owner is self.loader.dataset else [])
+        apart = {id(owner): owner} if owner is self.loader.dataset else {}
+        return self._find_in_fetching(parts, apart)
 
     def _telling_samplers(self) -> list[OwnState]:
         """The user's samplers that tell their state."""

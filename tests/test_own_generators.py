@@ -24,8 +24,9 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp import SingleDevice, Trainer, checkpoint, seal  # noqa: E402
 from jaxdp.generators import Generators  # noqa: E402
+from jaxdp.index_lists import IndexLists  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
-from jaxdp.own_generators import Found, check  # noqa: E402
+from jaxdp.own_generators import Found, Search, check  # noqa: E402
 from jaxdp.source import ALL  # noqa: E402
 
 KINDS = {
@@ -290,6 +291,7 @@ def resumed_after(steps, tmp_path, sampler, until=12):
 @pytest.mark.parametrize("steps", [4, 6, 8, 10])
 def test_other_rows_after_a_resume_are_noticed(tmp_path, steps):
     (message,) = resumed_after(steps, tmp_path, Counts, until=steps + 8)
+    assert ("may have" in message) == (steps % 4 == 0)
     for part in ("`train_loader`", "Counts", "state_dict", "torch.Gen", "set_epoch"):
         assert part in message
 
@@ -298,6 +300,109 @@ def test_other_rows_after_a_resume_are_noticed(tmp_path, steps):
 @pytest.mark.parametrize("sampler", [Same, Tells, lambda: ClassBalanced("SFC64", 24)])
 def test_the_same_rows_after_a_resume_are_no_cause_for_alarm(tmp_path, steps, sampler):
     assert resumed_after(steps, tmp_path, sampler) == []
+
+
+class Curriculum(Same):
+    """In order for two epochs, then not."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.arange(24)
+        if self.epoch > 1:
+            order = np.random.default_rng(self.epoch).permutation(24)
+        return iter(order.tolist())
+
+
+def test_of_a_curriculum_it_is_not_said_that_rows_come_twice(tmp_path):
+    (message,) = resumed_after(4, tmp_path, Curriculum, until=16)
+    assert "may have lost its place" in message
+
+
+class Index:
+    """Shows nothing of itself but where it is."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def __index__(self):
+        return self.index
+
+
+@pytest.mark.parametrize("index", [Index, lambda i: torch.tensor(i), np.int64])
+def test_index_lists_are_noted_by_their_numbers(index):
+    def noted(order, expected=None):
+        lists = IndexLists("loader", "Sampler")
+        made = [[index(i) for i in each] for each in order]
+        assert len([*lists.noted(iter(made), expected)]) == len(order)
+        return lists.note(len(order))
+
+    order = [[3, 1], [2, 0]]
+    note = noted(order)
+    assert note is not None
+    assert noted(order, [2, note]) == note
+    with pytest.warns(UserWarning, match="come twice"):
+        noted(order[::-1], [2, note])
+
+
+def test_indices_that_are_no_numbers_are_not_noted():
+    lists = IndexLists("loader", "Sampler")
+    assert len([*lists.noted(iter([[object()], [1]]), [2, 5])]) == 2
+    assert lists.note(2) is None
+    assert lists.state_dict() == [None, False]
+
+
+PAIR = torch.zeros(2), torch.tensor(1)
+
+
+class Row:
+    """Of a dataset that is not only data."""
+
+    def __init__(self):
+        self.pair = PAIR
+
+
+@pytest.mark.parametrize("row", [Row, lambda: (PAIR[0] + 1, PAIR[1] + 1)])
+def test_many_rows_do_not_hide_the_generator_of_a_loader(row):
+    generator = torch.Generator().manual_seed(3)
+    data = [row() for _ in range(9_999)]
+    data = [data, [row() for _ in range(9_999)], [row() for _ in range(9_999)]]
+    loader = DataLoader(data, 2, shuffle=True, generator=generator)
+    source = open_loader(loader, "loader", 0)
+    assert list(source.present_state()["generators"]) == ["generator"]
+
+
+def test_a_sampler_that_a_dataset_of_many_rows_knows_is_looked_into():
+    sampler = ClassBalanced("SFC64")
+    data = Noisy(np.random.default_rng(0))
+    data.rows, data.sampler = [Row() for _ in range(9_000)], sampler
+    data.more, data.most = ([Row() for _ in range(9_000)] for _ in "ab")
+    source = open_loader(DataLoader(data, 6, sampler=sampler), "loader", 0)
+    found = source.present_state()["generators"]
+    assert {"sampler.drawing['of class'][0]", "dataset.generator"} <= set(found)
+
+
+def test_a_large_search_is_repeated_only_for_other_attributes():
+    part, search = types.SimpleNamespace(), Search()
+    part.rows, part.generator = [Row() for _ in range(500)], random.Random(0)
+    first = search({"part": part})
+    part.count = 1
+    assert search({"part": part}) is first
+    part.generator = random.Random(1)
+    again = search({"part": part})
+    assert again.by_path == {"part.generator": part.generator}
+    data = [PAIR for _ in range(9_000)]
+    assert not search({"data": data}).seen
+
+
+class OwnState(random.Random):
+    def getstate(self):
+        return {"mine": super().getstate()}
+
+
+def test_a_generator_with_a_state_of_its_own_kind_is_left_out():
+    assert Found({"a": OwnState(0), "b": random.Random(0)}).by_path.keys() == {"b"}
 
 
 class Slots:
