@@ -197,6 +197,19 @@ def test_mlflow_goes_on_with_a_run_that_is_resumed(tmp_path, mlflow):
     assert run.info.status == "FINISHED"
 
 
+def test_mlflow_is_not_sent_where_only_a_checkpoint_says(tmp_path, mlflow, caplog):
+    first = make_trainer(MLFlowLogger(dirpath=tmp_path / "first"))
+    first.fit(batches(*[8] * 4))
+    path = first.save(tmp_path / "saved")
+    store = tmp_path / "first" / "mlflow.db"
+    store.rename(tmp_path / "moved.db")
+    logger = MLFlowLogger(dirpath=tmp_path / "second")
+    make_trainer(logger).fit(batches(*[8] * 4), max_epochs=2, ckpt_path=path)
+    assert logger.tracking_uri == f"sqlite:///{tmp_path / 'second' / 'mlflow.db'}"
+    assert logger.run_id != first.callbacks[0].run_id and not store.exists()
+    assert f"it was in sqlite:///{store}. A new run begins" in caplog.text
+
+
 def test_mlflow_knows_a_failed_run(tmp_path, mlflow):
     logger = MLFlowLogger(dirpath=tmp_path)
     with pytest.raises(RuntimeError, match="the cable"):
