@@ -166,12 +166,12 @@ class Watched:
         return results
 
     def _nonfinite(self, results: PyTree) -> Exception | None:
-        looks = {
-            "NaN": self._wanted.finds_nans and jnp.isnan,
-            "infinity": self._wanted.finds_infs and jnp.isinf,
-        }
-        for what, look in looks.items():
-            if look and any(look(shard).any() for shard in _shards(results)):
+        looks = (
+            ("NaN", self._wanted.finds_nans, jnp.isnan),
+            ("infinity", self._wanted.finds_infs, jnp.isinf),
+        )
+        for what, is_wanted, look in looks:
+            if is_wanted and any(look(shard).any() for shard in _shards(results)):
                 return FloatingPointError(
                     f"a step gave {what}, and `jax_debug_{what[:3].lower()}s` is set."
                     " Run again without compilation it did not: an operation that XLA"

@@ -132,9 +132,10 @@ class Programs:
         self._compiled[key] = compiled
         if kind == "train" and self.strategy.compiles:
             watched = isinstance(compiled, Watched)
+            program: Any = compiled.compiled if watched else compiled
             self.is_watched = watched
             self._of_training[key] = TrainProgram(
-                compiled.compiled if watched else compiled,
+                program,
                 len(packed.rows),
                 rows_in(groups),
                 sum(len(group.counts) for group in groups),
