@@ -50,6 +50,17 @@ def real_data():
     return folder
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Has pytest-xdist send what was printed of folders that are not UTF-8."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode())
+        for name, text in report.sections
+    ]
+    return report
+
+
 def pytest_collection_modifyitems(items):
     """Marks the cases of `slow_cases`, which must be the names of tests."""
     from slow_cases import CASES
