@@ -420,9 +420,11 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
         described = parse_json(json.dumps(described).encode())
         FORMS[FORMAT](described, "metadata")
     except ValueError as error:
+        longest = max(meta, key=lambda name: len(json.dumps(meta[name])), default="")
         raise SaveFailed(
-            f"no checkpoint was written, because it could not be read again: {error},"
-            " in what counters, callbacks and loaders have to save."
+            f"no checkpoint was written, because it could not be read again: {error}."
+            " Counters, callbacks and loaders have said what to save; the most of it is"
+            f" {longest!r}."
         ) from error
     return described | {"digest": _digest(described)}
 

@@ -173,7 +173,6 @@ class Interrupts:
 def tell(exception: BaseException) -> None:
     """Says what a signal has done, once that is done."""
     if isinstance(exception, Preempted):
-        say(
-            f"{exception.signal}: stopped where nothing is lost; a second one would"
-            " have ended it at once"
-        )
+        more = "; a second one would have ended it at once"
+        is_counted = exception.signal != "SIGHUP"
+        say(f"{exception.signal}: stopped where nothing is lost{more * is_counted}")

@@ -18,9 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 
-MOST_BYTES: Final = 2**26
-_MOST_VALUES: Final = 2**22
+MOST_BYTES: Final = 2**28
+_MOST_NESTED: Final = 2**22
 """More would fill the memory: an empty list takes 3 bytes of text and 64 of memory."""
+
+_MOST_VALUES: Final = 2**24
+"""A number takes 40 bytes of memory. A loader may keep the order of its rows."""
 
 _MOST_DEPTH: Final = 100
 """Python gives up at about a thousand, and what walks through the values sooner."""
@@ -62,6 +65,8 @@ def parse_json(content: bytes, most_bytes: int = MOST_BYTES, size: int = 0) -> A
     if size > most_bytes:
         raise ValueError(f"it has {size:,} bytes, and {most_bytes:,} are the most")
     opened = content.count(b"[") + content.count(b"{")
+    if opened > _MOST_NESTED:
+        raise ValueError(f"it has more than {_MOST_NESTED:,} lists and objects")
     if opened + content.count(b",") > _MOST_VALUES:
         raise ValueError(f"it has more than {_MOST_VALUES:,} values")
     if opened > _MOST_DEPTH and _depth(content) > _MOST_DEPTH:

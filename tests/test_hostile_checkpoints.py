@@ -346,7 +346,7 @@ def test_what_could_not_be_read_again_is_not_saved(run):
     run.reset()
     run.trainer.callbacks.append(Deep())
     try:
-        with pytest.raises(SaveFailed, match="nested more than 100 deep, in what"):
+        with pytest.raises(SaveFailed, match="100 deep.* most of it is 'callbacks'"):
             run.trainer.save(run.folder / "deep")
     finally:
         run.trainer.callbacks.pop()

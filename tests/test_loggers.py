@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 import time
 import types
@@ -423,14 +424,17 @@ def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
     assert f"{plan['memory']['peak']:,}" in page
 
 
-def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplog):
+@pytest.mark.parametrize("pattern", ["", "("])  # what raises is ours, or Python's
+def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
+    tmp_path, caplog, pattern
+):
     class Odd(jax.stages.Compiled):
         """A compiled step that writes itself in another language."""
 
         __slots__ = ()
 
         def as_text(self):
-            return "(module)"
+            return "(module)" if re.compile(pattern) else ""
 
     class Engine(SingleDevice):
         def compile(self, *arguments, **options):
@@ -442,7 +446,7 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplo
     trainer = Trainer(**trainer.arguments | {"strategy": Engine()})
     history = trainer.fit(batches(8, 8))
     assert len(history["loss"]) == 1
-    assert "CSVLogger: the plan could not be read: ValueError" in caplog.text
+    assert "CSVLogger: the plan could not be read: " in caplog.text
     assert not (tmp_path / "metrics.plan.html").exists()
 
 

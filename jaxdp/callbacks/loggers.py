@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -408,7 +409,7 @@ def comes_of_reading(error: Exception) -> bool:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     where = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
-    known = "builtins", "jax", "jaxlib", "jaxdp"
+    known = {"builtins", "jax", "jaxlib", "jaxdp", "numpy"} | sys.stdlib_module_names
     return not isinstance(error, MemoryError) and all(
         module.partition(".")[0] in known for module in (type(error).__module__, where)
     )
