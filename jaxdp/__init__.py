@@ -29,7 +29,6 @@ from .weights import load_model, save_model
 
 if TYPE_CHECKING:
     from . import finders, testing
-    from .on_device import OnDevice
     from .plan import Plan
 
 compilation_cache.switch_on()
@@ -41,7 +40,6 @@ __all__ = [
     "Callback",
     "DataParallel",
     "History",
-    "OnDevice",
     "Pipeline",
     "Plan",
     "Pmap",
@@ -67,7 +65,6 @@ def __getattr__(name: str) -> Any:
     """Imports what most scripts do without when it is first asked for."""
     if name in ("finders", "testing"):
         return importlib.import_module(f".{name}", __name__)
-    if name in ("OnDevice", "Plan"):
-        module = {"OnDevice": ".on_device", "Plan": ".plan"}[name]
-        return getattr(importlib.import_module(module, __name__), name)
+    if name == "Plan":
+        return importlib.import_module(".plan", __name__).Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

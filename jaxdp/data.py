@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .columns import shapes_of
 from .step import Batch, Group
 
 _NARROW = {
@@ -240,7 +239,7 @@ class Packer:
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         if self._expected != found:
-            self._check_form(shapes_of(batch))
+            self._check_form(batch)
             self._expected = found
         return leaves
 

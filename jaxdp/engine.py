@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .ambient_mesh import no_ambient_mesh
 from .block_size import BlockSize
-from .columns import Counts, Rows
 from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .eager import Debugging, Uncompiled, Watched, debugging
@@ -37,10 +37,11 @@ from .metrics import (
 from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks
-from .programs import WHAT, Kind, Program, Programs, of_rows, rows_in
+from .programs import WHAT, Kind, Program, Programs, rows_in
+from .row_counts import Counts
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
-from .strategies.base import no_ambient_mesh, replicated, with_auto_axes
+from .strategies.base import replicated, with_auto_axes
 from .tree import leaf_path
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
@@ -269,9 +270,6 @@ class Engine:
         """The batches of a dispatch, past all checks, as its step takes them."""
         self._sizes_taken[kind] = self.packers[kind].size
         groups = self.strategy.place_batch(packed.groups, split=packed.split)
-        batch = groups[0].batch
-        if type(batch) is Rows:
-            groups = batch.columns.take(groups, compiled, self._sharding_of_whole)
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
         is_shared = self.programs.donate != "all"
@@ -279,10 +277,6 @@ class Engine:
         if is_shared and is_known and type(groups[0].counts) is np.ndarray:
             return self._counts.placed(groups, compiled)
         return groups
-
-    def _sharding_of_whole(self) -> Any:
-        """That of what all devices hold."""
-        return self._arrays[self.places()[self._totals]].sharding
 
     def _packer(self, what: str, in_order: bool) -> Packer:
         """What packs the portions of several processes."""
@@ -488,7 +482,7 @@ class Engine:
 
     def _time_step(self, seconds: float, packed: Packed) -> None:
         """Tells how long a step has taken to what finds the size of blocks."""
-        groups = of_rows(packed).groups
+        groups = packed.groups
         self._block_size.time(
             seconds,
             lambda: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(groups)),
@@ -628,7 +622,6 @@ class Engine:
         inputs = self.evaluated.weights
         if kind == "train":
             inputs = self._flat, list(self._arrays)
-        packed = of_rows(packed)
         try:
             return self.programs.compile(
                 kind, packed, self._shapes(packed), inputs, keeps=keeps
@@ -645,13 +638,8 @@ class Engine:
         if num_classes is None:
             return
         for group in packed.groups:
-            batch = group.batch
-            if type(batch) is Rows:
-                if batch.columns.have_labels_below(num_classes):
-                    continue
-                batch = batch.own
             try:
-                check_labels(batch, num_classes)
+                check_labels(group.batch, num_classes)
             except ValueError:
                 self._unpad(kind)
                 raise

@@ -16,7 +16,6 @@ import optax
 
 from .callbacks.learning_rate import LearningRateMonitor
 from .history import save_figure
-from .on_device import OnDevice
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -247,8 +246,6 @@ class _generators_kept:
     """Gives the generators that a torch loader was given back as they were."""
 
     def __init__(self, loader: Any):
-        if isinstance(loader, OnDevice):
-            loader = loader.loader
         owners = loader, getattr(loader, "sampler", None)
         found: list[Any] = [getattr(owner, "generator", None) for owner in owners]
         self._kept = [(g, g.get_state()) for g in found if hasattr(g, "get_state")]

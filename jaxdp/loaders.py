@@ -4,8 +4,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from .portions import Share
 from .source import ALL, Source
 
@@ -15,17 +13,7 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
 
     Raises:
         TypeError: if it is not an iterable of batches.
-        ValueError: if it is `OnDevice`, in one of several processes.
     """
-    on_device = sys.modules.get(f"{__package__}.on_device")
-    if on_device is not None and isinstance(loader, on_device.OnDevice):
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"`{argument}` is OnDevice, and this is one of {jax.process_count()}"
-                " processes, each of which loads rows of its own; pass the loader"
-                " itself."
-            )
-        return on_device.OnDeviceSource(loader, argument, seed, share)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):

@@ -15,7 +15,6 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .columns import Rows
 from .data import Packed, Packer, pad, rows_of
 from .processes import Processes, RowBlocks
 from .step import Batch, Group
@@ -41,15 +40,13 @@ class Portion:
 
 def shown(batch: Any) -> Batch:
     """What of a batch is here, as callbacks see it."""
-    return batch.own if type(batch) in (Portion, Rows) else batch
+    return batch.own if type(batch) is Portion else batch
 
 
 def inputs_of(batch: Any) -> Any:
     """What is predicted from: `x` of an `(x, y)` batch."""
     if type(batch) is Portion:
         return Portion(inputs_of(batch.own), batch.counts)
-    if type(batch) is Rows:
-        return batch.inputs
     return batch[0] if isinstance(batch, tuple) else batch
 
 

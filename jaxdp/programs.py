@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .ambient_mesh import no_ambient_mesh
 from .collectives import Collectives, RowsInteract
-from .columns import shapes_of
 from .compilations import Compilations
 from .console import say
 from .data import Packed
@@ -24,7 +24,7 @@ from .metrics import Facts, new_totals
 from .objective import Objective
 from .step import Group, Steps, Weights
 from .strategies import DataParallel
-from .strategies.base import Role, no_ambient_mesh
+from .strategies.base import Role
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -174,7 +174,7 @@ class Programs:
         """A train step for batches like `packed`, as JAX sees it."""
         with no_ambient_mesh():
             train = functools.partial(steps.train, Collectives())
-            return jax.make_jaxpr(train)(state, of_rows(packed).groups)
+            return jax.make_jaxpr(train)(state, packed.groups)
 
     def _compile(
         self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any, keeps: bool
@@ -351,13 +351,6 @@ class Programs:
     def _donated(self, keeps: bool) -> tuple[int, ...]:
         """Which arguments of a train step may be overwritten."""
         return () if keeps else {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
-
-
-def of_rows(packed: Packed) -> Packed:
-    """`packed`, but shapes where its batches only name their rows."""
-    return packed._replace(
-        groups=[Group(shapes_of(batch), counts) for batch, counts in packed.groups]
-    )
 
 
 def rows_in(groups: list[Group]) -> int:

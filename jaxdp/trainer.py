@@ -258,8 +258,7 @@ class Trainer:
                 append to the history
 
         Args:
-            train_loader: a torch `DataLoader`, one in `OnDevice`, or any iterable of
-                batches.
+            train_loader: a torch `DataLoader`, or any iterable of batches.
             val_loader: validated on after each epoch.
             max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
                 or `max_time` is given. An epoch that they cut short is gone on with by

@@ -58,7 +58,6 @@ test_layouts.py::test_randomness_is_that_of_one_device[rbg-FSDP]
 test_objective.py::test_loss_fn_with_state_in_equinox_order[batch-SingleDevice]
 test_objective.py::test_loss_fn_with_state_in_equinox_order[ema-Sharded]
 test_objective.py::test_loss_fn_with_state_in_equinox_order[ema-Pmap]
-test_on_device.py::test_the_bits_are_those_of_the_loader[bitwise]
 test_plan.py::test_scaling_keeps_what_it_is_told_to
 test_plan.py::test_the_bitwise_step_is_planned_with_its_turns[2]
 test_precision.py::test_batch_norm_has_its_statistics_in_float32[ema]

@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, batches
 
-from jaxdp import FSDP, OnDevice, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import Callback, DonateBuffers
 
 DATA = batches(8, 8, 8, 5)
@@ -150,7 +150,7 @@ def test_other_methods_work_without_jit(tmp_path):
     with jax.disable_jit():
         trainer = make_trainer(plain(), Sharded(), callbacks=[DonateBuffers("all")])
         held = trainer.state
-        trainer.fit(OnDevice(loader))
+        trainer.fit(loader)
         first = jax.tree.leaves(held.params)[0]
         assert not first.is_deleted()
         losses = [float(metrics["loss"]) for metrics in trainer.steps(DATA)]

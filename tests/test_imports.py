@@ -11,7 +11,7 @@ import jaxdp
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 ORDER = [
-    ["arguments", "coordination", "files", "json_checks"],
+    ["ambient_mesh", "arguments", "coordination", "files", "json_checks"],
     ["console", "device_compilers"],
     [
         "charts",
@@ -60,13 +60,11 @@ ORDER = [
     ["step"],
     ["checkpoint", "checkpoint_dir", "workers"],
     ["strategies", "callbacks", "weights", "own_state"],
-    ["columns"],
     ["data"],
-    ["portions", "checks", "compilations", "eager"],
+    ["portions", "checks", "compilations", "eager", "row_counts"],
     ["source", "programs"],
     ["engine"],
     ["torch_loader", "progress", "limits", "resume", "plan", "comparison"],
-    ["on_device"],
     ["loaders"],
     ["trainer"],
     ["testing", "doctor", "finders"],

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxdp import (
     FSDP,
-    OnDevice,
     Pmap,
     Sharded,
     SingleDevice,
@@ -572,15 +571,6 @@ def test_validation_alone_finds_out(caplog):
 def test_one_row_for_each_device(reproducible):
     losses, _ = run(contrastive, Sharded(), batches(8), reproducible=reproducible)
     expected, _ = run(mean_of_contrastive, SingleDevice(), batches(8))
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-
-
-def test_data_on_the_device():
-    torch = pytest.importorskip("torch")
-    x, y = (torch.from_numpy(leaf) for leaf in batches(40)[0])
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 16)
-    losses, _ = run(contrastive, SingleDevice(), OnDevice(loader))
-    expected, _ = run(mean_of_contrastive, SingleDevice(), loader)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 

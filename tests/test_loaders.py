@@ -28,7 +28,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from jaxdp import Callback, OnDevice, Trainer, torch_loader  # noqa: E402
+from jaxdp import Callback, Trainer, torch_loader  # noqa: E402
 from jaxdp.collation import PIPE_BYTES  # noqa: E402
 from jaxdp.data import to_host  # noqa: E402
 from jaxdp.generators import seed_of  # noqa: E402
@@ -218,9 +218,8 @@ def test_a_sampler_may_listen_to_training(dataset):
         ([[0, 1], [23]], IndexError, "out of bounds"),
     ],
 )
-@pytest.mark.parametrize("wrap", [lambda loader: loader, OnDevice], ids=["", "device"])
-def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match, wrap):
-    loader = wrap(DataLoader(TENSORS, batch_sampler=lists))
+def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
+    loader = DataLoader(TENSORS, batch_sampler=lists)
     batches = open_loader(loader, "train_loader", seed=7).epoch(0)
     next(batches)
     with pytest.raises(error, match=match) as caught:

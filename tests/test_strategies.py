@@ -15,7 +15,6 @@ from toys import Apart, Mlp, Recorder, batches
 from jaxdp import (
     FSDP,
     DataParallel,
-    OnDevice,
     Pmap,
     Sharded,
     SingleDevice,
@@ -128,7 +127,7 @@ def test_a_strategy_that_returns_nothing_is_named(strategy, message):
         fit_on(strategy())
 
 
-def test_a_step_may_be_any_callable_but_for_plans_and_rows_on_devices(monkeypatch):
+def test_a_step_may_be_any_callable_but_for_plans(monkeypatch):
     # The types inside name what all of our own strategies return.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     assert fit_on(Wrapped()) == fit_on(Sharded())
@@ -138,15 +137,6 @@ def test_a_step_may_be_any_callable_but_for_plans_and_rows_on_devices(monkeypatc
         TypeError, match="`plan`.*of Wrapped returned a function.*build"
     ):
         trainer.plan([(x, x)])
-    torch = pytest.importorskip("torch")
-    from torch.utils.data import DataLoader, TensorDataset
-
-    def on_device(batches):
-        tensors = map(torch.from_numpy, batches[0])
-        return OnDevice(DataLoader(TensorDataset(*tensors), 16))
-
-    with pytest.raises(TypeError, match="`OnDevice` lays.*returned a function.*Return"):
-        fit_on(Wrapped(), on_device)
 
 
 class Stale(SingleDevice):

@@ -88,7 +88,7 @@ def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeypatch):
-    from jaxdp import columns
+    from jaxdp import row_counts
     from jaxdp.callbacks import DonateBuffers
 
     sent = []
@@ -97,7 +97,7 @@ def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeyp
         sent.append(counts.tolist())
         return jax.device_put(counts, sharding)
 
-    monkeypatch.setattr(columns, "put", put)
+    monkeypatch.setattr(row_counts, "put", put)
     shared, _ = run(strategy(), epochs=3)
     assert sent == [[[16]], [[5]]]
     # Where the step may overwrite them they can't be.

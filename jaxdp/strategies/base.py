@@ -4,7 +4,6 @@ import abc
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import jax
@@ -96,7 +95,7 @@ class DataParallel(abc.ABC):
         Returns:
             A callable with the arguments of `step` less the first: best what `build`
             returns, of which the plan and the checks of donation read what the step
-            does, and `OnDevice` how its batches are laid out.
+            does.
         """
 
     def build(
@@ -241,16 +240,6 @@ def draws_by_row() -> bool:
     The default generator, threefry, does; what others draw depends on it.
     """
     return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
-
-
-def no_ambient_mesh() -> AbstractContextManager[Any]:
-    """Leaves a mesh that the user has set with `jax.set_mesh` for the time being.
-
-    Programs compiled under it would have to be for that very mesh.
-    """
-    if jax.sharding.get_abstract_mesh().empty:  # setting one takes 10 us
-        return nullcontext()
-    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def with_auto_axes(tree: PyTree) -> PyTree:

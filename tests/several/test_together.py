@@ -281,7 +281,6 @@ def test_files_are_saved_and_refused_together(crew, tmp_path):
         assert "data='global'" in found["local, bitwise"]
         assert "data='global'" in found["local, across"]
         assert "2 processes" in found["compare"]
-        assert "`train_loader` is OnDevice, and this is one of 2" in found["on device"]
 
 
 def test_one_process_speaks_for_all(crew, tmp_path):

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
 from jaxdp import (
-    OnDevice,
     Pipeline,
     Pmap,
     Sharded,
@@ -435,8 +434,6 @@ def files(into):
     found["local, bitwise"] = refusal(trainer, data="local", reproducible="bitwise")
     found["local, across"] = refusal(trainer, "across", data="local")
     found["compare"] = refusal(run.compare, arrays())
-    on_device = OnDevice(DataLoader(TensorDataset(torch.zeros(8, 4)), 4))
-    found["on device"] = refusal(run.fit, on_device, max_epochs=3)
     tell(**found)
 
 
