@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from .console import say
+from .basics.console import say
 from .processes import find_processes
 
 _LONG_STEP: Final = 0.005

@@ -37,15 +37,15 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from . import seal
-from .arguments import check_is_local
+from .basics.arguments import check_is_local
+from .basics.console import say
+from .basics.json_checks import fields, parse_json, read_json, whole
+from .basics.tree import leaf_path
 from .checkpoint_form import FORMS
-from .console import say
 from .fingerprint import fingerprints
-from .json_checks import fields, parse_json, read_json, whole
 from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
 from .processes import Processes, find_processes
 from .step import TrainState
-from .tree import leaf_path
 
 FORMAT: Final = 2
 """Version of the layout on disk. Format 1 had no fingerprints and no digest."""

@@ -11,12 +11,12 @@ import optax
 from jaxtyping import PyTree
 
 from . import losses
+from .basics.console import listed
+from .basics.tree import leaf_path
 from .callbacks.base import Callback
-from .console import listed
 from .objective import CriterionObjective, LossFnObjective, Objective
 from .processes import find_processes
 from .strategies import DataParallel
-from .tree import leaf_path
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .environment import versions
+from .basics.environment import versions
 from .trainer import Trainer
 
 _MOST_COLUMNS = 48

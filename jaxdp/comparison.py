@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .basics.tree import leaf_path
 from .engine import Engine
 from .step import Batch
-from .tree import leaf_path
 
 _SHOWN = 20
 """Leaves in a printed table; the rest is counted."""

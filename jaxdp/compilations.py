@@ -8,7 +8,7 @@ from typing import Final
 
 import jax
 
-from .console import say
+from .basics.console import say
 from .data import Packed, leaf_name
 
 _LONG: Final = 2.0

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import jax
 
-from .console import say
+from .basics.console import say
 from .flops import has_convolutions, has_own_loop
 
 _SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"

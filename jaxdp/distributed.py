@@ -26,7 +26,7 @@ from typing import Final
 
 import jax
 
-from .console import Outlet, shout
+from .basics.console import Outlet, shout
 from .interrupts import is_stop
 from .launchers import Place, find_place, split_address
 from .lifeline import Lifeline, call_the_roll

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
+from .basics.environment import versions
 from .device_compilers import installed as compilers_installed
-from .environment import versions
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""

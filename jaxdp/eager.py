@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .basics.console import say
 from .collectives import Collectives
-from .console import say
 from .python_calls import CallsPython, as_raised, catching
 from .step import TrainState
 from .strategies import DataParallel, SingleDevice

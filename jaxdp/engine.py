@@ -19,21 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .ambient_mesh import no_ambient_mesh
+from .basics.ambient_mesh import no_ambient_mesh
+from .basics.console import say
+from .basics.tree import leaf_path
 from .block_size import BlockSize
-from .console import say
 from .data import Packed, Packer, check_labels, rows_of
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .flat import Flat
 from .flops import has_convolutions, matmul_flops
 from .hyperparams import read_only, written_to
-from .metrics import (
-    BLOCKS_IN_FLIGHT,
-    IN_FLIGHT,
-    Metrics,
-    means_of,
-    new_totals,
-)
+from .metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
 from .portions import PortionPacker
 from .precision import as_own, as_stored
 from .processes import RowBlocks
@@ -42,7 +37,6 @@ from .row_counts import Counts
 from .step import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import replicated, with_auto_axes
-from .tree import leaf_path
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""

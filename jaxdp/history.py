@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .files import naming, replacing, write_whole
+from .basics.files import naming, replacing, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from .console import end_quietly, say
+from .basics.console import end_quietly, say
 from .processes import Processes, Pulse
 
 EXIT_CODE: Final = 143

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from . import callers
-from .console import listed, say
-from .json_checks import parse_json
+from .basics.console import listed, say
+from .basics.json_checks import parse_json
 from .launchers import Place
 
 _MOST_BYTES: Final = 2**16

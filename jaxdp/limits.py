@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from .arguments import check_count
+from .basics.arguments import check_count
 from .source import Source, capped, check_share
 
 

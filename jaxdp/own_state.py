@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from .console import say
+from .basics.console import say
 from .step import Batch
 
 _SHARE: Final = 0.02

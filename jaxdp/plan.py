@@ -15,9 +15,9 @@ import numpy as np
 from . import hardware as devices_of
 from . import hosts as hosts_of
 from . import plan_reading as readings
-from .arguments import check_number
+from .basics.arguments import check_number
+from .basics.files import write_whole
 from .cpu import options_for
-from .files import write_whole
 from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts

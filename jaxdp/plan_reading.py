@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from . import hlo, hosts
+from .basics.tree import leaf_path
 from .hardware import Hardware
 from .hosts import Hosts, Owners
-from .tree import leaf_path
 
 MOST_OPERANDS: Final = 3
 """How many leaves a collective names; of more, the first and the last."""

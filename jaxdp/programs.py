@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .ambient_mesh import no_ambient_mesh
+from .basics.ambient_mesh import no_ambient_mesh
+from .basics.console import say
 from .collectives import Collectives, RowsInteract
 from .compilations import Compilations
-from .console import say
 from .data import Packed
 from .eager import Watched, compiled_for_debugging
 from .flat import Flat

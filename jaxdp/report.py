@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from . import plan_page
+from .basics.files import write_whole
 from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
-from .files import write_whole
 from .run_record import check_size, read_record
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from . import checkpoint
+from .basics.console import say, warn
 from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.states import name_of, saved_state
 from .checkpoint import CheckpointCorrupt
-from .console import say, warn
 
 WORDS = ("last", "best", "auto")
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .console import Outlet, open_bar, warn
+from .basics.console import Outlet, open_bar, warn
 from .data import to_host
 from .own_generators import Found, Search
 from .own_state import OwnState, checksum, generators_of, own_state

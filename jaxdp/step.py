@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from . import objective as objectives
+from .basics.tree import leaf_path
 from .collectives import Collectives
 from .flops import OWN_LOOP, has_convolutions
 from .interaction import mark_rows, mark_values
@@ -33,7 +34,6 @@ from .precision import (
     widen,
 )
 from .remat import Remat, remat_function, remat_submodules
-from .tree import leaf_path
 
 Batch = PyTree
 """Leaves shaped `(rows, ...)`, on the host."""

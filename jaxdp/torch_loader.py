@@ -18,12 +18,7 @@ import numpy as np
 
 from .collation import collation
 from .data import as_numpy, taken, to_host
-from .generators import (
-    Generators,
-    seed_generators,
-    seed_of,
-    state_from_text,
-)
+from .generators import Generators, seed_generators, seed_of, state_from_text
 from .index_lists import IndexLists
 from .own_generators import Found, Search
 from .own_state import OwnState

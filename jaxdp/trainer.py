@@ -22,14 +22,14 @@ import optax
 from jaxtyping import PyTree
 
 from . import checkpoint, checks, distributed, hyperparams, losses, resume
-from .arguments import check_choice, check_count, check_is_local, check_number
+from .basics.arguments import check_choice, check_count, check_is_local, check_number
+from .basics.console import say, warn
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
-from .console import say, warn
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
 from .engine import Block, Engine, wait

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from . import checkpoint
+from .basics.console import say
+from .basics.tree import leaf_path
 from .checkpoint import CheckpointCorrupt
-from .console import say
-from .tree import leaf_path
 
 Path = str | os.PathLike[str]
 

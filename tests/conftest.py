@@ -26,7 +26,7 @@ INSIDE = [
     "programs",
     "remat",
     "step",
-    "tree",
+    "basics.tree",
 ]
 
 with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartype"):

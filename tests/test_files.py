@@ -9,8 +9,8 @@ from test_loggers import make_trainer
 from toys import batches
 
 from jaxdp import Callback
+from jaxdp.basics.files import append_whole, naming, replacing, write_whole
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
-from jaxdp.files import append_whole, naming, replacing, write_whole
 from jaxdp.history import History
 from jaxdp.report import read_run
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxdp.json_checks import (
+from jaxdp.basics.json_checks import (
     by_name,
     each,
     either,

@@ -9,11 +9,7 @@ import pytest
 from toys import Mlp, NormNet, batches, cross_entropy, rows
 
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.callbacks import (
-    LearningRateMonitor,
-    NanGuard,
-    WeightAveraging,
-)
+from jaxdp.callbacks import LearningRateMonitor, NanGuard, WeightAveraging
 
 STRATEGIES = [SingleDevice(), Sharded(8), Pmap(2)]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..files import append_whole, naming, write_whole
-from ..json_checks import read_json
+from ..basics.files import append_whole, naming, write_whole
+from ..basics.json_checks import read_json
 from .loggers import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts

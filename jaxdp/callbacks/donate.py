@@ -7,7 +7,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..console import warn
+from ..basics.console import warn
 from .base import Callback
 
 _CHOICES: Final = ("state", "all", "none")

@@ -3,8 +3,8 @@
 import math
 from typing import Any, Final
 
-from ..arguments import check_choice, check_count, check_number
-from ..json_checks import fields, maybe, number_text, row, truth, whole
+from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.json_checks import fields, maybe, number_text, row, truth, whole
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
 

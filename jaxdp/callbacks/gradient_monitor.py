@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..arguments import check_count
-from ..console import warn
-from ..json_checks import each, fields, maybe, row, text, truth, whole
-from ..tree import leaf_path
+from ..basics.arguments import check_count
+from ..basics.console import warn
+from ..basics.json_checks import each, fields, maybe, row, text, truth, whole
+from ..basics.tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
 

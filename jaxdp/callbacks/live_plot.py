@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..arguments import check_number
+from ..basics.arguments import check_number
 from ..history import VALIDATION, Panel, draw, save_figure, to_png
 from .base import Callback
 from .loggers import check_writable

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from .. import checkpoint, coordination, distributed, meetings
-from ..environment import versions
+from .. import checkpoint, distributed, meetings
+from ..basics import coordination
+from ..basics.environment import versions
+from ..basics.tree import leaf_path
 from ..fingerprint import start_fingerprints
 from ..interrupts import is_stop
 from ..metrics import IN_FLIGHT
-from ..tree import leaf_path
 from .base import Callback
 from .stall_watch import waits_for
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..console import warn
-from ..files import naming
+from ..basics.console import warn
+from ..basics.files import naming
+from ..basics.json_checks import by_name, fields, maybe, number, row, text, whole
 from ..history import to_png
-from ..json_checks import by_name, fields, maybe, number, row, text, whole
 from ..layout import layout
 from .base import Callback
 from .monitor import LateReads, announce

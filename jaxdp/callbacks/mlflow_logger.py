@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..json_checks import fields, maybe, text
+from ..basics.json_checks import fields, maybe, text
 from ..plan_page import page
 from .loggers import Logger, Number
 from .monitor import announce

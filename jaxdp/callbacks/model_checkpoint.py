@@ -8,11 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 from .. import checkpoint
-from ..arguments import check_choice, check_count, check_is_local
-from ..checkpoint_dir import CheckpointDir
-from ..console import warn
-from ..interrupts import is_stop
-from ..json_checks import (
+from ..basics.arguments import check_choice, check_count, check_is_local
+from ..basics.console import warn
+from ..basics.json_checks import (
     by_name,
     each,
     either,
@@ -23,6 +21,8 @@ from ..json_checks import (
     truth,
     whole,
 )
+from ..checkpoint_dir import CheckpointDir
+from ..interrupts import is_stop
 from ..processes import Pulse
 from .base import Callback
 from .monitor import announce, check_monitor

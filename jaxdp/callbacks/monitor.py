@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..console import say
+from ..basics.console import say
 
 LAG: Final = 8
 """Steps to stay behind the newest one when reading: never more are in flight, but for

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..arguments import check_count, check_number
-from ..console import warn
-from ..json_checks import each, fields, number, row, whole
-from ..tree import leaf_path
+from ..basics.arguments import check_count, check_number
+from ..basics.console import warn
+from ..basics.json_checks import each, fields, number, row, whole
+from ..basics.tree import leaf_path
 from .base import Callback, RollBack
 from .monitor import LateReads
 

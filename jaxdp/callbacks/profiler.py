@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
-from ..arguments import check_count
-from ..files import write_whole
+from ..basics.arguments import check_count
+from ..basics.files import write_whole
 from .base import Callback
 from .loggers import check_writable
 from .monitor import announce

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
-from ..arguments import check_number
-from ..console import Outlet, open_bar
+from ..basics.arguments import check_number
+from ..basics.console import Outlet, open_bar
 from .base import Callback
 from .monitor import LAG, in_notebook
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import check_choice, check_count, check_number
+from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.json_checks import fields, maybe, number_text, whole
 from ..hyperparams import RATES
-from ..json_checks import fields, maybe, number_text, whole
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
 

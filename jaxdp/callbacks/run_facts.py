@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..environment import hardware, versions
+from ..basics.environment import hardware, versions
 from .learning_rate import _closure, _transformations
 
 Facts = dict[str, Any]

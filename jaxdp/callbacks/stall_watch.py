@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any, Final
 
 from .. import meetings
-from ..arguments import check_number
-from ..console import shout
+from ..basics.arguments import check_number
+from ..basics.console import shout
 from .base import Callback
 
 ABORTED: Final = 70
@@ -23,7 +23,7 @@ _PHASES: Final = {
     "checkpoint": "a checkpoint",
     "checkpoint_dir": "a checkpoint",
     "engine": "the device (a step, or its compilation)",
-    "coordination": "the other processes",
+    "basics.coordination": "the other processes",
     "meetings": "the other processes",
     "processes": "the other processes",
     "strategies": "the device (a step, or its compilation)",
@@ -149,8 +149,10 @@ def waits_for(frame: FrameType | None) -> str:
     while frame is not None:
         owner = frame.f_locals.get("self")
         parts = frame.f_globals.get("__name__", "").split(".")
-        if parts[0] == package and len(parts) > 1 and parts[1] in _PHASES:
-            return _PHASES[parts[1]]
+        if parts[0] == package:
+            for known in (".".join(parts[1:]), *parts[1:2]):
+                if known in _PHASES:
+                    return _PHASES[known]
         if isinstance(owner, Callback):
             return f"the callback {type(owner).__name__}, in {frame.f_code.co_name}"
         frame = frame.f_back

@@ -6,8 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .. import coordination, meetings
-from ..arguments import check_number
+from .. import meetings
+from ..basics import coordination
+from ..basics.arguments import check_number
 from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
 from .base import Callback

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..json_checks import fields, number
+from ..basics.json_checks import fields, number
 from .base import Callback
 from .monitor import announce
 

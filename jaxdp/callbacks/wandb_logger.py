@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..basics.json_checks import fields, maybe, text
 from ..history import to_png
-from ..json_checks import fields, maybe, text
 from ..plan_page import page
 from .loggers import Logger, Number
 from .run_facts import Facts, flat

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from ..arguments import check_count, check_number
+from ..basics.arguments import check_count, check_number
 from .base import Callback
 
 

@@ -20,8 +20,8 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from ..basics.console import say
 from ..collectives import Collectives, RowsInteract, Share
-from ..console import say
 from ..flops import repeated
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..arguments import check_count
+from ..basics.arguments import check_count
+from ..basics.tree import leaf_path
 from ..collectives import DATA, Collectives
 from ..stack import Stack, in_turn
 from ..step import TrainState
-from ..tree import leaf_path
 from .base import Devices, find_devices
 from .sharded import Sharded
 

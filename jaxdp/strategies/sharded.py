@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.tree import leaf_path
 from ..collectives import DATA, Collectives
 from ..processes import RowBlocks, row_blocks
 from ..step import Group, TrainState
-from ..tree import leaf_path
 from .base import (
     DataParallel,
     Devices,

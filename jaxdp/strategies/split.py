@@ -6,7 +6,7 @@ from typing import Any, Final
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from ..arguments import check_count
+from ..basics.arguments import check_count
 from .base import Devices
 from .sharded import Sharded
 

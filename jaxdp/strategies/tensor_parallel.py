@@ -10,10 +10,10 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.tree import leaf_path
 from ..collectives import DATA
 from ..stack import Stack
 from ..step import TrainState
-from ..tree import leaf_path
 from .base import Devices, find_devices
 from .by_rows import names_of
 from .sharded import Sharded

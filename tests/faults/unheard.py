@@ -12,8 +12,8 @@ from small import make  # noqa: E402
 from toys import batches  # noqa: E402
 
 from jaxdp import Callback  # noqa: E402
+from jaxdp.basics.console import say, warn  # noqa: E402
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ProgressBar  # noqa: E402
-from jaxdp.console import say, warn  # noqa: E402
 
 
 class Terminal:

@@ -25,14 +25,7 @@ from orbax.checkpoint._src.serialization.replica_slices import get_replica_slice
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
-from jaxdp import (
-    Pipeline,
-    Pmap,
-    Sharded,
-    SingleDevice,
-    TensorParallel,
-    Trainer,
-)
+from jaxdp import Pipeline, Pmap, Sharded, SingleDevice, TensorParallel, Trainer
 from jaxdp.callbacks import (
     Callback,
     CSVLogger,
