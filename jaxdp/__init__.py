@@ -13,7 +13,7 @@ from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .history import History
 from .stack import Stack
-from .step import TrainState
+from .step.steps import TrainState
 from .strategies import (
     FSDP,
     DataParallel,

@@ -45,7 +45,7 @@ from .checkpoint_form import FORMS
 from .fingerprint import fingerprints
 from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
 from .processes import Processes, find_processes
-from .step import TrainState
+from .step.steps import TrainState
 
 FORMAT: Final = 2
 """Version of the layout on disk. Format 1 had no fingerprints and no digest."""

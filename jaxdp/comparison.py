@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .basics.tree import leaf_path
 from .engine import Engine
-from .step import Batch
+from .step.steps import Batch
 
 _SHOWN = 20
 """Leaves in a printed table; the rest is counted."""

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .basics.console import say
-from .collectives import Collectives
-from .python_calls import CallsPython, as_raised, catching
-from .step import TrainState
+from .step.collectives import Collectives
+from .step.python_calls import CallsPython, as_raised, catching
+from .step.steps import TrainState
 from .strategies import DataParallel, SingleDevice
 from .strategies.base import Role
 

@@ -26,15 +26,15 @@ from .block_size import BlockSize
 from .data import Packed, Packer, check_labels, rows_of
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .flat import Flat
-from .flops import has_convolutions, matmul_flops
 from .hyperparams import read_only, written_to
-from .metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
 from .portions import PortionPacker
-from .precision import as_own, as_stored
 from .processes import RowBlocks
 from .programs import WHAT, Kind, Program, Programs, rows_in
 from .row_counts import Counts
-from .step import Batch, Group, Steps, TrainState, first_state
+from .step.jaxprs import has_convolutions, matmul_flops
+from .step.metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
+from .step.precision import as_own, as_stored
+from .step.steps import Batch, Group, Steps, TrainState, first_state
 from .strategies import DataParallel
 from .strategies.base import replicated, with_auto_axes
 

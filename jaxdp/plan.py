@@ -18,11 +18,11 @@ from . import plan_reading as readings
 from .basics.arguments import check_number
 from .basics.files import write_whole
 from .cpu import options_for
-from .flops import matmul_flops
 from .hardware import Hardware
 from .hosts import Hosts
 from .plan_reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
-from .step import Batch
+from .step.jaxprs import matmul_flops
+from .step.steps import Batch
 
 
 class Row(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 
 from .data import Packed, Packer, pad, rows_of
 from .processes import Processes, RowBlocks
-from .step import Batch, Group
+from .step.steps import Batch, Group
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""

@@ -13,16 +13,16 @@ from jaxtyping import Array, PyTree
 
 from .basics.ambient_mesh import no_ambient_mesh
 from .basics.console import say
-from .collectives import Collectives, RowsInteract
 from .compilations import Compilations
 from .data import Packed
 from .eager import Watched, compiled_for_debugging
 from .flat import Flat
-from .flops import OWN_LOOP
-from .interaction import values_mix_rows
-from .metrics import Facts, new_totals
-from .objective import Objective
-from .step import Group, Steps, Weights
+from .step.collectives import Collectives, RowsInteract
+from .step.jaxprs import OWN_LOOP
+from .step.metrics import Facts, new_totals
+from .step.objective import Objective
+from .step.row_mixing import values_mix_rows
+from .step.steps import Group, Steps, Weights
 from .strategies import DataParallel
 from .strategies.base import Role
 

@@ -10,7 +10,7 @@ from .data import taken, windows
 from .own_state import check_place, check_state, checksum
 from .portions import Share
 from .source import Source
-from .step import Batch
+from .step.steps import Batch
 
 
 class Progress:

@@ -7,7 +7,7 @@ from typing import Any, Final
 from jaxtyping import Array
 
 from .processes import put
-from .step import Group
+from .step.steps import Group
 
 _MOST_COUNTS: Final = 128
 """Of one program that are kept; there are more only if batches have all sizes."""

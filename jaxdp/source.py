@@ -14,7 +14,7 @@ from .data import to_host
 from .own_generators import Found, Search
 from .own_state import OwnState, checksum, generators_of, own_state
 from .portions import Portion, Share
-from .step import Batch
+from .step.steps import Batch
 
 END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""

@@ -24,7 +24,7 @@ from .own_generators import Found, Search
 from .own_state import OwnState
 from .portions import Share
 from .source import ALL, END, Source
-from .step import Batch
+from .step.steps import Batch
 from .workers import WORKER_RULES, Plan, Seeded, safe_workers, started, with_workers
 
 _FETCHING = "dataset", "collate_fn"

@@ -38,17 +38,17 @@ from .interrupts import Interrupts, Preempted, tell
 from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
-from .metrics import Metrics, means_of, new_totals
-from .objective import CriterionObjective, Objective, split_pair
 from .phases import Phase, Stopwatch
 from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
-from .precision import find_precision
 from .processes import Pulse, find_processes
 from .programs import Kind
 from .progress import Progress
-from .remat import Remat, check_remat
 from .source import ALL, Source
-from .step import Batch, Steps, TrainState
+from .step.metrics import Metrics, means_of, new_totals
+from .step.objective import CriterionObjective, Objective, split_pair
+from .step.precision import find_precision
+from .step.remat import Remat, check_remat
+from .step.steps import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
 from .undo import undone_if_it_fails

@@ -20,12 +20,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 INSIDE = [
     "data",
     "engine",
-    "metrics",
-    "objective",
-    "precision",
+    "step.metrics",
+    "step.objective",
+    "step.precision",
     "programs",
-    "remat",
-    "step",
+    "step.remat",
+    "step.steps",
     "basics.tree",
 ]
 

@@ -8,7 +8,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.collectives import AxisCollectives
+from jaxdp.step.collectives import AxisCollectives
 
 
 def make(**options):

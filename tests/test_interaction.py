@@ -10,18 +10,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxdp import (
-    FSDP,
-    Pmap,
-    Sharded,
-    SingleDevice,
-    TensorParallel,
-    Trainer,
-    ZeRO,
-    interaction,
-)
-from jaxdp.collectives import DATA, Collectives
-from jaxdp.interaction import mark_rows, mark_values, values_mix_rows
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp.step import row_mixing
+from jaxdp.step.collectives import DATA, Collectives
+from jaxdp.step.row_mixing import mark_rows, mark_values, values_mix_rows
 from jaxdp.strategies import DataParallel
 
 ROWS, WIDTH = 6, 4
@@ -370,13 +362,13 @@ def test_an_operation_that_is_described_otherwise_tells_nothing(monkeypatch):
         raise KeyError("dimension_numbers")
 
     assert found(MIXING["contrastive"])
-    monkeypatch.setitem(interaction._RULES, "dot_general", rule)
+    monkeypatch.setitem(row_mixing._RULES, "dot_general", rule)
     assert not found(MIXING["contrastive"])
 
 
 def test_every_operation_is_described_as_it_is_read(monkeypatch):
     """No rule fails with this version of JAX, which would go unnoticed in training."""
-    results, read, failed = interaction._results, set(), {}
+    results, read, failed = row_mixing._results, set(), {}
 
     def recorded(equation, states):
         name = equation.primitive.name
@@ -387,13 +379,13 @@ def test_every_operation_is_described_as_it_is_read(monkeypatch):
             failed[name] = repr(error)
             raise
 
-    monkeypatch.setattr(interaction, "_results", recorded)
+    monkeypatch.setattr(row_mixing, "_results", recorded)
     for loss_fn in [*INDEPENDENT.values(), *MIXING.values()]:
         found(loss_fn)
         plain = lambda x, f=loss_fn: mark_values(f(mark_rows(x)))  # noqa: E731
         values_mix_rows(jax.make_jaxpr(plain)(jnp.ones((ROWS, WIDTH))))
     assert not failed
-    rules = {*interaction._RULES, *interaction._OF_SEVERAL}
+    rules = {*row_mixing._RULES, *row_mixing._OF_SEVERAL}
     assert sorted(rules - read) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from toys import NormNet, batches
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.objective import LossFnObjective
+from jaxdp.step.objective import LossFnObjective
 
 X = np.ones((2, 4), np.float32)
 OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}

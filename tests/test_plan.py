@@ -34,12 +34,12 @@ from jaxdp import (
     ZeRO,
 )
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
-from jaxdp.collectives import Collectives
-from jaxdp.flops import repeated, times_of
 from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
 from jaxdp.hosts import sent
 from jaxdp.plan import largest
 from jaxdp.plan_page import _si
+from jaxdp.step.collectives import Collectives
+from jaxdp.step.jaxprs import repeated, times_of
 from jaxdp.strategies.base import find_devices
 
 WIDTHS = [16, 32, 32, 8]

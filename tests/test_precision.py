@@ -9,7 +9,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.precision import PRECISIONS, computing
+from jaxdp.step.precision import PRECISIONS, computing
 
 
 def make(model, *, data=None, epochs=1, callbacks=(), loss="cross_entropy", **options):
@@ -292,7 +292,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
 
 
 def test_the_scale_grows_and_changes_no_number(monkeypatch):
-    from jaxdp import precision
+    from jaxdp.step import precision
 
     monkeypatch.setattr(precision, "FIRST_SCALE", 1024.0)
     _, still = make(Mlp(jax.random.key(0)), precision="16-mixed", epochs=4)
@@ -312,7 +312,7 @@ def test_the_scale_grows_and_changes_no_number(monkeypatch):
 
 
 def test_small_gradients_are_lost_without_the_scale(monkeypatch):
-    from jaxdp import precision
+    from jaxdp.step import precision
 
     def tiny(prediction, target):
         return 1e-7 * (prediction**2).mean(axis=1)

@@ -46,7 +46,7 @@ class Threads(DataParallel):
         return place_copy(state, jax.tree.map(lambda _: self.whole, state))
 
     def compile(self, step, arguments, roles, results, *, donate=(), split=True):
-        from jaxdp.collectives import Collectives
+        from jaxdp.step.collectives import Collectives
 
         program = jax.jit(
             functools.partial(step, Collectives()),
@@ -148,7 +148,7 @@ class Unmasked(Pmap):
     """Forgets to sum over the devices."""
 
     def compile(self, step, arguments, roles, results, *, donate=(), split=True):
-        from jaxdp.collectives import AxisCollectives
+        from jaxdp.step.collectives import AxisCollectives
 
         class Forgetful(AxisCollectives):
             def sum_gradients(self, gradients):
@@ -185,7 +185,7 @@ class OwnRowsOnly(Pmap):
     """An engine that never compiles a step for whole batches."""
 
     def compile(self, step, arguments, roles, results, *, donate=(), split=True):
-        from jaxdp.collectives import AxisCollectives, RowsInteract
+        from jaxdp.step.collectives import AxisCollectives, RowsInteract
 
         def of_own_rows(collectives, *rest):
             if not isinstance(collectives, AxisCollectives):

@@ -16,8 +16,8 @@ from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.throughput import peak_flops
 from jaxdp.engine import wait
-from jaxdp.flops import matmul_flops
 from jaxdp.phases import Stopwatch
+from jaxdp.step.jaxprs import matmul_flops
 
 
 @pytest.fixture

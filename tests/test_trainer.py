@@ -635,7 +635,7 @@ def test_64_bits_are_kept_where_jax_is_told_to():
 
 def test_epoch_means_are_exact_over_more_rows_than_float32_counts():
     """2**24 + 1 is not a float32; sums must not stop growing there."""
-    from jaxdp.metrics import add_to_totals, means_of, new_totals
+    from jaxdp.step.metrics import add_to_totals, means_of, new_totals
 
     totals = jnp.asarray(new_totals()).at[0, :2].set(2.0**24)
     one = jnp.ones(1)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from jaxdp import Callback, Pmap, Stack
-from jaxdp.collectives import AxisCollectives
+from jaxdp.step.collectives import AxisCollectives
 
 
 class Mlp(eqx.Module):

@@ -14,7 +14,7 @@ from ..basics.environment import versions
 from ..basics.tree import leaf_path
 from ..fingerprint import start_fingerprints
 from ..interrupts import is_stop
-from ..metrics import IN_FLIGHT
+from ..step.metrics import IN_FLIGHT
 from .base import Callback
 from .stall_watch import waits_for
 

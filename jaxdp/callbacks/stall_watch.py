@@ -27,7 +27,7 @@ _PHASES: Final = {
     "meetings": "the other processes",
     "processes": "the other processes",
     "strategies": "the device (a step, or its compilation)",
-    "metrics": "the device (a step whose result is read)",
+    "step.metrics": "the device (a step whose result is read)",
     "source": "the loader",
     "torch_loader": "the loader",
     "workers": "the loader",

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.console import say
-from ..collectives import Collectives, RowsInteract, Share
-from ..flops import repeated
 from ..processes import RowBlocks, row_blocks
-from ..step import Group, TrainState
+from ..step.collectives import Collectives, RowsInteract, Share
+from ..step.jaxprs import repeated
+from ..step.steps import Group, TrainState
 from .base import DataParallel, Role, each, put_rows
 from .pmap import Pmap
 from .sharded import Sharded

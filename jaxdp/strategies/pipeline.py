@@ -11,9 +11,9 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
-from ..collectives import DATA, Collectives
 from ..stack import Stack, in_turn
-from ..step import TrainState
+from ..step.collectives import DATA, Collectives
+from ..step.steps import TrainState
 from .base import Devices, find_devices
 from .sharded import Sharded
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import DATA, AxisCollectives, Collectives, RowsInteract
 from ..processes import RowBlocks, row_blocks
-from ..step import Group, TrainState
+from ..step.collectives import DATA, AxisCollectives, Collectives, RowsInteract
+from ..step.steps import Group, TrainState
 from .base import (
     DataParallel,
     Devices,

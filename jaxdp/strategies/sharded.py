@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..collectives import DATA, Collectives
 from ..processes import RowBlocks, row_blocks
-from ..step import Group, TrainState
+from ..step.collectives import DATA, Collectives
+from ..step.steps import Group, TrainState
 from .base import (
     DataParallel,
     Devices,

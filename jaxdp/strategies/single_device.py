@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..collectives import Collectives
-from ..step import TrainState
+from ..step.collectives import Collectives
+from ..step.steps import TrainState
 from .base import DataParallel, Role, find_devices, place_copy
 
 

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..collectives import DATA
 from ..stack import Stack
-from ..step import TrainState
+from ..step.collectives import DATA
+from ..step.steps import TrainState
 from .base import Devices, find_devices
 from .by_rows import names_of
 from .sharded import Sharded

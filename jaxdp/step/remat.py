@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .basics.tree import at_path, leaf_path
+from ..basics.tree import at_path, leaf_path
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
 """True: recompute everything. A policy of `jax.checkpoint_policies`: what it says. Path

@@ -16,11 +16,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..basics.tree import leaf_path
 from . import objective as objectives
-from .basics.tree import leaf_path
 from .collectives import Collectives
-from .flops import OWN_LOOP, has_convolutions
-from .interaction import mark_rows, mark_values
+from .jaxprs import OWN_LOOP, has_convolutions
 from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
 from .objective import Objective, Rows
 from .precision import (
@@ -34,6 +33,7 @@ from .precision import (
     widen,
 )
 from .remat import Remat, remat_function, remat_submodules
+from .row_mixing import mark_rows, mark_values
 
 Batch = PyTree
 """Leaves shaped `(rows, ...)`, on the host."""

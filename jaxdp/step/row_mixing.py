@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
 from .collectives import DATA
-from .flops import programs_in
+from .jaxprs import programs_in
 
 _ROWS: Final = "jaxdp: rows"
 _VALUES: Final = "jaxdp: values of rows"

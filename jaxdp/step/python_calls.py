@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from .flops import programs_in
+from .jaxprs import programs_in
 
 _PRIMITIVE: Final = "pure_callback"
 

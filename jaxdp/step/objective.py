@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from . import losses
+from .. import losses
 from .collectives import DATA
 
 _OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels

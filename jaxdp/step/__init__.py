@@ -1,0 +1,1 @@
+"""The pure computation of a step: no devices, no jit."""
