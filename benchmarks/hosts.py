@@ -76,8 +76,8 @@ def work(folder: str) -> None:
     import jax
 
     import jaxdp
-    from jaxdp import meetings
-    from jaxdp.processes import find_processes
+    from jaxdp.distributed import meetings
+    from jaxdp.distributed.agreement import find_processes
 
     found = {}
     # None is at work before all have imported what they need.

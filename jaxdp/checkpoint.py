@@ -42,9 +42,9 @@ from .basics.console import say
 from .basics.json_checks import fields, parse_json, read_json, whole
 from .basics.tree import leaf_path
 from .checkpoint_form import FORMS
+from .distributed.agreement import Processes, find_processes
 from .fingerprint import fingerprints
 from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
-from .processes import Processes, find_processes
 from .step.steps import TrainState
 
 FORMAT: Final = 2
@@ -624,7 +624,7 @@ def _versions() -> dict[str, str]:
 
 
 def _version() -> str:
-    return sys.modules[__package__ or "jaxdp"].__version__
+    return sys.modules[__name__.partition(".")[0]].__version__
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from . import losses
 from .basics.console import listed
 from .basics.tree import leaf_path
 from .callbacks.base import Callback
-from .processes import find_processes
+from .distributed.agreement import find_processes
 from .step.objective import CriterionObjective, LossFnObjective, Objective
 from .strategies import DataParallel
 

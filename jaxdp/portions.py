@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from .data import Packed, Packer, pad, rows_of
-from .processes import Processes, RowBlocks
+from .distributed.agreement import Processes, RowBlocks
 from .step.steps import Batch, Group
 
 _AT_ONCE: Final = 8

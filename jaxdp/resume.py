@@ -86,7 +86,7 @@ def taking_up(
     try:
         yield
     except Exception as error:
-        is_ours = method.__module__.partition(".")[0] == __package__
+        is_ours = method.__module__.partition(".")[0] == __name__.partition(".")[0]
         if not is_ours or not isinstance(error, _OF_CONTENTS):
             error.add_note(
                 f"while {who} took up what the checkpoint {os.path.abspath(path)} has"

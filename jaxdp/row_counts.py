@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from jaxtyping import Array
 
-from .processes import put
+from .distributed.agreement import put
 from .step.steps import Group
 
 _MOST_COUNTS: Final = 128

@@ -32,15 +32,15 @@ from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
+from .distributed.agreement import Pulse, find_processes
+from .distributed.signals import Interrupts, Preempted, tell
 from .engine import Block, Engine, wait
 from .history import History
-from .interrupts import Interrupts, Preempted, tell
 from .layout import layout
 from .limits import Limits
 from .loaders import open_loader
 from .phases import Phase, Stopwatch
 from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
-from .processes import Pulse, find_processes
 from .programs import Kind
 from .progress import Progress
 from .source import ALL, Source

@@ -23,7 +23,7 @@ from jaxdp.callbacks import (
     Timer,
 )
 from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed
-from jaxdp.processes import Processes
+from jaxdp.distributed.agreement import Processes
 
 DEEP = json.loads("[" * 90 + "]" * 90)
 VALUES = (None, True, -1, 1.5, math.inf, math.nan, "", "x", [], {}, 10**30, DEEP)

@@ -12,8 +12,8 @@ from toys import Mlp, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger
-from jaxdp.interrupts import Interrupts, Preempted
-from jaxdp.processes import Processes
+from jaxdp.distributed.agreement import Processes
+from jaxdp.distributed.signals import Interrupts, Preempted
 
 
 def make(*callbacks, strategy=None):

@@ -8,7 +8,7 @@ import pytest
 from toys import Mlp
 
 import jaxdp
-from jaxdp.launchers import find_place
+from jaxdp.distributed.launchers import find_place
 
 TORCHRUN = {
     "RANK": "3",
@@ -189,7 +189,7 @@ def test_a_spawned_worker_that_imports_the_script_joins_nobody(monkeypatch):
 
 
 def test_a_trainer_warns_of_a_start_that_was_forgotten(monkeypatch):
-    monkeypatch.setattr(jaxdp.distributed, "_is_alone_on_purpose", False)
+    monkeypatch.setattr("jaxdp.distributed.start._is_alone_on_purpose", False)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.warns(

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxdp import callers, lifeline
-from jaxdp.launchers import Place
-from jaxdp.lifeline import Lifeline, call_the_roll
+from jaxdp.distributed import callers, lifeline
+from jaxdp.distributed.launchers import Place
+from jaxdp.distributed.lifeline import Lifeline, call_the_roll
 
 CARD = {"jaxdp": 1, "job": "j", "process": 1, "of": 2, "name": "x", "facts": {}}
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from .. import checkpoint, distributed, meetings
+from .. import checkpoint, distributed
 from ..basics import coordination
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
+from ..distributed import meetings
+from ..distributed.signals import is_stop
 from ..fingerprint import start_fingerprints
-from ..interrupts import is_stop
 from ..step.metrics import IN_FLIGHT
 from .base import Callback
 from .stall_watch import waits_for

@@ -22,8 +22,8 @@ from ..basics.json_checks import (
     whole,
 )
 from ..checkpoint_dir import CheckpointDir
-from ..interrupts import is_stop
-from ..processes import Pulse
+from ..distributed.agreement import Pulse
+from ..distributed.signals import is_stop
 from .base import Callback
 from .monitor import announce, check_monitor
 from .states import saved_state

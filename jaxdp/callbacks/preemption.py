@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from ..interrupts import SIGNALS
+from ..distributed.signals import SIGNALS
 from .base import Callback
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from .. import meetings
 from ..basics.arguments import check_number
 from ..basics.console import shout
+from ..distributed import meetings
 from .base import Callback
 
 ABORTED: Final = 70
@@ -24,8 +24,8 @@ _PHASES: Final = {
     "checkpoint_dir": "a checkpoint",
     "engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",
-    "meetings": "the other processes",
-    "processes": "the other processes",
+    "distributed.meetings": "the other processes",
+    "distributed.agreement": "the other processes",
     "strategies": "the device (a step, or its compilation)",
     "step.metrics": "the device (a step whose result is read)",
     "source": "the loader",

@@ -6,9 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .. import meetings
 from ..basics import coordination
 from ..basics.arguments import check_number
+from ..distributed import meetings
 from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
 from .base import Callback

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..cpu import options_for
-from ..processes import RowBlocks, put
+from ..distributed.agreement import RowBlocks, put
 from ..step.collectives import DATA, RowsInteract
 from ..step.python_calls import CallsPython, calls_python
 from ..step.row_mixing import values_mix_rows

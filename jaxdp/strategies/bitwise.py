@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.console import say
-from ..processes import RowBlocks, row_blocks
+from ..distributed.agreement import RowBlocks, row_blocks
 from ..step.collectives import Collectives, RowsInteract, Share
 from ..step.jaxprs import repeated
 from ..step.steps import Group, TrainState

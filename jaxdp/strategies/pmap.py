@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..processes import RowBlocks, row_blocks
+from ..distributed.agreement import RowBlocks, row_blocks
 from ..step.collectives import DATA, AxisCollectives, Collectives, RowsInteract
 from ..step.steps import Group, TrainState
 from .base import (

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..processes import RowBlocks, row_blocks
+from ..distributed.agreement import RowBlocks, row_blocks
 from ..step.collectives import DATA, Collectives
 from ..step.steps import Group, TrainState
 from .base import (

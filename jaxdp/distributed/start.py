@@ -26,10 +26,10 @@ from typing import Final
 
 import jax
 
-from .basics.console import Outlet, shout
-from .interrupts import is_stop
+from ..basics.console import Outlet, shout
 from .launchers import Place, find_place, split_address
 from .lifeline import Lifeline, call_the_roll
+from .signals import is_stop
 
 ABANDONED: Final = 71
 """Exit code of a process that ended because another one had died or failed."""

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from .basics import coordination
-from .basics.console import listed, say
+from ..basics import coordination
+from ..basics.console import listed, say
 
 _FAST: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""

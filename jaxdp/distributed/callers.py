@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any, Final
 
-from .basics.json_checks import by_name, fields, has_form, maybe, text, whole
+from ..basics.json_checks import by_name, fields, has_form, maybe, text, whole
 
 _LINE: Final = text(r"[^\x00-\x1f\x7f]{0,300}", "a line of text")
 

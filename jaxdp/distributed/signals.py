@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from .basics.console import end_quietly, say
-from .processes import Processes, Pulse
+from ..basics.console import end_quietly, say
+from .agreement import Processes, Pulse
 
 EXIT_CODE: Final = 143
 """128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from ..basics.console import listed, say
+from ..basics.json_checks import parse_json
 from . import callers
-from .basics.console import listed, say
-from .basics.json_checks import parse_json
 from .launchers import Place
 
 _MOST_BYTES: Final = 2**16

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..basics import coordination
 from . import meetings
-from .basics import coordination
 
 _LIMIT: Final = 3600.0
 """Seconds to wait for what process 0 does alone, such as reading a large checkpoint.
