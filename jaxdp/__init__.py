@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
+from .checkpoint.weights import load_model, save_model
 from .history import History
 from .stack import Stack
 from .step.steps import TrainState
@@ -25,7 +26,6 @@ from .strategies import (
     ZeRO,
 )
 from .trainer import Trainer
-from .weights import load_model, save_model
 
 if TYPE_CHECKING:
     from . import finders, testing

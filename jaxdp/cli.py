@@ -272,7 +272,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 def _export(options: argparse.Namespace) -> None:
     import numpy as np
 
-    from .weights import read_weights
+    from .checkpoint.weights import read_weights
 
     path = os.path.abspath(options.output)
     suffix = os.path.splitext(path)[1]

@@ -30,6 +30,7 @@ from .callbacks.lockstep import Lockstep
 from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
+from .checkpoint.undo import undone_if_it_fails
 from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
 from .distributed.agreement import Pulse, find_processes
@@ -51,7 +52,6 @@ from .step.remat import Remat, check_remat
 from .step.steps import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
-from .undo import undone_if_it_fails
 
 if TYPE_CHECKING:
     # Imported where they are used: not every fit is planned, compared or reported on.

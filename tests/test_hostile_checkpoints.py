@@ -12,7 +12,7 @@ import optax
 import pytest
 from toys import Mlp, batches
 
-from jaxdp import Callback, SingleDevice, Trainer, checkpoint
+from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import (
     CSVLogger,
     EarlyStopping,
@@ -22,7 +22,8 @@ from jaxdp.callbacks import (
     TensorBoardLogger,
     Timer,
 )
-from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed
+from jaxdp.checkpoint import saving
+from jaxdp.checkpoint.saving import CheckpointCorrupt, SaveFailed
 from jaxdp.distributed.agreement import Processes
 
 DEEP = json.loads("[" * 90 + "]" * 90)
@@ -91,7 +92,7 @@ class Run:
         """Puts other metadata in place of those of step 8, and seals them."""
         step = self.steps / "8"
         meta.pop("digest", None)
-        content = json.dumps(meta | {"digest": checkpoint._digest(meta)}).encode()
+        content = json.dumps(meta | {"digest": saving._digest(meta)}).encode()
         (step / "meta" / "metadata").write_bytes(content)
         sums = json.loads((step / "files.json").read_bytes())
         sums["meta/metadata"] = hashlib.sha256(content).hexdigest()
@@ -214,7 +215,7 @@ def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, ki
             return "; ".join(map(str, filter(None, found))) or None
 
     with pytest.raises(Exception, match="th") as raised:  # noqa: PT011, PT012
-        with checkpoint._alike(Two(), "some"):
+        with saving._alike(Two(), "some"):
             if here is not None:
                 raise here("this")
     assert raised.type is kind

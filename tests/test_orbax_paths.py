@@ -14,9 +14,9 @@ from toys import Mlp, batches
 import jaxdp
 from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.checkpoint import SaveFailed
+from jaxdp.checkpoint.orbax_paths import unreadable
+from jaxdp.checkpoint.saving import SaveFailed
 from jaxdp.cli import main
-from jaxdp.orbax_paths import unreadable
 
 DATA = batches(16, 16, 5)
 ODD = ["lr=0.1,seed=[1]", "a*b", "a?b", "[", "back\\slash"]
@@ -118,14 +118,14 @@ def test_where_no_link_can_be_made_it_is_said_before_the_first_step(
 
 
 def test_what_cannot_be_read_back_is_given_no_name(trained, tmp_path, monkeypatch):
-    seal = jaxdp.checkpoint._seal
+    seal = jaxdp.checkpoint.saving._seal
 
     def lose(folder, name, shapes):
         (manifest,) = glob.glob(f"{folder}/{name}.*/state/manifest.ocdbt")
         os.remove(manifest)
         seal(folder, name, shapes)
 
-    monkeypatch.setattr("jaxdp.checkpoint._seal", lose)
+    monkeypatch.setattr("jaxdp.checkpoint.saving._seal", lose)
     with pytest.raises(SaveFailed, match=r"lacks params\.first\.weight"):
         trained.save(tmp_path / "9")
     assert os.listdir(tmp_path) == []

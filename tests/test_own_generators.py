@@ -22,7 +22,8 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from jaxdp import SingleDevice, Trainer, checkpoint, seal  # noqa: E402
+from jaxdp import SingleDevice, Trainer  # noqa: E402
+from jaxdp.checkpoint import saving, seal  # noqa: E402
 from jaxdp.generators import Generators  # noqa: E402
 from jaxdp.index_lists import IndexLists  # noqa: E402
 from jaxdp.loaders import open_loader  # noqa: E402
@@ -516,11 +517,11 @@ def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
                 progress.check({**saved, name: value})
     progress.check(json.loads(json.dumps(saved)))
     before = trainer.save(tmp_path / "whole")
-    meta = {**checkpoint.read_meta(before), name: FORGERIES[name][0]}
-    meta["digest"] = checkpoint._digest(meta)
+    meta = {**saving.read_meta(before), name: FORGERIES[name][0]}
+    meta["digest"] = saving._digest(meta)
     (tmp_path / "whole" / "meta" / "metadata").write_text(json.dumps(meta))
     seal.write_list(before)
-    with pytest.raises(checkpoint.CheckpointCorrupt, match=name):
+    with pytest.raises(saving.CheckpointCorrupt, match=name):
         trainer.load(before)
 
 

@@ -287,14 +287,14 @@ def test_a_checkpoint_of_format_1_loads(tmp_path, caplog):
 
 
 def test_a_newer_format_says_what_wrote_it(tmp_path):
-    from jaxdp import checkpoint
+    from jaxdp.checkpoint import saving
 
     trainer = make()
     path = trainer.save(tmp_path / "saved")
     file = tmp_path / "saved" / "meta" / "metadata"
     meta = json.loads(file.read_text()) | {"format": 3}
     del meta["digest"]
-    file.write_text(json.dumps(meta | {"digest": checkpoint._digest(meta)}))
+    file.write_text(json.dumps(meta | {"digest": saving._digest(meta)}))
     with pytest.raises(ValueError, match=r"has format 3, written by jaxdp.*newer one"):
         trainer.load(path)
 

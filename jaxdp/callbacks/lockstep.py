@@ -12,9 +12,9 @@ from .. import checkpoint, distributed
 from ..basics import coordination
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
+from ..checkpoint.fingerprints import start_fingerprints
 from ..distributed import meetings
 from ..distributed.signals import is_stop
-from ..fingerprint import start_fingerprints
 from ..step.metrics import IN_FLIGHT
 from .base import Callback
 from .stall_watch import waits_for

@@ -21,7 +21,7 @@ from ..basics.json_checks import (
     truth,
     whole,
 )
-from ..checkpoint_dir import CheckpointDir
+from ..checkpoint.folder import CheckpointDir
 from ..distributed.agreement import Pulse
 from ..distributed.signals import is_stop
 from .base import Callback

@@ -20,8 +20,8 @@ ABORTED: Final = 70
 """Exit code of a process that `StallWatch(abort=True)` ended."""
 
 _PHASES: Final = {
-    "checkpoint": "a checkpoint",
-    "checkpoint_dir": "a checkpoint",
+    "checkpoint.saving": "a checkpoint",
+    "checkpoint.folder": "a checkpoint",
     "engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",
     "distributed.meetings": "the other processes",

@@ -204,7 +204,7 @@ def events(folder):
 
 def remove(folder, step):
     """Removes a checkpoint."""
-    from jaxdp.checkpoint_dir import CheckpointDir
+    from jaxdp.checkpoint.folder import CheckpointDir
 
     CheckpointDir(folder).remove(step)
 

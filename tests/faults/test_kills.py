@@ -70,7 +70,7 @@ def test_kills_while_a_checkpoint_is_written(jobs, table):
 def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
     import job
 
-    from jaxdp.checkpoint_dir import CheckpointDir
+    from jaxdp.checkpoint.folder import CheckpointDir
 
     survived, tries = 0, 20 if LONG else 5
     for attempt in range(tries):

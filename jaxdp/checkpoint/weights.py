@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from . import checkpoint
-from .basics.console import say
-from .basics.tree import leaf_path
-from .checkpoint import CheckpointCorrupt
+from ..basics.console import say
+from ..basics.tree import leaf_path
+from . import saving
+from .saving import CheckpointCorrupt
 
 Path = str | os.PathLike[str]
 
@@ -65,7 +65,7 @@ def load_model(
     found = {
         name: leaf
         for name, leaf in wanted.items()
-        if stored.get(name) == checkpoint.shape_text(checkpoint.plain(leaf))
+        if stored.get(name) == saving.shape_text(saving.plain(leaf))
     }
     _report(path, wanted, found, stored, partial)
     values = read(found)
@@ -91,7 +91,7 @@ def save_model(path: Path, model: PyTree) -> str:
     if path.endswith(".safetensors"):
         save = _safetensors("safetensors.numpy").save_file
         arrays = {
-            name: np.asarray(checkpoint.plain(leaf), order="C")
+            name: np.asarray(saving.plain(leaf), order="C")
             for name, leaf in _arrays(model).items()
         }
         with _replacing(path) as temporary:
@@ -137,7 +137,7 @@ def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
         value = values.get(prefix + (leaf_path(path) or "value"))
         if value is None:
             return leaf
-        return checkpoint.unplain(jnp.asarray(value), leaf)
+        return saving.unplain(jnp.asarray(value), leaf)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
 
@@ -151,13 +151,11 @@ def _report(
 ) -> None:
     """Says what is not found in the file; an error unless `partial`."""
     missing = {
-        name: checkpoint.shape_text(checkpoint.plain(leaf))
+        name: saving.shape_text(saving.plain(leaf))
         for name, leaf in wanted.items()
         if name not in found
     }
-    lines = checkpoint.differences(
-        missing, {n: stored.get(n, "nothing") for n in missing}
-    )
+    lines = saving.differences(missing, {n: stored.get(n, "nothing") for n in missing})
     unused = [n for n in stored if n not in wanted and not n.startswith("model_state:")]
     if partial:
         if lines:
@@ -181,7 +179,7 @@ Reader = Callable[[dict[str, Any]], dict[str, Any]]
 
 def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
     """Shapes by name in the model, and how to read some of them."""
-    meta = checkpoint.read_meta(path)
+    meta = saving.read_meta(path)
     places: dict[str, tuple[str, str]] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
@@ -193,14 +191,14 @@ def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        named: checkpoint.Named = {}
+        named: saving.Named = {}
         for name, leaf in found.items():
             field, place = places[name]
-            leaf = checkpoint.plain(leaf)
+            leaf = saving.plain(leaf)
             named.setdefault(field, {})[place] = jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding
             )
-        stored = checkpoint.restore_leaves(path, meta, named)
+        stored = saving.restore_leaves(path, meta, named)
         values = {name: stored[places[name][0]][places[name][1]] for name in found}
         return {n: jnp.zeros(v.shape, v.dtype) if _is_shape(v) else v
                 for n, v in values.items()}  # fmt: skip
@@ -217,7 +215,7 @@ def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
         raise
     except Exception as error:
         raise CheckpointCorrupt(f"`path`: {path} can't be read: {error}.") from error
-    shapes = {name: checkpoint.shape_text(array) for name, array in arrays.items()}
+    shapes = {name: saving.shape_text(array) for name, array in arrays.items()}
     return shapes, lambda found: {name: arrays[name] for name in found}
 
 

@@ -6,7 +6,7 @@ those of loaders (`source`, `place`, `validation`) for `Progress.check`.
 
 from typing import Any, Final
 
-from .basics.json_checks import (
+from ..basics.json_checks import (
     anything,
     by_name,
     each,

@@ -22,8 +22,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
-from .basics.console import say
-from .basics.json_checks import parse_json
+from ..basics.console import say
+from ..basics.json_checks import parse_json
 from .orbax_paths import as_orbax_reads
 
 try:

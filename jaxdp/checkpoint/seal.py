@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from .basics.json_checks import Form, by_name, read_json, text
+from ..basics.json_checks import Form, by_name, read_json, text
 
 _LIST: Final = "files.json"
 

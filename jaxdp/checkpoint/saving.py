@@ -36,16 +36,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..basics.arguments import check_is_local
+from ..basics.console import say
+from ..basics.json_checks import fields, parse_json, read_json, whole
+from ..basics.tree import leaf_path
+from ..distributed.agreement import Processes, find_processes
+from ..step.steps import TrainState
 from . import seal
-from .basics.arguments import check_is_local
-from .basics.console import say
-from .basics.json_checks import fields, parse_json, read_json, whole
-from .basics.tree import leaf_path
-from .checkpoint_form import FORMS
-from .distributed.agreement import Processes, find_processes
-from .fingerprint import fingerprints
+from .fingerprints import fingerprints
+from .form import FORMS
 from .orbax_paths import as_orbax_reads, as_orbax_writes, unreadable
-from .step.steps import TrainState
 
 FORMAT: Final = 2
 """Version of the layout on disk. Format 1 had no fingerprints and no digest."""
