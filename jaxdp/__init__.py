@@ -13,7 +13,6 @@ from . import callbacks, compilation_cache, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint.weights import load_model, save_model
 from .history import History
-from .stack import Stack
 from .step.steps import TrainState
 from .strategies import (
     FSDP,
@@ -25,6 +24,7 @@ from .strategies import (
     TensorParallel,
     ZeRO,
 )
+from .strategies.stack import Stack
 from .trainer import Trainer
 
 if TYPE_CHECKING:

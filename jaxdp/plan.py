@@ -17,12 +17,12 @@ from . import hosts as hosts_of
 from . import plan_reading as readings
 from .basics.arguments import check_number
 from .basics.files import write_whole
-from .cpu import options_for
 from .hardware import Hardware
 from .hosts import Hosts
 from .plan_reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
 from .step.jaxprs import matmul_flops
 from .step.steps import Batch
+from .strategies.cpu_options import options_for
 
 
 class Row(NamedTuple):

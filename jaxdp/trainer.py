@@ -31,7 +31,6 @@ from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
 from .checkpoint.undo import undone_if_it_fails
-from .cpu import keep_freed_memory
 from .data import read_only, rows_of, windows
 from .distributed.agreement import Pulse, find_processes
 from .distributed.signals import Interrupts, Preempted, tell
@@ -52,6 +51,7 @@ from .step.remat import Remat, check_remat
 from .step.steps import Batch, Steps, TrainState
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
+from .strategies.cpu_options import keep_freed_memory
 
 if TYPE_CHECKING:
     # Imported where they are used: not every fit is planned, compared or reported on.

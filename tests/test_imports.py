@@ -34,7 +34,6 @@ NOT_YET = {
     "collation": "data",
     "compilation_cache": "engine",
     "compilations": "engine",
-    "cpu": "strategies",
     "data": "data",
     "device_compilers": "plan",
     "eager": "engine",
@@ -64,7 +63,6 @@ NOT_YET = {
     "run_record": "reports",
     "sending": "data",
     "source": "data",
-    "stack": "strategies",
     "torch_loader": "data",
     "workers": "data",
 }

@@ -1,11 +1,11 @@
 """Strategies: where things live and how the step is compiled."""
 
 from .base import DataParallel
+from .fsdp import FSDP, ZeRO
 from .pipeline import Pipeline
 from .pmap import Pmap
 from .sharded import Layout, Sharded
 from .single_device import SingleDevice
-from .split import FSDP, ZeRO
 from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [

@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..cpu import options_for
 from ..distributed.agreement import RowBlocks, put
 from ..step.collectives import DATA, RowsInteract
 from ..step.python_calls import CallsPython, calls_python
 from ..step.row_mixing import values_mix_rows
 from ..step.steps import Group, TrainState
+from .cpu_options import options_for
 
 Devices = int | Sequence[Any] | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""

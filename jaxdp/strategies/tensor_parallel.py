@@ -11,13 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..stack import Stack
 from ..step.collectives import DATA
 from ..step.steps import TrainState
 from .base import Devices, find_devices
 from .by_rows import names_of
+from .fsdp import split_axis
 from .sharded import Sharded
-from .split import split_axis
+from .stack import Stack
 
 _FSDP: Final = "fsdp"
 
