@@ -284,7 +284,7 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 _WORKERS: Final = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from jaxdp.workers import safe_workers
+from jaxdp.data.torch_workers import safe_workers
 if __name__ == "__main__":
     data = TensorDataset(torch.arange(64.).reshape(16, 4))
     loader = DataLoader(data, 4, num_workers=2)

@@ -23,12 +23,12 @@ from .basics.ambient_mesh import no_ambient_mesh
 from .basics.console import say
 from .basics.tree import leaf_path
 from .block_size import BlockSize
-from .data import Packed, Packer, check_labels, rows_of
+from .data.padding import Packed, Packer, check_labels, rows_of
+from .data.shares import PortionPacker
 from .distributed.agreement import RowBlocks
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .flat import Flat
 from .hyperparams import read_only, written_to
-from .portions import PortionPacker
 from .programs import WHAT, Kind, Program, Programs, rows_in
 from .row_counts import Counts
 from .step.jaxprs import has_convolutions, matmul_flops

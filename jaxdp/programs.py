@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from .basics.ambient_mesh import no_ambient_mesh
 from .basics.console import say
 from .compilations import Compilations
-from .data import Packed
+from .data.padding import Packed
 from .eager import Watched, compiled_for_debugging
 from .flat import Flat
 from .step.collectives import Collectives, RowsInteract

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from . import index_lists, own_generators
-from .data import taken, windows
-from .own_state import check_place, check_state, checksum
-from .portions import Share
-from .source import Source
+from .data import index_lists, own_generators
+from .data.loader_state import check_place, check_state, checksum
+from .data.padding import taken, windows
+from .data.shares import Share
+from .data.source import Source
 from .step.steps import Batch
 
 

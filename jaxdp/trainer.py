@@ -31,19 +31,19 @@ from .callbacks.progress import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
 from .checkpoint.undo import undone_if_it_fails
-from .data import read_only, rows_of, windows
+from .data.loaders import open_loader
+from .data.padding import read_only, rows_of, windows
+from .data.shares import GlobalShare, LocalShare, Share, inputs_of, shown
+from .data.source import ALL, Source
 from .distributed.agreement import Pulse, find_processes
 from .distributed.signals import Interrupts, Preempted, tell
 from .engine import Block, Engine, wait
 from .history import History
 from .layout import layout
 from .limits import Limits
-from .loaders import open_loader
 from .phases import Phase, Stopwatch
-from .portions import GlobalShare, LocalShare, Share, inputs_of, shown
 from .programs import Kind
 from .progress import Progress
-from .source import ALL, Source
 from .step.metrics import Metrics, means_of, new_totals
 from .step.objective import CriterionObjective, Objective, split_pair
 from .step.precision import find_precision

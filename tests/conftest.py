@@ -18,7 +18,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Types are checked inside. Where users call in, wrong types get errors of our own,
 # which tests want to see.
 INSIDE = [
-    "data",
+    "data.padding",
     "engine",
     "step.metrics",
     "step.objective",

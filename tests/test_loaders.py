@@ -28,14 +28,15 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from jaxdp import Callback, Trainer, torch_loader  # noqa: E402
-from jaxdp.collation import PIPE_BYTES  # noqa: E402
-from jaxdp.data import to_host  # noqa: E402
-from jaxdp.generators import seed_of  # noqa: E402
-from jaxdp.loaders import open_loader  # noqa: E402
-from jaxdp.source import Source  # noqa: E402
-from jaxdp.torch_loader import TorchSource  # noqa: E402
-from jaxdp.workers import started  # noqa: E402
+from jaxdp import Callback, Trainer  # noqa: E402
+from jaxdp.data import torch_source  # noqa: E402
+from jaxdp.data.loaders import open_loader  # noqa: E402
+from jaxdp.data.padding import to_host  # noqa: E402
+from jaxdp.data.random_states import seed_of  # noqa: E402
+from jaxdp.data.source import Source  # noqa: E402
+from jaxdp.data.torch_collation import PIPE_BYTES  # noqa: E402
+from jaxdp.data.torch_source import TorchSource  # noqa: E402
+from jaxdp.data.torch_workers import started  # noqa: E402
 
 
 class Squares(Dataset):
@@ -370,7 +371,7 @@ def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
         found.append(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ))
         return batches
 
-    monkeypatch.setattr(torch_loader, "started", noted)
+    monkeypatch.setattr(torch_source, "started", noted)
     plain = DataLoader(Squares(), 4)
     loader = DataLoader(Squares(), 4, num_workers=1)
     assert_same(open_loader(loader, "train_loader", seed=0).epoch(0), plain)
@@ -458,7 +459,7 @@ import numpy as np
 import own
 from torch.utils.data import DataLoader, Dataset
 
-from jaxdp.loaders import open_loader
+from jaxdp.data.loaders import open_loader
 
 
 class Imported(Dataset):

@@ -24,11 +24,11 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp import SingleDevice, Trainer  # noqa: E402
 from jaxdp.checkpoint import saving, seal  # noqa: E402
-from jaxdp.generators import Generators  # noqa: E402
-from jaxdp.index_lists import IndexLists  # noqa: E402
-from jaxdp.loaders import open_loader  # noqa: E402
-from jaxdp.own_generators import Found, Search, check  # noqa: E402
-from jaxdp.source import ALL  # noqa: E402
+from jaxdp.data.index_lists import IndexLists  # noqa: E402
+from jaxdp.data.loaders import open_loader  # noqa: E402
+from jaxdp.data.own_generators import Found, Search, check  # noqa: E402
+from jaxdp.data.random_states import Generators  # noqa: E402
+from jaxdp.data.source import ALL  # noqa: E402
 
 KINDS = {
     "np.random.Generator": lambda: np.random.default_rng(3),

@@ -14,8 +14,8 @@ from toys import Recorder, batches, rows
 from twins import check_twins
 
 from jaxdp import SingleDevice, Trainer
-from jaxdp.own_state import _decoded, _encoded
-from jaxdp.source import Source
+from jaxdp.data.loader_state import _decoded, _encoded
+from jaxdp.data.source import Source
 
 DATA = batches(*[8] * 12)
 

@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxdp.sending import sharing_arrays
+from jaxdp.data.torch_sending import sharing_arrays
 
 LARGE = np.arange(2**16, dtype=np.float32).reshape(256, 256)
 DATES = np.datetime64("2020-01-01") + np.arange(2**15)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
-from .collation import PIPE_BYTES, collation
-from .generators import seed_generators
-from .sending import sharing_arrays
+from .random_states import seed_generators
+from .torch_collation import PIPE_BYTES, collation
+from .torch_sending import sharing_arrays
 
 WORKER_RULES = (
     "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."

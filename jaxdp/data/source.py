@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from .basics.console import Outlet, open_bar, warn
-from .data import to_host
+from ..basics.console import Outlet, open_bar, warn
+from ..step.steps import Batch
+from .loader_state import OwnState, checksum, generators_of, own_state
 from .own_generators import Found, Search
-from .own_state import OwnState, checksum, generators_of, own_state
-from .portions import Portion, Share
-from .step.steps import Batch
+from .padding import to_host
+from .shares import Portion, Share
 
 END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""

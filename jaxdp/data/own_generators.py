@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .generators import state_as_text, state_from_text
+from .random_states import state_as_text, state_from_text
 
 _NOTHING: Final[Mapping[int, Any]] = types.MappingProxyType({})
 _MOST_ITEMS: Final = 10_000

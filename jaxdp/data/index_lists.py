@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from .basics.console import warn
+from ..basics.console import warn
 
 _FIRST: Final = 4
 """Lists that tell the order of one epoch from that of another."""

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from .basics.console import say
-from .step.steps import Batch
+from ..basics.console import say
+from ..step.steps import Batch
 
 _SHARE: Final = 0.02
 """Of the time, at most, that may go into asking for states."""

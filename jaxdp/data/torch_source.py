@@ -16,16 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from .collation import collation
-from .data import as_numpy, taken, to_host
-from .generators import Generators, seed_generators, seed_of, state_from_text
+from ..step.steps import Batch
 from .index_lists import IndexLists
+from .loader_state import OwnState
 from .own_generators import Found, Search
-from .own_state import OwnState
-from .portions import Share
+from .padding import as_numpy, taken, to_host
+from .random_states import Generators, seed_generators, seed_of, state_from_text
+from .shares import Share
 from .source import ALL, END, Source
-from .step.steps import Batch
-from .workers import WORKER_RULES, Plan, Seeded, safe_workers, started, with_workers
+from .torch_collation import collation
+from .torch_workers import (
+    WORKER_RULES,
+    Plan,
+    Seeded,
+    safe_workers,
+    started,
+    with_workers,
+)
 
 _FETCHING = "dataset", "collate_fn"
 """The parts of a loader that make batches of index lists."""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from .portions import Share
+from .shares import Share
 from .source import ALL, Source
 
 
@@ -17,11 +17,11 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
-            from .torch_loader import TorchSource
+            from .torch_source import TorchSource
 
             return TorchSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.IterableDataset):
-            from .torch_loader import SeededSource
+            from .torch_source import SeededSource
 
             return SeededSource(loader, argument, seed, share)
         if isinstance(loader, torch.utils.data.Dataset):

@@ -15,9 +15,9 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .data import Packed, Packer, pad, rows_of
-from .distributed.agreement import Processes, RowBlocks
-from .step.steps import Batch, Group
+from ..distributed.agreement import Processes, RowBlocks
+from ..step.steps import Batch, Group
+from .padding import Packed, Packer, pad, rows_of
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""

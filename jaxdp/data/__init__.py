@@ -1,0 +1,1 @@
+"""From what a user passes as a loader to padded batches."""
