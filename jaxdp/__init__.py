@@ -9,9 +9,10 @@ trainer.fit(train_loader, val_loader, max_epochs=10)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import callbacks, compilation_cache, distributed, losses, strategies
+from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint.weights import load_model, save_model
+from .engine import compile_cache
 from .history import History
 from .step.steps import TrainState
 from .strategies import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from . import finders, testing
     from .plan import Plan
 
-compilation_cache.switch_on()
+compile_cache.switch_on()
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .basics.tree import leaf_path
-from .engine import Engine
+from .engine.engine import Engine
 from .step.steps import Batch
 
 _SHOWN = 20

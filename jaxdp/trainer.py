@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, distributed, hyperparams, losses, resume
+from . import checkpoint, checks, distributed, losses, resume
 from .basics.arguments import check_choice, check_count, check_is_local, check_number
 from .basics.console import say, warn
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
@@ -37,12 +37,13 @@ from .data.shares import GlobalShare, LocalShare, Share, inputs_of, shown
 from .data.source import ALL, Source
 from .distributed.agreement import Pulse, find_processes
 from .distributed.signals import Interrupts, Preempted, tell
-from .engine import Block, Engine, wait
+from .engine import hyperparams
+from .engine.engine import Block, Engine, wait
+from .engine.programs import Kind
 from .history import History
 from .layout import layout
 from .limits import Limits
 from .phases import Phase, Stopwatch
-from .programs import Kind
 from .progress import Progress
 from .step.metrics import Metrics, means_of, new_totals
 from .step.objective import CriterionObjective, Objective, split_pair

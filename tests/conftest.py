@@ -19,11 +19,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # which tests want to see.
 INSIDE = [
     "data.padding",
-    "engine",
+    "engine.engine",
     "step.metrics",
     "step.objective",
     "step.precision",
-    "programs",
+    "engine.programs",
     "step.remat",
     "step.steps",
     "basics.tree",

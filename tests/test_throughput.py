@@ -15,7 +15,7 @@ from toys import batches
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.throughput import peak_flops
-from jaxdp.engine import wait
+from jaxdp.engine.engine import wait
 from jaxdp.phases import Stopwatch
 from jaxdp.step.jaxprs import matmul_flops
 

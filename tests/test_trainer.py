@@ -88,8 +88,8 @@ def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeypatch):
-    from jaxdp import row_counts
     from jaxdp.callbacks import DonateBuffers
+    from jaxdp.engine import row_counts
 
     sent = []
 

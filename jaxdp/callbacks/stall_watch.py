@@ -22,7 +22,7 @@ ABORTED: Final = 70
 _PHASES: Final = {
     "checkpoint.saving": "a checkpoint",
     "checkpoint.folder": "a checkpoint",
-    "engine": "the device (a step, or its compilation)",
+    "engine.engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",
     "distributed.meetings": "the other processes",
     "distributed.agreement": "the other processes",

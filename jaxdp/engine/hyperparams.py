@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .basics.tree import leaf_path
+from ..basics.tree import leaf_path
 
 RATES: Final = ("learning_rate", "lr", "step_size")
 """How optimizers call their learning rate."""

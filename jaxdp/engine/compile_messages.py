@@ -8,8 +8,8 @@ from typing import Final
 
 import jax
 
-from .basics.console import say
-from .data.padding import Packed, leaf_name
+from ..basics.console import say
+from ..data.padding import Packed, leaf_name
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .basics.ambient_mesh import no_ambient_mesh
-from .basics.console import say
-from .compilations import Compilations
-from .data.padding import Packed
+from ..basics.ambient_mesh import no_ambient_mesh
+from ..basics.console import say
+from ..data.padding import Packed
+from ..step.collectives import Collectives, RowsInteract
+from ..step.jaxprs import OWN_LOOP
+from ..step.metrics import Facts, new_totals
+from ..step.objective import Objective
+from ..step.row_mixing import values_mix_rows
+from ..step.steps import Group, Steps, Weights
+from ..strategies import DataParallel
+from ..strategies.base import Role
+from .compile_messages import Compilations
 from .eager import Watched, compiled_for_debugging
-from .flat import Flat
-from .step.collectives import Collectives, RowsInteract
-from .step.jaxprs import OWN_LOOP
-from .step.metrics import Facts, new_totals
-from .step.objective import Objective
-from .step.row_mixing import values_mix_rows
-from .step.steps import Group, Steps, Weights
-from .strategies import DataParallel
-from .strategies.base import Role
+from .state_arrays import Flat
 
 Kind = Literal["train", "evaluate", "predict"]
 

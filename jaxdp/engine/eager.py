@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .basics.console import say
-from .step.collectives import Collectives
-from .step.python_calls import CallsPython, as_raised, catching
-from .step.steps import TrainState
-from .strategies import DataParallel, SingleDevice
-from .strategies.base import Role
+from ..basics.console import say
+from ..step.collectives import Collectives
+from ..step.python_calls import CallsPython, as_raised, catching
+from ..step.steps import TrainState
+from ..strategies import DataParallel, SingleDevice
+from ..strategies.base import Role
 
 
 class Debugging(NamedTuple):

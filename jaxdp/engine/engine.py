@@ -19,24 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .basics.ambient_mesh import no_ambient_mesh
-from .basics.console import say
-from .basics.tree import leaf_path
-from .block_size import BlockSize
-from .data.padding import Packed, Packer, check_labels, rows_of
-from .data.shares import PortionPacker
-from .distributed.agreement import RowBlocks
+from ..basics.ambient_mesh import no_ambient_mesh
+from ..basics.console import say
+from ..basics.tree import leaf_path
+from ..data.padding import Packed, Packer, check_labels, rows_of
+from ..data.shares import PortionPacker
+from ..distributed.agreement import RowBlocks
+from ..step.jaxprs import has_convolutions, matmul_flops
+from ..step.metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
+from ..step.precision import as_own, as_stored
+from ..step.steps import Batch, Group, Steps, TrainState, first_state
+from ..strategies import DataParallel
+from ..strategies.base import replicated, with_auto_axes
+from .blocks import BlockSize
 from .eager import Debugging, Uncompiled, Watched, debugging
-from .flat import Flat
 from .hyperparams import read_only, written_to
 from .programs import WHAT, Kind, Program, Programs, rows_in
 from .row_counts import Counts
-from .step.jaxprs import has_convolutions, matmul_flops
-from .step.metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
-from .step.precision import as_own, as_stored
-from .step.steps import Batch, Group, Steps, TrainState, first_state
-from .strategies import DataParallel
-from .strategies.base import replicated, with_auto_axes
+from .state_arrays import Flat
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""

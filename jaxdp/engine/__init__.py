@@ -1,0 +1,1 @@
+"""The placed state of a run, and compiled steps taken on it."""
