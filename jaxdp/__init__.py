@@ -30,7 +30,7 @@ from .trainer import Trainer
 
 if TYPE_CHECKING:
     from . import finders, testing
-    from .plan import Plan
+    from .plan.plan import Plan
 
 compile_cache.switch_on()
 

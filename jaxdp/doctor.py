@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 from .basics.environment import versions
-from .device_compilers import installed as compilers_installed
+from .plan.device_compilers import installed as compilers_installed
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
@@ -307,7 +307,7 @@ print(multihost_utils.process_allgather(np.array([{rank} + 1])).sum())
 
 _COMPILE: Final = """
 import jax, jax.numpy as jnp
-from jaxdp.hardware import topology
+from jaxdp.plan.hardware import topology
 sharding = jax.sharding.SingleDeviceSharding(topology("{name}").devices[0])
 x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
 jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()

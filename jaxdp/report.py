@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from . import plan_page
 from .basics.files import write_whole
 from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
+from .plan import page
 from .run_record import check_size, read_record
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"
@@ -95,7 +95,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
     record = read_record(table.with_suffix(".json"))
     name = str(path if path.is_dir() else path.with_suffix(""))
-    plan, planned = None, table.with_suffix(plan_page.SUFFIX)
+    plan, planned = None, table.with_suffix(page.SUFFIX)
     if planned.is_file():
         check_size(planned)
         plan = planned.read_text(encoding="utf-8")

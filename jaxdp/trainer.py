@@ -57,8 +57,8 @@ from .strategies.cpu_options import keep_freed_memory
 if TYPE_CHECKING:
     # Imported where they are used: not every fit is planned, compared or reported on.
     from .comparison import Comparison
-    from .hardware import Hardware
-    from .plan import Plan
+    from .plan.hardware import Hardware
+    from .plan.plan import Plan
 
 
 class Trainer:
@@ -472,12 +472,12 @@ class Trainer:
             topology: hardware that is not here, for its real compiler: "h100x1024" and
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
-                `jaxdp.hardware.Hardware`. That of the devices, if known, by default.
+                `jaxdp.plan.Hardware`. That of the devices, if known, by default.
             hosts: how many hosts the devices are on, in equal parts: processes, each of
                 which loads its rows and writes its part of checkpoints. A topology
                 knows, and so do the devices of a job of several processes.
         """
-        from .plan import Planner
+        from .plan.plan import Planner
 
         if devices is not None:
             check_count("devices", devices)
@@ -870,7 +870,7 @@ class Trainer:
         It costs no compilation, unlike `plan`, which knows more: matrix operations,
         and other devices. Loggers show it.
         """
-        from .plan import of_running
+        from .plan.plan import of_running
 
         compiled = self.compiled_train_step()
         if self._engine is None or compiled is None:

@@ -10,8 +10,9 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from jaxdp import device_compilers, doctor
-from jaxdp.hardware import resized, topology
+from jaxdp import doctor
+from jaxdp.plan import device_compilers
+from jaxdp.plan.hardware import resized, topology
 
 JAXLIB = importlib.metadata.version("jaxlib")
 WHOLE = {
@@ -213,7 +214,7 @@ def test_the_doctor_looks_at_the_compilers(packages, monkeypatch):
 USED = """
 import os, sys
 import jax, jax.numpy as jnp
-from jaxdp.hardware import topology
+from jaxdp.plan.hardware import topology
 later = "{later}"
 if not later:
     jax.devices()

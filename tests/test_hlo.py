@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp import hlo
+from jaxdp.plan import hlo
 
 MESH_SHAPE = {"data": 4, "model": 2}
 

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 from toys import Mlp, NormNet, Recorder, batches
 
-from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO, hlo
+from jaxdp import FSDP, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
 from jaxdp.callbacks import NanGuard
+from jaxdp.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 SPLIT = [ZeRO, FSDP]

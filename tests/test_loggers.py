@@ -26,7 +26,7 @@ from jaxdp.callbacks import live_plot as live_plot_module
 from jaxdp.callbacks.loggers import scalars
 from jaxdp.callbacks.monitor import LAG
 from jaxdp.callbacks.run_facts import optimizer_text
-from jaxdp.plan_page import _bytes
+from jaxdp.plan.page import _bytes
 
 
 def make_trainer(*callbacks, **options):

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from toys import Deep, DeepBlock, Recorder, batches
 
-from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer, hlo
+from jaxdp import FSDP, Pipeline, SingleDevice, Stack, Trainer
+from jaxdp.plan import hlo
 from jaxdp.strategies import tensor_rules
 
 # Rows that neither pipelines nor micro-batches divide.

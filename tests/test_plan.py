@@ -34,10 +34,10 @@ from jaxdp import (
     ZeRO,
 )
 from jaxdp.callbacks import DonateBuffers, ModelCheckpoint, NanGuard
-from jaxdp.hardware import HARDWARE, Hardware, faked, slice_shape, topology
-from jaxdp.hosts import sent
-from jaxdp.plan import largest
-from jaxdp.plan_page import _si
+from jaxdp.plan.hardware import HARDWARE, Hardware, faked, slice_shape, topology
+from jaxdp.plan.hosts import sent
+from jaxdp.plan.page import _si
+from jaxdp.plan.plan import largest
 from jaxdp.step.collectives import Collectives
 from jaxdp.step.jaxprs import repeated, times_of
 from jaxdp.strategies.base import find_devices

@@ -270,7 +270,7 @@ def test_the_step_is_traced_once():
 
 def test_gradients_are_summed_by_shares_of_them():
     """No more bytes than an all-reduce on eight devices, and no more arrays held."""
-    from jaxdp import hlo
+    from jaxdp.plan import hlo
 
     model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
     x = np.ones((16, 64), np.float32)

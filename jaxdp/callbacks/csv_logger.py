@@ -70,7 +70,7 @@ class CSVLogger(Logger):
         return self._path
 
     def setup(self, trainer: Any) -> None:
-        from ..plan_page import SUFFIX
+        from ..plan.page import SUFFIX
 
         super().setup(trainer)
         if not trainer.is_global_zero:
@@ -124,7 +124,7 @@ class CSVLogger(Logger):
 
     def log_plan(self, plan: Any) -> None:
         assert self._path is not None
-        from ..plan_page import SUFFIX
+        from ..plan.page import SUFFIX
 
         # The record has a layout of its own.
         found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
@@ -169,7 +169,7 @@ class CSVLogger(Logger):
 
     def _take_over(self, trainer: Any, path: Path) -> None:
         """Goes on with the table of the run that is resumed, or moves it away."""
-        from ..plan_page import SUFFIX
+        from ..plan.page import SUFFIX
 
         self._columns, self._rows, self._last = [], 0, None
         is_own = self._restored is not None and _run_of(path) in (None, trainer.run_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.json_checks import fields, maybe, text
-from ..plan_page import page
+from ..plan.page import page
 from .loggers import Logger, Number
 from .monitor import announce
 from .run_facts import Facts, flat

@@ -9,8 +9,8 @@ import numpy as np
 from ..basics import coordination
 from ..basics.arguments import check_number
 from ..distributed import meetings
-from ..hardware import hardware_of
 from ..phases import Phase, Stopwatch
+from ..plan.hardware import hardware_of
 from .base import Callback
 from .monitor import announce
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..basics.json_checks import fields, maybe, text
 from ..history import to_png
-from ..plan_page import page
+from ..plan.page import page
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
 

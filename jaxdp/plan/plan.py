@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ..basics.arguments import check_number
+from ..basics.files import write_whole
+from ..step.jaxprs import matmul_flops
+from ..step.steps import Batch
+from ..strategies.cpu_options import options_for
 from . import hardware as devices_of
 from . import hosts as hosts_of
-from . import plan_reading as readings
-from .basics.arguments import check_number
-from .basics.files import write_whole
+from . import reading as readings
 from .hardware import Hardware
 from .hosts import Hosts
-from .plan_reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
-from .step.jaxprs import matmul_flops
-from .step.steps import Batch
-from .strategies.cpu_options import options_for
+from .reading import Bound, Estimate, Leaf, Memory, Reading, Split, Traffic
 
 
 class Row(NamedTuple):
@@ -213,12 +213,12 @@ class Plan:
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the report with pictures into one file that needs no network."""
-        from .plan_page import page
+        from .page import page
 
         write_whole(path, page(self))
 
     def __str__(self) -> str:
-        from .plan_page import text
+        from .page import text
 
         return text(self)
 
@@ -232,7 +232,7 @@ class Scaling(NamedTuple):
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        from .plan_page import scaling_text
+        from .page import scaling_text
 
         return scaling_text(self)
 
@@ -242,7 +242,7 @@ class Scaling(NamedTuple):
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Writes an SVG: memory, communication and speed over the number of devices."""
-        from .plan_page import scaling_svg
+        from .page import scaling_svg
 
         write_whole(path, scaling_svg(self))
 
@@ -255,8 +255,8 @@ class Planner:
             `compiled_for("train", packed)` compiles with that strategy.
         strategy: as it trains.
         window: one step's batches, of which only shapes and dtypes are used.
-        topology: as for `jaxdp.hardware.topology`; a name that ends in a number may be
-            asked for other numbers.
+        topology: as for `jaxdp.plan.hardware.topology`; a name that ends in a number
+            may be asked for other numbers.
         hardware: a profile for `estimate`; that of the devices by default.
     """
 

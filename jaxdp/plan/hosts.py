@@ -59,7 +59,7 @@ def sent(
     """Bytes that each host sends to others in a collective, by its number.
 
     Args:
-        kind: of `jaxdp.hlo.KINDS`.
+        kind: of `jaxdp.plan.hlo.KINDS`.
         groups: places in the mesh.
         wire_bytes: what each device sends.
         hosts: the host of each place.

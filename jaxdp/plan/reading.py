@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
+from ..basics.tree import leaf_path
 from . import hlo, hosts
-from .basics.tree import leaf_path
 from .hardware import Hardware
 from .hosts import Hosts, Owners
 
