@@ -41,10 +41,10 @@ from .engine import hyperparams
 from .engine.engine import Block, Engine, wait
 from .engine.programs import Kind
 from .history import History
-from .layout import layout
 from .limits import Limits
 from .phases import Phase, Stopwatch
 from .progress import Progress
+from .reports.layout import layout
 from .step.metrics import Metrics, means_of, new_totals
 from .step.objective import CriterionObjective, Objective, split_pair
 from .step.precision import find_precision
@@ -830,7 +830,7 @@ class Trainer:
         Returns:
             The path of the file.
         """
-        from .report import read_run, run_of_history, write_report
+        from .reports.page import read_run, run_of_history, write_report
 
         record: dict[str, Any] = dict(run_facts(self, None))
         tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]

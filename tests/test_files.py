@@ -12,7 +12,7 @@ from jaxdp import Callback
 from jaxdp.basics.files import append_whole, naming, replacing, write_whole
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
 from jaxdp.history import History
-from jaxdp.report import read_run
+from jaxdp.reports.page import read_run
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from jaxdp.charts import Curve, _Scale, line_chart, number, split_box
-from jaxdp.layout import layout
 from jaxdp.phases import PHASES
-from jaxdp.report import (
+from jaxdp.reports.figures import Curve, _Scale, line_chart, number, split_box
+from jaxdp.reports.layout import layout
+from jaxdp.reports.page import (
     Run,
     comparison,
     differences,

@@ -11,7 +11,7 @@ from .learning_rate import _closure, _transformations
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
-loggers are given a `"layout"` too, see `jaxdp.layout`."""
+loggers are given a `"layout"` too, see `jaxdp.reports.layout`."""
 
 
 def run_facts(trainer: Any, hyperparameters: Mapping[str, Any] | None) -> Facts:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .basics.files import write_whole
-from .charts import COLORS, Curve, line_chart, number, share_bar, split_box
-from .plan import page
+from ..basics.files import write_whole
+from ..plan import page
+from .figures import COLORS, Curve, line_chart, number, share_bar, split_box
 from .run_record import check_size, read_record
 
 _EPOCH, _VALIDATION, _THROUGHPUT = "epoch_", "val_", "throughput/"

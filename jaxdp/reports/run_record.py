@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
-from .basics.json_checks import (
+from ..basics.json_checks import (
     anything,
     by_name,
     each,

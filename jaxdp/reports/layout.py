@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .basics.tree import leaf_path
+from ..basics.tree import leaf_path
 
 
 def layout(state: Any) -> list[dict[str, Any]]:
