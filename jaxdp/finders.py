@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .callbacks.learning_rate import LearningRateMonitor
+from .callbacks.learning_rate_monitor import LearningRateMonitor
 from .history import save_figure
 from .trainer import Trainer
 

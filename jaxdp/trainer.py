@@ -27,9 +27,10 @@ from .basics.console import say, warn
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
 from .callbacks.csv_logger import CSVLogger
 from .callbacks.lockstep import Lockstep
-from .callbacks.progress import ProgressBar
+from .callbacks.progress_bar import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
+from .callbacks.stopwatch import Phase, Stopwatch
 from .checkpoint.undo import undone_if_it_fails
 from .data.loaders import open_loader
 from .data.padding import read_only, rows_of, windows
@@ -42,7 +43,6 @@ from .engine.engine import Block, Engine, wait
 from .engine.programs import Kind
 from .history import History
 from .limits import Limits
-from .phases import Phase, Stopwatch
 from .progress import Progress
 from .reports.layout import layout
 from .step.metrics import Metrics, means_of, new_totals

@@ -16,9 +16,9 @@ from toys import batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ProgressBar
-from jaxdp.callbacks import progress as progress_module
+from jaxdp.callbacks import progress_bar as progress_module
 from jaxdp.callbacks.monitor import LAG
-from jaxdp.callbacks.progress import _clock, _rounded
+from jaxdp.callbacks.progress_bar import _clock, _rounded
 
 
 class Terminal(io.StringIO):

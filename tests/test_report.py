@@ -22,7 +22,7 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from jaxdp.phases import PHASES
+from jaxdp.callbacks.stopwatch import PHASES
 from jaxdp.reports.figures import Curve, _Scale, line_chart, number, split_box
 from jaxdp.reports.layout import layout
 from jaxdp.reports.page import (

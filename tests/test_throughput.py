@@ -14,9 +14,9 @@ from toys import batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
-from jaxdp.callbacks.throughput import peak_flops
+from jaxdp.callbacks.stopwatch import Stopwatch
+from jaxdp.callbacks.throughput_monitor import peak_flops
 from jaxdp.engine.engine import wait
-from jaxdp.phases import Stopwatch
 from jaxdp.step.jaxprs import matmul_flops
 
 

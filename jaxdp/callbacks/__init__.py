@@ -7,10 +7,10 @@ from .base import Callback
 
 if TYPE_CHECKING:
     from .csv_logger import CSVLogger
-    from .donate import DonateBuffers
+    from .donate_buffers import DonateBuffers
     from .early_stopping import EarlyStopping
     from .gradient_monitor import GradientMonitor
-    from .learning_rate import LearningRateMonitor
+    from .learning_rate_monitor import LearningRateMonitor
     from .live_plot import LivePlot
     from .lockstep import Lockstep
     from .loggers import Logger, TensorBoardLogger
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .nan_guard import NanGuard
     from .preemption import Preemption
     from .profiler import Profiler
-    from .progress import ProgressBar
+    from .progress_bar import ProgressBar
     from .reduce_lr_on_plateau import ReduceLROnPlateau
     from .stall_watch import StallWatch
-    from .throughput import ThroughputMonitor
+    from .throughput_monitor import ThroughputMonitor
     from .timer import Timer
     from .wandb_logger import WandbLogger
     from .weight_averaging import WeightAveraging
@@ -54,10 +54,10 @@ __all__ = [
 
 _MODULES: Final = {
     "CSVLogger": "csv_logger",
-    "DonateBuffers": "donate",
+    "DonateBuffers": "donate_buffers",
     "EarlyStopping": "early_stopping",
     "GradientMonitor": "gradient_monitor",
-    "LearningRateMonitor": "learning_rate",
+    "LearningRateMonitor": "learning_rate_monitor",
     "LivePlot": "live_plot",
     "Lockstep": "lockstep",
     "Logger": "loggers",
@@ -66,11 +66,11 @@ _MODULES: Final = {
     "NanGuard": "nan_guard",
     "Preemption": "preemption",
     "Profiler": "profiler",
-    "ProgressBar": "progress",
+    "ProgressBar": "progress_bar",
     "ReduceLROnPlateau": "reduce_lr_on_plateau",
     "StallWatch": "stall_watch",
     "TensorBoardLogger": "loggers",
-    "ThroughputMonitor": "throughput",
+    "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "WandbLogger": "wandb_logger",
     "WeightAveraging": "weight_averaging",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
-from .learning_rate import _closure, _transformations
+from .learning_rate_monitor import _closure, _transformations
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;

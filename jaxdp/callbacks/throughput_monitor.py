@@ -9,10 +9,10 @@ import numpy as np
 from ..basics import coordination
 from ..basics.arguments import check_number
 from ..distributed import meetings
-from ..phases import Phase, Stopwatch
 from ..plan.hardware import hardware_of
 from .base import Callback
 from .monitor import announce
+from .stopwatch import Phase, Stopwatch
 
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
