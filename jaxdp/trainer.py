@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, checks, distributed, losses, resume
+from . import checkpoint, distributed, losses
 from .basics.arguments import check_choice, check_count, check_is_local, check_number
 from .basics.console import say, warn
 from .callbacks.base import HOOKS, Callback, Hooks, RollBack
@@ -41,9 +41,10 @@ from .distributed.signals import Interrupts, Preempted, tell
 from .engine import hyperparams
 from .engine.engine import Block, Engine, wait
 from .engine.programs import Kind
+from .fit import checks, resume
+from .fit.limits import Limits
+from .fit.progress import Progress
 from .history import History
-from .limits import Limits
-from .progress import Progress
 from .reports.layout import layout
 from .step.metrics import Metrics, means_of, new_totals
 from .step.objective import CriterionObjective, Objective, split_pair

@@ -5,11 +5,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from . import checkpoint
-from .basics.console import say, warn
-from .callbacks.model_checkpoint import ModelCheckpoint
-from .callbacks.states import name_of, saved_state
-from .checkpoint.saving import CheckpointCorrupt
+from .. import checkpoint
+from ..basics.console import say, warn
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.states import name_of, saved_state
+from ..checkpoint.saving import CheckpointCorrupt
 
 WORDS = ("last", "best", "auto")
 

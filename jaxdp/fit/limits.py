@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from .basics.arguments import check_count
-from .data.source import Source, capped, check_share
+from ..basics.arguments import check_count
+from ..data.source import Source, capped, check_share
 
 
 class Limits:
@@ -40,7 +40,7 @@ class Limits:
         self.max_steps = None if max_steps == -1 else max_steps
         self.seconds: float | None = None
         if max_time is not None:
-            from .callbacks.timer import parse_duration
+            from ..callbacks.timer import parse_duration
 
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from . import losses
-from .basics.console import listed
-from .basics.tree import leaf_path
-from .callbacks.base import Callback
-from .distributed.agreement import find_processes
-from .step.objective import CriterionObjective, LossFnObjective, Objective
-from .strategies import DataParallel
+from .. import losses
+from ..basics.console import listed
+from ..basics.tree import leaf_path
+from ..callbacks.base import Callback
+from ..distributed.agreement import find_processes
+from ..step.objective import CriterionObjective, LossFnObjective, Objective
+from ..strategies import DataParallel
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:
@@ -108,7 +108,7 @@ def step_options(
 
     Their `setup` itself is for a fit: it makes folders and opens files.
     """
-    from .callbacks import DonateBuffers, NanGuard
+    from ..callbacks import DonateBuffers, NanGuard
 
     for callback in callbacks:
         if isinstance(callback, DonateBuffers):

@@ -1,0 +1,1 @@
+"""A fit, from its first batch to its last checkpoint."""
