@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
-from .checkpoint.weights import load_model, save_model
+from .checkpoint import load_model, save_model
 from .engine import compile_cache
 from .history import History
-from .step.steps import TrainState
+from .step import TrainState
 from .strategies import (
     FSDP,
     DataParallel,

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .basics.tree import leaf_path
-from .engine.engine import Engine
-from .step.steps import Batch
+from .engine import Engine
+from .step import Batch
 
 _SHOWN = 20
 """Leaves in a printed table; the rest is counted."""

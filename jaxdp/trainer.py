@@ -31,26 +31,39 @@ from .callbacks.progress_bar import ProgressBar
 from .callbacks.run_facts import run_facts
 from .callbacks.states import identities, saved_states
 from .callbacks.stopwatch import Phase, Stopwatch
-from .checkpoint.undo import undone_if_it_fails
-from .data.loaders import open_loader
-from .data.padding import read_only, rows_of, windows
-from .data.shares import GlobalShare, LocalShare, Share, inputs_of, shown
-from .data.source import ALL, Source
-from .distributed.agreement import Pulse, find_processes
-from .distributed.signals import Interrupts, Preempted, tell
-from .engine import hyperparams
-from .engine.engine import Block, Engine, wait
-from .engine.programs import Kind
-from .fit import checks, resume
-from .fit.limits import Limits
-from .fit.progress import Progress
+from .checkpoint import undone_if_it_fails
+from .data import (
+    ALL,
+    GlobalShare,
+    LocalShare,
+    Share,
+    Source,
+    inputs_of,
+    open_loader,
+    read_only,
+    rows_of,
+    shown,
+    windows,
+)
+from .distributed import Interrupts, Preempted, Pulse, find_processes, tell
+from .engine import Block, Engine, Kind, hyperparams, wait
+from .fit import Limits, Progress, checks, resume
 from .history import History
 from .reports.layout import layout
-from .step.metrics import Metrics, means_of, new_totals
-from .step.objective import CriterionObjective, Objective, split_pair
-from .step.precision import find_precision
-from .step.remat import Remat, check_remat
-from .step.steps import Batch, Steps, TrainState
+from .step import (
+    Batch,
+    CriterionObjective,
+    Metrics,
+    Objective,
+    Remat,
+    Steps,
+    TrainState,
+    check_remat,
+    find_precision,
+    means_of,
+    new_totals,
+    split_pair,
+)
 from .strategies import DataParallel, Sharded, SingleDevice
 from .strategies.bitwise import Bitwise
 from .strategies.cpu_options import keep_freed_memory

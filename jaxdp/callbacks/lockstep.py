@@ -12,10 +12,9 @@ from .. import checkpoint, distributed
 from ..basics import coordination
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
-from ..checkpoint.fingerprints import start_fingerprints
-from ..distributed import meetings
-from ..distributed.signals import is_stop
-from ..step.metrics import IN_FLIGHT
+from ..checkpoint import start_fingerprints
+from ..distributed import is_stop, meetings
+from ..step import IN_FLIGHT
 from .base import Callback
 from .stall_watch import waits_for
 

@@ -21,9 +21,8 @@ from ..basics.json_checks import (
     truth,
     whole,
 )
-from ..checkpoint.folder import CheckpointDir
-from ..distributed.agreement import Pulse
-from ..distributed.signals import is_stop
+from ..checkpoint import CheckpointDir
+from ..distributed import Pulse, is_stop
 from .base import Callback
 from .monitor import announce, check_monitor
 from .states import saved_state

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from ..distributed.signals import SIGNALS
+from ..distributed import SIGNALS
 from .base import Callback
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.json_checks import fields, maybe, number_text, whole
-from ..engine.hyperparams import RATES
+from ..engine import RATES
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
 

@@ -40,8 +40,8 @@ from ..basics.arguments import check_is_local
 from ..basics.console import say
 from ..basics.json_checks import fields, parse_json, read_json, whole
 from ..basics.tree import leaf_path
-from ..distributed.agreement import Processes, find_processes
-from ..step.steps import TrainState
+from ..distributed import Processes, find_processes
+from ..step import TrainState
 from . import seal
 from .fingerprints import fingerprints
 from .form import FORMS

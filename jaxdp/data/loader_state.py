@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ..basics.console import say
-from ..step.steps import Batch
+from ..step import Batch
 
 _SHARE: Final = 0.02
 """Of the time, at most, that may go into asking for states."""

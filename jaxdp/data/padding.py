@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..step.steps import Batch, Group
+from ..step import Batch, Group
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),

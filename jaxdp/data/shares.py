@@ -15,8 +15,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..distributed.agreement import Processes, RowBlocks
-from ..step.steps import Batch, Group
+from ..distributed import Processes, RowBlocks
+from ..step import Batch, Group
 from .padding import Packed, Packer, pad, rows_of
 
 _AT_ONCE: Final = 8

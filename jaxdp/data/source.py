@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..basics.console import Outlet, open_bar, warn
-from ..step.steps import Batch
+from ..step import Batch
 from .loader_state import OwnState, checksum, generators_of, own_state
 from .own_generators import Found, Search
 from .padding import to_host

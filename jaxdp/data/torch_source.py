@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..step.steps import Batch
+from ..step import Batch
 from .index_lists import IndexLists
 from .loader_state import OwnState
 from .own_generators import Found, Search

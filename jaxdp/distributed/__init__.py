@@ -1,5 +1,24 @@
 """Several processes: how they start, agree, meet, and end together."""
 
+from .agreement import Processes, Pulse, RowBlocks, find_processes, put, row_blocks
+from .signals import SIGNALS, Interrupts, Preempted, is_stop, tell
 from .start import first_line, forgotten, initialize, lifeline, together
 
-__all__ = ["first_line", "forgotten", "initialize", "lifeline", "together"]
+__all__ = [
+    "Interrupts",
+    "Preempted",
+    "Processes",
+    "Pulse",
+    "RowBlocks",
+    "SIGNALS",
+    "find_processes",
+    "first_line",
+    "forgotten",
+    "initialize",
+    "is_stop",
+    "lifeline",
+    "put",
+    "row_blocks",
+    "tell",
+    "together",
+]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..basics.console import say
-from ..distributed.agreement import find_processes
+from ..distributed import find_processes
 
 _LONG_STEP: Final = 0.005
 _ENOUGH_SECONDS: Final = 0.05

@@ -9,7 +9,7 @@ from typing import Final
 import jax
 
 from ..basics.console import say
-from ..data.padding import Packed, leaf_name
+from ..data import Packed, leaf_name
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""

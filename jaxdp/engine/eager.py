@@ -17,9 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
-from ..step.collectives import Collectives
-from ..step.python_calls import CallsPython, as_raised, catching
-from ..step.steps import TrainState
+from ..step import CallsPython, Collectives, TrainState, as_raised, catching
 from ..strategies import DataParallel, SingleDevice
 from ..strategies.base import Role
 

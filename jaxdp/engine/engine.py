@@ -22,13 +22,24 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tree import leaf_path
-from ..data.padding import Packed, Packer, check_labels, rows_of
-from ..data.shares import PortionPacker
-from ..distributed.agreement import RowBlocks
-from ..step.jaxprs import has_convolutions, matmul_flops
-from ..step.metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Metrics, means_of, new_totals
-from ..step.precision import as_own, as_stored
-from ..step.steps import Batch, Group, Steps, TrainState, first_state
+from ..data import Packed, Packer, PortionPacker, check_labels, rows_of
+from ..distributed import RowBlocks
+from ..step import (
+    BLOCKS_IN_FLIGHT,
+    IN_FLIGHT,
+    Batch,
+    Group,
+    Metrics,
+    Steps,
+    TrainState,
+    as_own,
+    as_stored,
+    first_state,
+    has_convolutions,
+    matmul_flops,
+    means_of,
+    new_totals,
+)
 from ..strategies import DataParallel
 from ..strategies.base import replicated, with_auto_axes
 from .blocks import BlockSize

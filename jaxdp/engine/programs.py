@@ -13,13 +13,19 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data.padding import Packed
-from ..step.collectives import Collectives, RowsInteract
-from ..step.jaxprs import OWN_LOOP
-from ..step.metrics import Facts, new_totals
-from ..step.objective import Objective
-from ..step.row_mixing import values_mix_rows
-from ..step.steps import Group, Steps, Weights
+from ..data import Packed
+from ..step import (
+    OWN_LOOP,
+    Collectives,
+    Facts,
+    Group,
+    Objective,
+    RowsInteract,
+    Steps,
+    Weights,
+    new_totals,
+    values_mix_rows,
+)
 from ..strategies import DataParallel
 from ..strategies.base import Role
 from .compile_messages import Compilations

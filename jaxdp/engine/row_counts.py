@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from jaxtyping import Array
 
-from ..distributed.agreement import put
-from ..step.steps import Group
+from ..distributed import put
+from ..step import Group
 
 _MOST_COUNTS: Final = 128
 """Of one program that are kept; there are more only if batches have all sizes."""

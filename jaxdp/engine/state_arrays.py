@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..distributed.agreement import put
+from ..distributed import put
 
 _SMALL: Final = 4096
 """Bytes that a leaf has at most to travel with others. To take it out and put it back

@@ -14,8 +14,8 @@ from .. import losses
 from ..basics.console import listed
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
-from ..distributed.agreement import find_processes
-from ..step.objective import CriterionObjective, LossFnObjective, Objective
+from ..distributed import find_processes
+from ..step import CriterionObjective, LossFnObjective, Objective
 from ..strategies import DataParallel
 
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from ..basics.arguments import check_count
-from ..data.source import Source, capped, check_share
+from ..data import Source, capped, check_share
 
 
 class Limits:

@@ -5,12 +5,18 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ..data import index_lists, own_generators
-from ..data.loader_state import check_place, check_state, checksum
-from ..data.padding import taken, windows
-from ..data.shares import Share
-from ..data.source import Source
-from ..step.steps import Batch
+from ..data import (
+    Share,
+    Source,
+    check_place,
+    check_state,
+    checksum,
+    index_lists,
+    own_generators,
+    taken,
+    windows,
+)
+from ..step import Batch
 
 
 class Progress:

@@ -9,7 +9,7 @@ from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.states import name_of, saved_state
-from ..checkpoint.saving import CheckpointCorrupt
+from ..checkpoint import CheckpointCorrupt
 
 WORDS = ("last", "best", "auto")
 

@@ -1,5 +1,6 @@
 """What a step costs, read from the compiled program before it runs."""
 
+from ..step import repeated
 from . import hlo
 from .hardware import Hardware
 from .plan import Plan, Scaling
@@ -14,4 +15,5 @@ __all__ = [
     "Scaling",
     "Traffic",
     "hlo",
+    "repeated",
 ]

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..step.jaxprs import times_of
+from ..step import times_of
 
 KINDS: Final = (
     "all-reduce",

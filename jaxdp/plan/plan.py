@@ -14,8 +14,7 @@ import numpy as np
 
 from ..basics.arguments import check_number
 from ..basics.files import write_whole
-from ..step.jaxprs import matmul_flops
-from ..step.steps import Batch
+from ..step import Batch, matmul_flops
 from ..strategies.cpu_options import options_for
 from . import hardware as devices_of
 from . import hosts as hosts_of

@@ -1,1 +1,58 @@
 """The pure computation of a step: no devices, no jit."""
+
+from .collectives import DATA, AxisCollectives, Collectives, RowsInteract, Share
+from .jaxprs import (
+    OWN_LOOP,
+    has_convolutions,
+    has_own_loop,
+    matmul_flops,
+    repeated,
+    times_of,
+)
+from .metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Facts, Metrics, means_of, new_totals
+from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
+from .precision import as_own, as_stored, find_precision
+from .python_calls import CallsPython, as_raised, calls_python, catching
+from .remat import Remat, check_remat
+from .row_mixing import values_mix_rows
+from .steps import Batch, Group, Steps, TrainState, Weights, first_state
+
+__all__ = [
+    "AxisCollectives",
+    "BLOCKS_IN_FLIGHT",
+    "Batch",
+    "CallsPython",
+    "Collectives",
+    "CriterionObjective",
+    "DATA",
+    "Facts",
+    "Group",
+    "IN_FLIGHT",
+    "LossFnObjective",
+    "Metrics",
+    "OWN_LOOP",
+    "Objective",
+    "Remat",
+    "RowsInteract",
+    "Share",
+    "Steps",
+    "TrainState",
+    "Weights",
+    "as_own",
+    "as_raised",
+    "as_stored",
+    "calls_python",
+    "catching",
+    "check_remat",
+    "find_precision",
+    "first_state",
+    "has_convolutions",
+    "has_own_loop",
+    "matmul_flops",
+    "means_of",
+    "new_totals",
+    "repeated",
+    "split_pair",
+    "times_of",
+    "values_mix_rows",
+]

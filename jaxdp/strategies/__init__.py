@@ -1,5 +1,6 @@
 """Strategies: where things live and how the step is compiled."""
 
+from ..step import Collectives
 from .base import DataParallel
 from .fsdp import FSDP, ZeRO
 from .pipeline import Pipeline
@@ -10,6 +11,7 @@ from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [
     "FSDP",
+    "Collectives",
     "DataParallel",
     "Layout",
     "Pipeline",

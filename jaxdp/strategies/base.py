@@ -12,11 +12,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..distributed.agreement import RowBlocks, put
-from ..step.collectives import DATA, RowsInteract
-from ..step.python_calls import CallsPython, calls_python
-from ..step.row_mixing import values_mix_rows
-from ..step.steps import Group, TrainState
+from ..distributed import RowBlocks, put
+from ..step import (
+    DATA,
+    CallsPython,
+    Group,
+    RowsInteract,
+    TrainState,
+    calls_python,
+    values_mix_rows,
+)
 from .cpu_options import options_for
 
 Devices = int | Sequence[Any] | None

@@ -21,10 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.console import say
-from ..distributed.agreement import RowBlocks, row_blocks
-from ..step.collectives import Collectives, RowsInteract, Share
-from ..step.jaxprs import repeated
-from ..step.steps import Group, TrainState
+from ..distributed import RowBlocks, row_blocks
+from ..step import Collectives, Group, RowsInteract, Share, TrainState, repeated
 from .base import DataParallel, Role, each, put_rows
 from .pmap import Pmap
 from .sharded import Sharded

@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import leaf_path
-from ..step.collectives import AxisCollectives, Collectives, RowsInteract, Share
-from ..step.steps import Group, Weights
+from ..step import AxisCollectives, Collectives, Group, RowsInteract, Share, Weights
 from .base import draws_by_row
 
 Spec = Callable[[str, Any], PartitionSpec]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 
 from ..basics.console import say
-from ..step.jaxprs import has_convolutions, has_own_loop
+from ..step import has_convolutions, has_own_loop
 
 _SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"

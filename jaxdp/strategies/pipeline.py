@@ -11,8 +11,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
-from ..step.collectives import DATA, Collectives
-from ..step.steps import TrainState
+from ..step import DATA, Collectives, TrainState
 from .base import Devices, find_devices
 from .sharded import Sharded
 from .stack import Stack, in_turn

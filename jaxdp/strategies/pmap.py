@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..distributed.agreement import RowBlocks, row_blocks
-from ..step.collectives import DATA, AxisCollectives, Collectives, RowsInteract
-from ..step.steps import Group, TrainState
+from ..distributed import RowBlocks, row_blocks
+from ..step import DATA, AxisCollectives, Collectives, Group, RowsInteract, TrainState
 from .base import (
     DataParallel,
     Devices,

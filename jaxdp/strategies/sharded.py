@@ -12,9 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..distributed.agreement import RowBlocks, row_blocks
-from ..step.collectives import DATA, Collectives
-from ..step.steps import Group, TrainState
+from ..distributed import RowBlocks, row_blocks
+from ..step import DATA, Collectives, Group, TrainState
 from .base import (
     DataParallel,
     Devices,

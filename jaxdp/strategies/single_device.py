@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..step.collectives import Collectives
-from ..step.steps import TrainState
+from ..step import Collectives, TrainState
 from .base import DataParallel, Role, find_devices, place_copy
 
 

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
-from ..step.collectives import DATA
-from ..step.steps import TrainState
+from ..step import DATA, TrainState
 from .base import Devices, find_devices
 from .by_rows import names_of
 from .fsdp import split_axis
