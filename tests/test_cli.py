@@ -6,8 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_report import make_trainer
-from toys import batches
+from toys import batches, mlp_trainer
 
 from jaxdp import cli, doctor
 from jaxdp.callbacks import CSVLogger
@@ -22,7 +21,7 @@ def run(capsys, *arguments):
 def runs(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
-        trainer = make_trainer(logger, seed=seed)
+        trainer = mlp_trainer(logger, seed=seed)
         trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
     return tmp_path / "a", tmp_path / "b"
 
@@ -104,7 +103,7 @@ def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
     assert plan
     assert "<html" in (tmp_path / "p.html").read_text()
     assert (list(sys.argv), list(sys.path)) == before
-    make_trainer().fit(batches(8))  # `fit` is itself again
+    mlp_trainer().fit(batches(8))  # `fit` is itself again
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_what_is_not_the_plans_own_is_the_scripts(capsys, tmp_path):
 
 
 def test_export_writes_the_arrays_of_a_checkpoint(capsys, tmp_path):
-    trainer = make_trainer()
+    trainer = mlp_trainer()
     trainer.fit(batches(8, 8))
     trainer.save(str(tmp_path / "saved"))
     code, out, _ = run(capsys, "export", tmp_path / "saved", tmp_path / "w.npz")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import Callback, Pmap, Stack
+from jaxdp import Callback, Pmap, SingleDevice, Stack, Trainer
 from jaxdp.step.collectives import AxisCollectives
 
 
@@ -154,3 +154,33 @@ def hand_written(model, optimizer, data, epochs, loss_of):
 def cross_entropy(model, x, y):
     logits = jax.vmap(model)(x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def linear_trainer(*callbacks, **options):
+    """One layer, on one device, with a learning rate that falls."""
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    options = {"log_every_n_steps": 2, "metrics": ["accuracy"]} | options
+    return Trainer(
+        model,
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 100)),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def mlp_trainer(*callbacks, strategy=None, **options):
+    """Three layers, logged at every step."""
+    return Trainer(
+        eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0)),
+        optax.adam(0.05),
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        log_every_n_steps=1,
+        **options,
+    )

@@ -304,12 +304,13 @@ def test_operations_in_stages_are_those_of_the_blocks_and_of_stages_that_wait():
     assert found == blocks * 5 / 4
 
 
+HERE = pathlib.Path(__file__).parent
 CODE = """
 import json, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 import test_plan
 for strategy in (test_plan.Sharded(), test_plan.Split(), test_plan.Pmap()):
     assert strategy.num_shards == 1
@@ -326,7 +327,7 @@ def comparable(plan):
 
 
 def test_eight_devices_are_predicted_from_one():
-    code = CODE.format(tests=str(pathlib.Path(__file__).parent))
+    code = CODE.format(paths=[str(HERE), str(HERE.parent)])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,

@@ -1,7 +1,8 @@
 """A checkpoint written before the package had rooms is gone on from as if it were new.
 
-`python tests/test_old_checkpoint.py FOLDER` writes one. `old_checkpoint/5` was written
-by jaxdp 0.1.0 at commit c804c84, with jax 0.10.2.
+`python tests/checkpoint/test_old_checkpoint.py FOLDER` writes one, with `tests` in
+PYTHONPATH. `old_checkpoint/5` was written by jaxdp 0.1.0 at commit c804c84, with jax
+0.10.2.
 """
 
 import os

@@ -5,8 +5,7 @@ import resource
 import signal
 
 import pytest
-from test_loggers import make_trainer
-from toys import batches
+from toys import batches, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.basics.files import append_whole, naming, replacing, write_whole
@@ -27,7 +26,7 @@ def little_room():
 
 def fit(folder, max_epochs, ckpt_path="auto"):
     saver = ModelCheckpoint(folder / "checkpoints", save_top_k=-1)
-    trainer = make_trainer(saver, CSVLogger(folder), log_every_n_steps=1)
+    trainer = linear_trainer(saver, CSVLogger(folder), log_every_n_steps=1)
     trainer.fit(batches(8, 8, 8), max_epochs=max_epochs, ckpt_path=ckpt_path)
 
 
@@ -68,7 +67,7 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
                 little_room(len(self.whole) + 5)
 
     disk = Fills()
-    trainer = make_trainer(CSVLogger(tmp_path), disk, log_every_n_steps=1)
+    trainer = linear_trainer(CSVLogger(tmp_path), disk, log_every_n_steps=1)
     loader = batches(*[8] * 20)
     with pytest.raises(OSError, match=r"CSVLogger`: .*metrics.csv' can't be written"):
         trainer.fit(loader)
@@ -83,7 +82,7 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
 @pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.html"])
 def test_a_folder_in_place_of_a_file_is_found_before_training(tmp_path, name):
     (tmp_path / name).mkdir()
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     with pytest.raises(IsADirectoryError, match=f"{name}' is a folder.*Move it away"):
         trainer.fit(batches(8))
     assert trainer.global_step == 0
@@ -97,7 +96,7 @@ def test_a_table_that_cannot_be_read_is_moved_or_refused(tmp_path):
         fit(tmp_path, 2)
     with pytest.raises(ValueError, match="metrics.csv` is no table"):
         read_run(tmp_path)
-    make_trainer(CSVLogger(tmp_path)).fit(batches(8))  # another run keeps it
+    linear_trainer(CSVLogger(tmp_path)).fit(batches(8))  # another run keeps it
     assert (tmp_path / "metrics.1.csv").stat().st_size > 200_000
 
 
@@ -106,7 +105,7 @@ def test_a_folder_that_is_not_utf_8_is_written_to_or_refused(tmp_path):
     fit(folder, 1)
     fit(folder, 2)
     assert (folder / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
-    trainer = make_trainer(TensorBoardLogger(folder))
+    trainer = linear_trainer(TensorBoardLogger(folder))
     with pytest.raises(ValueError, match="is not UTF-8.*Pass another `dirpath`"):
         trainer.fit(batches(8))
     assert trainer.global_step == 0
@@ -123,13 +122,13 @@ def test_a_full_disk_of_logs_costs_no_checkpoint(tmp_path):
             if trainer.global_step == 2:
                 trainer.save(tmp_path / "2")
 
-    trainer = make_trainer(Full(tmp_path), Saves(), log_every_n_steps=1)
+    trainer = linear_trainer(Full(tmp_path), Saves(), log_every_n_steps=1)
     with (
         pytest.raises(OSError, match="`Full`: 'rows' can't be written: No space left"),
         pytest.warns(UserWarning, match="These rows are missing"),
     ):
         trainer.fit(batches(8, 8, 8))
-    make_trainer().load(tmp_path / "2")
+    linear_trainer().load(tmp_path / "2")
 
 
 def test_a_report_leaves_out_a_row_that_is_being_written(tmp_path):

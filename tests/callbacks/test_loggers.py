@@ -7,12 +7,11 @@ import sys
 import time
 import types
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
 import pytest
-from toys import batches
+from toys import batches, linear_trainer
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import (
@@ -27,20 +26,6 @@ from jaxdp.callbacks.loggers import scalars
 from jaxdp.callbacks.monitor import LAG
 from jaxdp.callbacks.run_facts import optimizer_text
 from jaxdp.plan.page import _bytes
-
-
-def make_trainer(*callbacks, **options):
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    options = {"log_every_n_steps": 2, "metrics": ["accuracy"]} | options
-    return Trainer(
-        model,
-        optax.sgd(optax.linear_schedule(0.1, 0.0, 100)),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
 
 
 def read(path):
@@ -58,7 +43,7 @@ class Losses(Callback):
 def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
     losses = Losses()
     logger = CSVLogger(tmp_path)
-    trainer = make_trainer(LearningRateMonitor(), logger, losses)
+    trainer = linear_trainer(LearningRateMonitor(), logger, losses)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=2)
     assert logger.path == tmp_path / "metrics.csv"
     rows = read(logger.path)
@@ -84,7 +69,7 @@ def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
 
 
 def test_a_second_fit_of_the_trainer_goes_on_in_the_same_table(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer.fit(batches(8, 8), max_epochs=1)
     trainer.fit(batches(8, 8), max_epochs=2)
     rows = read(tmp_path / "metrics.csv")
@@ -93,7 +78,7 @@ def test_a_second_fit_of_the_trainer_goes_on_in_the_same_table(tmp_path):
 
 
 def test_a_later_validation_loader_widens_the_table(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer.fit(batches(8, 8), max_epochs=1)
     trainer.fit(batches(8, 8), batches(8), max_epochs=2)
     rows = read(tmp_path / "metrics.csv")
@@ -106,7 +91,7 @@ def test_a_later_validation_loader_widens_the_table(tmp_path):
 def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
     logger = CSVLogger(tmp_path, "log.csv")
     for _ in range(3):
-        make_trainer(logger).fit(batches(8, 8))
+        linear_trainer(logger).fit(batches(8, 8))
     names = sorted(path.name for path in tmp_path.glob("*.csv"))
     assert names == ["log.1.csv", "log.2.csv", "log.csv"]
     assert "CSVLogger: the table of" in caplog.text
@@ -115,9 +100,9 @@ def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
 
 
 def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
-    one = make_trainer(CSVLogger(tmp_path))
+    one = linear_trainer(CSVLogger(tmp_path))
     one.fit(batches(8, 8), max_epochs=1)
-    other = make_trainer(CSVLogger(tmp_path), metrics=[])
+    other = linear_trainer(CSVLogger(tmp_path), metrics=[])
     other.fit(batches(8, 8), max_epochs=1)
     one.fit(batches(8, 8), max_epochs=2)
     tables = {
@@ -135,15 +120,15 @@ def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
 def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path):
     data = batches(*[8] * 4), batches(8)
     whole = CSVLogger(tmp_path / "whole")
-    make_trainer(whole).fit(*data, max_epochs=3)
-    trainer = make_trainer(CSVLogger(tmp_path))
+    linear_trainer(whole).fit(*data, max_epochs=3)
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer.fit(data[0], max_steps=3)  # inside an epoch, without a row for step 3
     path = trainer.save(tmp_path / "saved")
     trainer.fit(*data, max_epochs=2)
     last_rows = read(tmp_path / "metrics.csv")
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("1,8,0.")  # what a kill may leave
-    again = make_trainer(CSVLogger(tmp_path))
+    again = linear_trainer(CSVLogger(tmp_path))
     again.load(path)
     again.fit(*data, max_epochs=3)
     expected, rows = read(whole.path), read(tmp_path / "metrics.csv")
@@ -154,12 +139,12 @@ def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path)
 
 
 def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path / "own"))
+    trainer = linear_trainer(CSVLogger(tmp_path / "own"))
     trainer.fit(batches(8, 8))
     path = trainer.save(tmp_path / "saved")
-    make_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
+    linear_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
     other = read(tmp_path / "metrics.csv")
-    again = make_trainer(CSVLogger(tmp_path))
+    again = linear_trainer(CSVLogger(tmp_path))
     again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
     assert read(tmp_path / "metrics.1.csv") == other
     assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
@@ -187,7 +172,8 @@ def test_a_resumed_run_takes_back_events_too(tmp_path):
     pytest.importorskip("tensorboard")
     data = batches(*[8] * 4), batches(8)
     whole, trainer, again = (
-        make_trainer(TensorBoardLogger(tmp_path / name)) for name in ("whole", "a", "a")
+        linear_trainer(TensorBoardLogger(tmp_path / name))
+        for name in ("whole", "a", "a")
     )
     whole.fit(*data, max_epochs=3)
     trainer.fit(*data, max_epochs=1)
@@ -205,7 +191,7 @@ def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
 
     def make():
         loggers = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-        return make_trainer(*loggers, NanGuard("skip"))
+        return linear_trainer(*loggers, NanGuard("skip"))
 
     def states(path):
         return json.loads((path / "meta" / "metadata").read_text())["callbacks"]
@@ -223,7 +209,7 @@ def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
 
 
 def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
+    trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
     trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
     rows = read(tmp_path / "metrics.csv")
     seen = [
@@ -237,7 +223,7 @@ def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):
 
 
 def test_a_validation_outside_of_fit_is_not_logged(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer.validate(batches(8))
     assert list(tmp_path.iterdir()) == []
 
@@ -252,7 +238,7 @@ def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
             if trainer.global_step == 15:
                 raise RuntimeError("the cable was pulled")
 
-    trainer = make_trainer(CSVLogger(tmp_path), Fails(), log_every_n_steps=1)
+    trainer = linear_trainer(CSVLogger(tmp_path), Fails(), log_every_n_steps=1)
     with pytest.raises(RuntimeError, match="the cable"):
         trainer.fit(batches(*[8] * 20))
     assert written == [max(step - LAG, 0) for step in range(1, 16)]
@@ -265,7 +251,7 @@ def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
             raise ValueError("the device is gone")
 
     logger = CSVLogger(tmp_path)
-    trainer = make_trainer(logger)
+    trainer = linear_trainer(logger)
     trainer.fit(batches(8, 8))
     logger.on_fit_start(trainer)
     logger.on_train_batch_end(trainer, Broken(loss=1.0), 0)
@@ -275,7 +261,7 @@ def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
 
 
 def test_values_that_are_no_scalars_are_left_out(tmp_path):
-    trainer = make_trainer(NanGuard(), CSVLogger(tmp_path))
+    trainer = linear_trainer(NanGuard(), CSVLogger(tmp_path))
     trainer.fit(batches(8, 8))
     row = read(tmp_path / "metrics.csv")[0]
     assert list(row)[:5] == ["epoch", "step", "loss", "accuracy", "skipped"]
@@ -294,7 +280,7 @@ def test_scalars_keep_their_kind_and_their_short_form():
 
 def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = make_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
+    trainer = linear_trainer(CSVLogger(), LivePlot(), default_root_dir="out/runs")
     trainer.fit(batches(8, 8))
     names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
     assert names == {
@@ -309,7 +295,7 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_to_is_an_error_before_training(tmp_path, make):
     (tmp_path / "file").write_text("in the way")
     losses = Losses()
-    trainer = make_trainer(make(tmp_path / "file" / "deeper"), losses)
+    trainer = linear_trainer(make(tmp_path / "file" / "deeper"), losses)
     with pytest.raises(OSError, match=r"dirpath='.*deeper'\)`: cannot write there \("):
         trainer.fit(batches(8))
     assert losses.seen == {}
@@ -321,12 +307,12 @@ def test_a_trial_run_writes_nothing(tmp_path):
         TensorBoardLogger(tmp_path),
         LivePlot(tmp_path / "a"),
     )
-    make_trainer(*callbacks).fit(batches(8, 8), fast_dev_run=True)
+    linear_trainer(*callbacks).fit(batches(8, 8), fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_processes_write_nothing(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path), LivePlot(tmp_path / "curves.png"))
+    trainer = linear_trainer(CSVLogger(tmp_path), LivePlot(tmp_path / "curves.png"))
     trainer.is_global_zero = False
     trainer.fit(batches(8, 8), batches(8))
     assert list(tmp_path.iterdir()) == []
@@ -335,7 +321,7 @@ def test_other_processes_write_nothing(tmp_path):
 def test_tensorboard_reads_what_was_logged(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    trainer = make_trainer(TensorBoardLogger(tmp_path / "tb"))
+    trainer = linear_trainer(TensorBoardLogger(tmp_path / "tb"))
     history = trainer.fit(batches(*[8] * 4), batches(8))
     (path,) = (tmp_path / "tb").iterdir()
     found = {}
@@ -362,7 +348,7 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
             logger.log_text("note", "4 bytes per device")
 
     logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
-    trainer = make_trainer(logger, Shows())
+    trainer = linear_trainer(logger, Shows())
     trainer.fit(batches(*[8] * 4))
     read = EventAccumulator(str(tmp_path)).Reload()
     texts = {
@@ -385,7 +371,7 @@ def test_tensorboard_shows_texts_and_figures(tmp_path):
 
 def test_the_record_says_what_the_run_was_made_of(tmp_path):
     logger = CSVLogger(tmp_path, hyperparameters={"width": np.int64(64), "seed": 9})
-    make_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)
+    linear_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)
     record = json.loads((tmp_path / "metrics.json").read_text())
     found = record["hyperparameters"]
     assert list(found)[:2] == ["width", "seed"]  # the user's own come first, and win
@@ -407,13 +393,13 @@ def test_the_record_says_how_a_run_failed(tmp_path):
             raise RuntimeError("the cable was pulled")
 
     with pytest.raises(RuntimeError):
-        make_trainer(CSVLogger(tmp_path), Fails()).fit(batches(8))
+        linear_trainer(CSVLogger(tmp_path), Fails()).fit(batches(8))
     record = json.loads((tmp_path / "metrics.json").read_text())
     assert record["status"] == "RuntimeError: the cable was pulled"
 
 
 def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer.fit(batches(8, 8))
     plan = json.loads((tmp_path / "metrics.json").read_text())["plan"]
     found = trainer.compiled_train_step().memory_analysis()
@@ -442,7 +428,7 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
             compiled.__class__ = Odd
             return compiled
 
-    trainer = make_trainer(CSVLogger(tmp_path))
+    trainer = linear_trainer(CSVLogger(tmp_path))
     trainer = Trainer(**trainer.arguments | {"strategy": Engine()})
     history = trainer.fit(batches(8, 8))
     assert len(history["loss"]) == 1
@@ -452,7 +438,7 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
 
 def test_the_record_goes_with_its_table(tmp_path):
     for seed in range(2):
-        make_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
+        linear_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
     assert (tmp_path / "metrics.1.plan.html").exists()
     seeds = [
         json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
@@ -495,7 +481,7 @@ def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     name = "tensorboard.summary.writer.event_file_writer"
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'pip install "jaxdp\[loggers\]"'):
-        make_trainer(TensorBoardLogger(tmp_path)).fit(batches(8))
+        linear_trainer(TensorBoardLogger(tmp_path)).fit(batches(8))
 
 
 @pytest.fixture
@@ -517,7 +503,7 @@ def drawn(monkeypatch):
 def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
     path = tmp_path / "new" / "live.png"
     losses = Losses()
-    trainer = make_trainer(LivePlot(path), losses)
+    trainer = linear_trainer(LivePlot(path), losses)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
     training, validation, steps = drawn[-1]["loss"]
     assert steps == [(s, float(m["loss"])) for s, m in losses.seen.items()]
@@ -538,7 +524,7 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
         def on_train_batch_start(self, trainer, batch, batch_idx):
             now[0] += 1.0
 
-    trainer = make_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
+    trainer = linear_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
     trainer.fit(batches(*[8] * 35))
     assert [len(picture["loss"][2]) for picture in drawn] == [
         11 - LAG,
@@ -551,12 +537,12 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
 def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
     plot = LivePlot(tmp_path / "a.png")
-    make_trainer(plot).fit(batches(*[8] * 45))
+    linear_trainer(plot).fit(batches(*[8] * 45))
     assert [step for step, _ in plot._steps] == [8, 16, 24, 32, 40]
 
 
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
-    trainer = make_trainer(NanGuard(), LivePlot(tmp_path / "a.png"))
+    trainer = linear_trainer(NanGuard(), LivePlot(tmp_path / "a.png"))
     data = batches(*[8] * 12)
     data[1][0][:] = np.nan
     with pytest.raises(FloatingPointError):
@@ -582,7 +568,7 @@ def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "IPython.display", types.SimpleNamespace(display=display)
     )
-    trainer = make_trainer(LivePlot(tmp_path / "a.png", every_n_seconds=0.0))
+    trainer = linear_trainer(LivePlot(tmp_path / "a.png", every_n_seconds=0.0))
     trainer.fit(batches(8, 8), max_epochs=2)
     assert [kind for kind, _ in shown] == ["display", *["update"] * (len(shown) - 1)]
     assert len(shown) > 1 and shown[-1][1].startswith(b"\x89PNG")

@@ -7,15 +7,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from toys import batches
+from toys import batches, mlp_trainer
 
-from jaxdp import Sharded, SingleDevice, Trainer
+from jaxdp import Sharded
 from jaxdp.callbacks import (
     CSVLogger,
     GradientMonitor,
@@ -39,20 +37,6 @@ from jaxdp.reports.page import (
 class Split(Sharded):
     def param_spec(self, path, leaf):
         return P("data") if leaf.ndim == 2 and leaf.shape[0] % 8 == 0 else P()
-
-
-def make_trainer(*callbacks, strategy=None, **options):
-    return Trainer(
-        eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0)),
-        optax.adam(0.05),
-        loss="cross_entropy",
-        metrics=["accuracy"],
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        log_every_n_steps=1,
-        **options,
-    )
 
 
 class Page(html.parser.HTMLParser):
@@ -84,7 +68,7 @@ class Page(html.parser.HTMLParser):
 
 def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     callbacks = [CSVLogger(tmp_path), ThroughputMonitor(), GradientMonitor()]
-    trainer = make_trainer(*callbacks, strategy=Split())
+    trainer = mlp_trainer(*callbacks, strategy=Split())
     history = trainer.fit(batches(*[8] * 6), batches(8), max_epochs=3)
     path = trainer.report(tmp_path)
     assert path == str(tmp_path / "report.html")
@@ -110,7 +94,7 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     # The saver waits for the disk after the others' turn, and yet is in the sums.
     monitor = ThroughputMonitor(peak_flops_per_device=1e9)
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3)
-    trainer = make_trainer(CSVLogger(tmp_path), monitor, saver)
+    trainer = mlp_trainer(CSVLogger(tmp_path), monitor, saver)
     trainer.log_every_n_steps = 4
     trainer.fit(batches(*[8] * 10, 5), batches(8), max_epochs=2)
     summary, run = monitor.summary, read_run(tmp_path)
@@ -163,7 +147,7 @@ def test_rows_that_are_torn_or_of_before_a_resume_are_left_out_of_the_sums(tmp_p
 
 
 def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):
-    trainer = make_trainer()
+    trainer = mlp_trainer()
     history = trainer.fit(batches(8, 8), batches(8), max_epochs=2)
     trainer.report(tmp_path / "deep" / "page.html")
     page = Page(tmp_path / "deep" / "page.html")
@@ -180,7 +164,7 @@ def test_a_plan_is_shown_as_it_shows_itself(tmp_path):
             with open(path, "w") as file:
                 file.write('<h1>64 devices & "more"</h1>')
 
-    trainer = make_trainer()
+    trainer = mlp_trainer()
     trainer.fit(batches(8))
     trainer.report(tmp_path / "a.html", plan=Plan())
     assert (
@@ -199,7 +183,7 @@ def browser():
 
 def test_the_page_opens_in_a_browser(tmp_path):
     command = browser()
-    trainer = make_trainer(CSVLogger(tmp_path), ThroughputMonitor())
+    trainer = mlp_trainer(CSVLogger(tmp_path), ThroughputMonitor())
     trainer.fit(batches(*[8] * 6), batches(8), max_epochs=2)
     path = trainer.report(tmp_path)
     done = subprocess.run(
@@ -281,7 +265,7 @@ def test_ticks_are_round_and_inside():
 
 
 def test_the_layout_is_that_of_the_arrays():
-    trainer = make_trainer(strategy=Split())
+    trainer = mlp_trainer(strategy=Split())
     trainer.fit(batches(8, 8))
     rows = layout(trainer.state)
     device = jax.devices()[0]
@@ -306,7 +290,7 @@ def test_the_layout_is_that_of_the_arrays():
 def test_runs_are_compared(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         logger = CSVLogger(tmp_path / name, hyperparameters={"mine": name})
-        trainer = make_trainer(logger, seed=seed)
+        trainer = mlp_trainer(logger, seed=seed)
         trainer.fit(batches(*[8] * 4), batches(8), max_epochs=1 + seed)
     runs = [read_run(tmp_path / "a"), read_run(str(tmp_path / "b" / "metrics.csv"))]
     rows = {row[0]: row[1:] for row in comparison(runs)}
