@@ -18,6 +18,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Types are checked inside. Where users call in, wrong types get errors of our own,
 # which tests want to see.
 INSIDE = [
+    "data.conversion",
     "data.padding",
     "engine.engine",
     "step.metrics",

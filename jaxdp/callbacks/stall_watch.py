@@ -28,13 +28,7 @@ _PHASES: Final = {
     "distributed.agreement": "the other processes",
     "strategies": "the device (a step, or its compilation)",
     "step.metrics": "the device (a step whose result is read)",
-    "data.source": "the loader",
-    "data.torch_source": "the loader",
-    "data.torch_workers": "the loader",
-    "data.torch_collation": "the loader",
-    "data.random_states": "the loader",
-    "data.loaders": "the loader",
-    "data.padding": "the loader",
+    "data": "the loader",
 }
 """What a module of the package means, where the main thread is in it."""
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..distributed import Processes, RowBlocks
 from ..step import Batch, Group
-from .padding import Packed, Packer, pad, rows_of
+from .conversion import rows_of
+from .padding import Packed, Packer, pad
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""

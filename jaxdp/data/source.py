@@ -11,9 +11,9 @@ import numpy as np
 
 from ..basics.console import Outlet, open_bar, warn
 from ..step import Batch
+from .conversion import to_host
 from .loader_state import OwnState, checksum, generators_of, own_state
 from .own_generators import Found, Search
-from .padding import to_host
 from .shares import Portion, Share
 
 END: Final = object()

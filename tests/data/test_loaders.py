@@ -30,8 +30,8 @@ from torch.utils.data import (  # noqa: E402
 
 from jaxdp import Callback, Trainer  # noqa: E402
 from jaxdp.data import torch_source  # noqa: E402
+from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
-from jaxdp.data.padding import to_host  # noqa: E402
 from jaxdp.data.random_states import seed_of  # noqa: E402
 from jaxdp.data.source import Source  # noqa: E402
 from jaxdp.data.torch_collation import PIPE_BYTES  # noqa: E402

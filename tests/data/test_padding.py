@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdp.data.padding import Packer, check_labels, to_host, windows
+from jaxdp.data.conversion import check_labels, to_host
+from jaxdp.data.padding import Packer, windows
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():

@@ -1,0 +1,185 @@
+"""Batches of a user's loader as NumPy arrays that JAX takes: checked and narrowed."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..step import Batch
+
+_NARROW = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.float32),
+    np.dtype(np.complex128): np.dtype(np.complex64),
+}
+
+
+def to_host(batch: Any, *, copy: bool = False) -> Batch:
+    """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
+
+    Torch tensors on the CPU and JAX arrays on the CPU are not copied, unless narrowing
+    does.
+
+    Args:
+        batch: a pytree of torch, NumPy or JAX arrays shaped `(rows, ...)`. A list is
+            taken as a tuple, since torch's default collate makes lists of tuples.
+        copy: whether to copy all memory that is not new, for sources that may write
+            the next batch into the same place.
+
+    Raises:
+        TypeError: for leaves that are not arrays of numbers.
+        ValueError: for leaves that disagree on rows, and values that do not fit into
+            32 bits.
+    """
+    if type(batch) is list:
+        batch = tuple(batch)
+    leaves, treedef = jax.tree.flatten(batch)
+    wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    arrays = []
+    for index, leaf in enumerate(leaves):
+        array = as_numpy(leaf)
+        if array is None or not _is_of_numbers(array.dtype):
+            raise TypeError(_not_numbers(batch, index, leaf))
+        if not array.dtype.isnative:  # big-endian, as some files are
+            array = array.astype(array.dtype.newbyteorder("="))
+        if not wide and array.dtype in _NARROW:
+            array = _narrow(array, batch, index)
+        elif copy:
+            array = np.array(array)
+        arrays.append(array)
+    if not arrays:
+        raise TypeError(f"a batch has no arrays in it: {batch!r}.")
+    shapes = [array.shape[:1] for array in arrays]
+    if shapes.count(shapes[0]) != len(shapes) or not shapes[0] or not shapes[0][0]:
+        listed = ", ".join(
+            f"{leaf_name(batch, i)} {array.shape}" for i, array in enumerate(arrays[:8])
+        )
+        more = f" and {len(arrays) - 8} more" if len(arrays) > 8 else ""
+        raise ValueError(
+            "the leaves of a batch must share a leading axis of one or more rows; got"
+            f" {listed}{more}." + _why_no_rows(leaves)
+        )
+    return treedef.unflatten(arrays)
+
+
+def leaf_name(batch: Any, index: int) -> str:
+    """How a user would write the leaf number `index`: `batch[0]['image']`."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+    return "batch" + jax.tree_util.keystr(paths[index][0])
+
+
+def check_labels(batch: Batch, num_classes: int) -> None:
+    """Raises when an integer label of `(x, y)` batches is no class of the model.
+
+    JAX would clamp a label that is too large and wrap a negative one, silently.
+    """
+    labels = batch[1]
+    low, high = labels.min(), labels.max()
+    if low < 0 or high >= num_classes:
+        raise ValueError(
+            f"labels must be 0 to {num_classes - 1}, as the model gives {num_classes}"
+            f" logits; this batch has labels from {low} to {high}."
+            + (
+                " For yes/no targets use loss='binary_cross_entropy'."
+                if num_classes == 1
+                else " (Rows to be ignored need a `loss_fn` that leaves them out.)"
+            )
+        )
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a host batch has."""
+    return len(jax.tree.leaves(batch)[0])
+
+
+def read_only(batch: Batch) -> Batch:
+    """A host batch over the same memory that can't be written to."""
+    leaves, treedef = jax.tree.flatten(batch)
+    views = [leaf.view() for leaf in leaves]
+    for view in views:
+        view.flags.writeable = False
+    return jax.tree.unflatten(treedef, views)
+
+
+def as_numpy(leaf: Any) -> np.ndarray | None:
+    """The leaf as an array over the same memory, or None if it is no array."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(leaf)
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu()
+            if leaf.dtype == torch.bfloat16:
+                import ml_dtypes
+
+                return leaf.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            return leaf.resolve_conj().resolve_neg().numpy()
+        if isinstance(leaf, jax.Array):
+            return np.asarray(leaf)
+    except TypeError:  # sparse, float8, PRNG keys: no plain numbers
+        return None
+    if isinstance(leaf, bool | int | float | complex):
+        return np.asarray(leaf)
+    return None
+
+
+def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
+    """`array` in 32 bits, with an error where a value would change beyond rounding."""
+    dtype = _NARROW[array.dtype]
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrowed = array.astype(dtype)
+    if dtype.kind in "iu":
+        same = np.asarray(narrowed == array)
+    else:
+        same = np.asarray(np.isfinite(narrowed) == np.isfinite(array))
+    if not same.all():
+        worst = array[~same].flat[0]
+        raise ValueError(
+            f"{leaf_name(batch, index)} is {array.dtype} and has the value {worst},"
+            f" which does not fit into {dtype}, which JAX computes in. Rescale or"
+            ' re-index the values, or call jax.config.update("jax_enable_x64", True).'
+        )
+    return narrowed
+
+
+def _is_of_numbers(dtype: np.dtype) -> bool:
+    if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
+        return False  # long double
+    return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
+
+
+def _why_no_rows(leaves: list[Any]) -> str:
+    """What may help where leaves do not share their rows."""
+    if any(isinstance(leaf, bool | int | float | complex) for leaf in leaves):
+        return (
+            " A list of numbers is a leaf for each: make an array of it (np.asarray) in"
+            " the dataset or in the loader's `collate_fn`."
+        )
+    return (
+        " Single examples must be put together first:"
+        " torch.utils.data.DataLoader(dataset, batch_size)."
+    )
+
+
+def _not_numbers(batch: Any, index: int, leaf: Any) -> str:
+    kind = type(leaf).__name__
+    if hasattr(leaf, "dtype"):
+        kind += f" of dtype {leaf.dtype}"
+    if hasattr(leaf, "layout"):
+        kind += f", {leaf.layout}"
+    advice = "Drop or convert it in the dataset or in the loader's `collate_fn`."
+    if isinstance(leaf, Mapping):
+        advice = "Make a dict of it, dict(batch), in the loader's `collate_fn`."
+    elif dataclasses.is_dataclass(leaf):
+        advice = (
+            "Make it known to JAX as a tree of arrays:"
+            f" jax.tree_util.register_dataclass({type(leaf).__name__})."
+        )
+    return (
+        f"{leaf_name(batch, index)} is a {kind}, and a batch can only have arrays of"
+        f" numbers. {advice}"
+    )
