@@ -233,7 +233,7 @@ def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from .reports.page import read_run, write_report
+    from .reports import read_run, write_report
 
     run = read_run(options.run)
     folder = (
@@ -243,7 +243,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from .reports.page import comparison, differences, read_run, write_comparison
+    from .reports import comparison, differences, read_run, write_comparison
 
     runs = [read_run(path) for path in options.runs]
     _print_table(comparison(runs))

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from .callbacks.learning_rate_monitor import LearningRateMonitor
-from .history import save_figure
+from .reports import save_figure
 from .trainer import Trainer
 
 if TYPE_CHECKING:

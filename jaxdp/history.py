@@ -1,20 +1,17 @@
-"""What a run measured, epoch by epoch, and how it is drawn."""
+"""What a run measured, epoch by epoch."""
 
 import csv
-import functools
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .basics.files import naming, replacing, write_whole
+from .basics.files import naming, write_whole
+from .reports import draw, metric_curves, save_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 VALIDATION = "val_"
@@ -80,20 +77,14 @@ class History(Mapping[str, list[float]]):
         Returns:
             A `matplotlib.figure.Figure` that belongs to no window.
         """
-        panels: dict[str, Panel] = {}
-        x = [epoch + 1 for epoch in self.epochs]
-        for name, values in self._values.items():
-            points = [
-                (a, b)
-                for a, b in zip(x, values, strict=True)
-                if b is not None and math.isfinite(b)
-            ]
-            panel = panels.setdefault(name.removeprefix(VALIDATION), Panel([], []))
-            is_validation = name.startswith(VALIDATION)
-            (panel.validation if is_validation else panel.training).extend(points)
-        figure = draw(
-            panels, "epoch", limits=(float(x[0]), float(x[-1])) if x else None
-        )
+        x = [float(epoch + 1) for epoch in self.epochs]
+        points = {name: list(zip(x, self[name], strict=True)) for name in self}
+        metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self)
+        charts = {
+            name: metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
+            for name in metrics
+        }
+        figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)
         return figure
@@ -165,107 +156,6 @@ class History(Mapping[str, list[float]]):
             if finite:
                 return name, min(finite)[1]
         return None
-
-
-class Panel(NamedTuple):
-    """The curves of one metric, each a list of `(x, y)` points."""
-
-    training: list[tuple[float, float]]
-    validation: list[tuple[float, float]]
-    steps: Sequence[tuple[float, float]] = ()
-    """Values of single steps: drawn thin, with a smoothed curve over them."""
-
-
-def draw(
-    panels: Mapping[str, Panel],
-    xlabel: str,
-    limits: tuple[float, float] | None = None,
-) -> "Figure":
-    """A figure with one pair of axes for each metric."""
-    figure_type, integer_ticks = _matplotlib()
-    count = max(len(panels), 1)
-    columns = 2 if count == 4 else min(count, 3)
-    rows = -(-count // columns)
-    figure = figure_type(
-        figsize=(4.6 * columns if columns > 1 else 6.0, 3.4 * rows),
-        dpi=120,
-        layout="constrained",
-    )
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    # Notebooks show what has this method, without matplotlib's global state.
-    figure._repr_png_ = functools.partial(to_png, figure)
-    for index, (name, panel) in enumerate(panels.items()):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        _draw_panel(axes, panel)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(name.replace("_", " "))
-        axes.xaxis.set_major_locator(integer_ticks())
-        if limits is not None:
-            low, high = limits
-            margin = 0.03 * (high - low) or 0.6
-            axes.set_xlim(low - margin, high + margin)
-    return figure
-
-
-def to_png(figure: "Figure") -> bytes:
-    """The figure as the bytes of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Saves the figure in one piece: who looks sees the old picture or the new one."""
-    path = Path(path)
-    kind = path.suffix.removeprefix(".") or "png"
-    with naming(path, "plot"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=kind)
-
-
-def _draw_panel(axes: "Axes", panel: Panel) -> None:
-    if panel.steps:
-        x, y = zip(*panel.steps, strict=True)
-        axes.plot(x, y, color="0.82", linewidth=0.8)
-        axes.plot(x, _smoothed(y), color="0.5", linewidth=1.3, label="steps, smoothed")
-    few = len(panel.training) + len(panel.validation) <= 80
-    marker = {"marker": "o", "markersize": 4.5} if few else {}
-    for label, color in (("training", "C0"), ("validation", "C1")):
-        if curve := getattr(panel, label):
-            x, y = zip(*curve, strict=True)
-            axes.plot(x, y, color=color, label=label, **marker)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    values = [y for curve in panel for _, y in curve]
-    if values and min(values) > 0 and max(values) > 200 * min(values):
-        axes.set_yscale("log")
-    if values:
-        axes.legend(frameon=False)
-
-
-def _smoothed(values: Sequence[float]) -> np.ndarray:
-    """Means over a window of a tenth of the curve, cut off where the curve ends."""
-    count = len(values)
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    place = np.arange(count)
-    first = np.maximum(place - count // 20, 0)
-    last = np.minimum(place + count // 20, count - 1)
-    return (sums[last + 1] - sums[first]) / (last + 1 - first)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            "Drawing curves needs matplotlib, which is not installed; run"
-            ' `pip install "jaxdp[examples]"`.'
-        ) from error
-    return Figure, functools.partial(
-        MaxNLocator, integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1
-    )
 
 
 def _short(value: float | None) -> str:

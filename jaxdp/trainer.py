@@ -49,7 +49,7 @@ from .distributed import Interrupts, Preempted, Pulse, find_processes, tell
 from .engine import Block, Engine, Kind, hyperparams, wait
 from .fit import Limits, Progress, checks, resume
 from .history import History
-from .reports.layout import layout
+from .reports import layout
 from .step import (
     Batch,
     CriterionObjective,
@@ -844,7 +844,7 @@ class Trainer:
         Returns:
             The path of the file.
         """
-        from .reports.page import read_run, run_of_history, write_report
+        from .reports import read_run, run_of_history, write_report
 
         record: dict[str, Any] = dict(run_facts(self, None))
         tables = [c.path for c in self.callbacks if isinstance(c, CSVLogger)]

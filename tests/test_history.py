@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxdp.history import History, Panel, _smoothed, draw, save_figure
+from jaxdp.history import History
 
 
 def make_history(epochs=3):
@@ -126,34 +126,7 @@ def test_plot_can_save_other_formats(tmp_path):
     assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "curves.png"
-    path.write_text("old")
-    figure = make_history().plot()
-    monkeypatch.setattr(figure, "savefig", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save_figure(figure, path)
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_curves_over_several_decades_get_a_log_axis():
-    wide = [(x, 10.0**-x) for x in range(6)]
-    figure = draw(
-        {"loss": Panel(wide, []), "rate": Panel([(0, 1), (1, 2)], [])}, "epoch"
-    )
-    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear"]
-
-
-def test_smoothing_keeps_constants_and_slopes_and_calms_noise():
-    assert _smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert len(_smoothed([1.0])) == 1
-    slope = [0.5 * x for x in range(400)]
-    assert _smoothed(slope)[20:-20] == pytest.approx(slope[20:-20])
-    noise = [(-1.0) ** x for x in range(400)]
-    assert max(abs(_smoothed(noise))) < 0.05
-
-
 def test_missing_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "jaxdp\[examples\]"'):
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[plots\]"'):
         make_history().plot()

@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..basics.arguments import check_number
-from ..history import VALIDATION, Panel, draw, save_figure, to_png
+from ..history import VALIDATION
+from ..reports import draw, metric_curves, save_figure, to_png
 from .base import Callback
 from .loggers import check_writable
 from .monitor import LateReads, in_notebook
@@ -49,7 +50,7 @@ class LivePlot(Callback):
         self._late = LateReads()
         self._stride = 1
         self._steps: list[tuple[int, float]] = []
-        self._panels: dict[str, Panel] = {}
+        self._means: dict[str, list[tuple[int, float]]] = {}
         self._drawn = 0.0
         self._pause = every_n_seconds
         self._display: Any = None
@@ -67,7 +68,7 @@ class LivePlot(Callback):
         self._display = None
         self._drawn = time.monotonic()
         if self._steps and self._steps[-1][0] > trainer.global_step:
-            self._steps, self._panels, self._stride = [], {}, 1
+            self._steps, self._means, self._stride = [], {}, 1
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
@@ -130,20 +131,21 @@ class LivePlot(Callback):
     def _add(self, step: int, means: Mapping[str, float]) -> None:
         for name, value in means.items():
             if np.isfinite(value):
-                key = name.removeprefix(VALIDATION)
-                panel = self._panels.setdefault(key, Panel([], []))
-                curves = panel.validation if key != name else panel.training
-                curves.append((step, value))
+                self._means.setdefault(name, []).append((step, value))
                 self._stale = True
 
     def _draw(self, trainer: Any) -> None:
         start = time.monotonic()
-        panels = {"loss": Panel([], [], self._steps), **self._panels}
-        if "loss" in self._panels:
-            panels["loss"] = self._panels["loss"]._replace(steps=self._steps)
-        figure = draw(
-            panels, "optimizer step", limits=(0.0, float(trainer.global_step))
-        )
+        metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self._means)
+        charts = {
+            name: metric_curves(
+                self._means.get(name, []),
+                self._means.get(VALIDATION + name, []),
+                self._steps if name == "loss" else (),
+            )
+            for name in {"loss": None, **metrics}
+        }
+        figure = draw(charts, "optimizer step", (0.0, float(trainer.global_step)))
         save_figure(figure, self._file(trainer))
         self._show(figure)
         self._drawn = time.monotonic()

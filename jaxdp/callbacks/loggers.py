@@ -15,8 +15,7 @@ import numpy as np
 from ..basics.console import warn
 from ..basics.files import naming
 from ..basics.json_checks import by_name, fields, maybe, number, row, text, whole
-from ..history import to_png
-from ..reports.layout import layout
+from ..reports import layout, to_png
 from .base import Callback
 from .monitor import LateReads, announce
 from .run_facts import Facts, flat, markdown, run_facts

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.json_checks import fields, maybe, text
-from ..history import to_png
 from ..plan.page import page
+from ..reports import to_png
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
 

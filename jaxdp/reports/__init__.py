@@ -1,1 +1,20 @@
-"""Pages about runs."""
+"""What a run did: its curves, its page, and several runs side by side."""
+
+from .figures import draw, metric_curves, save_figure, to_png
+from .layout import layout
+from .page import write_comparison, write_report
+from .runs import comparison, differences, read_run, run_of_history
+
+__all__ = [
+    "comparison",
+    "differences",
+    "draw",
+    "layout",
+    "metric_curves",
+    "read_run",
+    "run_of_history",
+    "save_figure",
+    "to_png",
+    "write_comparison",
+    "write_report",
+]

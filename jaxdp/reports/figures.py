@@ -1,212 +1,176 @@
-"""Pictures for HTML pages, as SVG text: no library, nothing to load."""
+"""Curves, drawn by matplotlib: pictures for files, notebooks and pages."""
 
-import html
-import json
+import functools
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-COLORS: Final = (
-    *("#3b6fd8", "#e07b28", "#2e9e5b", "#c43c55"),
-    *("#7f5bd1", "#0f9aa8", "#b08a1e", "#8a8f98"),
-)
-_WIDTH, _HEIGHT = 460, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 36
-_MAX_POINTS: Final = 600
+import numpy as np
+
+from ..basics.files import naming, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Points = Sequence[tuple[float, float]]
+
+_FEW: Final = 80
+"""Points of a chart that are marked one by one."""
+
+_MANY: Final = 2000
+"""Points of a chart in which matplotlib takes long to find a place for the legend."""
 
 
 class Curve(NamedTuple):
-    """One line of a chart."""
+    """One line of a chart. Points that are not finite are left out."""
 
     label: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     color: str
-    kind: str = "line"
-    """"line", "dots" for a line with a dot at every point, or "faint"."""
+    """As matplotlib has them: "C0", "0.5"."""
+    is_rough: bool = False
+    """Whether it is drawn thin, with a smoothed line over it, as single steps are."""
 
 
-def line_chart(title: str, curves: Iterable[Curve], xlabel: str) -> str:
-    """A chart with axes, a legend and the values under the pointer."""
-    shown = []
-    for curve in curves:
-        points = [p for p in curve.points if all(map(math.isfinite, p))]
-        if points:
-            shown.append(curve._replace(points=_thinned(points)))
-    if not shown:
-        return ""
-    xs = [x for curve in shown for x, _ in curve.points]
-    ys = [y for curve in shown for _, y in curve.points]
-    logarithmic = min(ys) > 0 and max(ys) > 100 * min(ys)
-    x_scale = _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    y_scale = _Scale(
-        min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, logarithmic=logarithmic, pad=0.06
-    )
-    parts = [_axes(x_scale, y_scale, xlabel)]
-    for curve in shown:
-        places = [(x_scale(x), y_scale(y)) for x, y in curve.points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        opacity = ' opacity="0.3" stroke-width="1"' if curve.kind == "faint" else ""
-        if len(places) > 1:
-            parts.append(f'<polyline points="{line}" stroke="{curve.color}"{opacity}/>')
-        if curve.kind == "dots" and len(places) <= 60 or len(places) == 1:
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{curve.color}"/>'
-                for x, y in places
-            ]
-    legend = "".join(
-        f'<span><i style="background:{curve.color};'
-        f'{"opacity:.35" if curve.kind == "faint" else ""}"></i>'
-        f"{html.escape(curve.label)}</span>"
-        for curve in shown
-    )
-    data = html.escape(
-        _json([[c.label, [[x, y] for x, y in c.points]] for c in shown]), quote=True
-    )
-    scale = html.escape(_json([x_scale.low, x_scale.high, _LEFT, _WIDTH - _RIGHT]))
-    name = html.escape(title)
-    return (
-        f'<figure class="chart" data-curves="{data}" data-x="{scale}">'
-        f"<figcaption>{name}{' (logarithmic)' if logarithmic else ''}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}">'
-        f"{''.join(parts)}"
-        f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" x1="-9" x2="-9"/>'
-        f'</svg><div class="legend">{legend}</div><div class="tip"></div></figure>'
-    )
-
-
-def share_bar(shares: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """One bar cut into shares of a whole, the largest first."""
-    total = sum(shares.values()) or 1.0
-    ordered = sorted(shares, key=lambda name: -shares[name])
-    colors = dict(zip(shares, COLORS, strict=False))
-    bar = "".join(
-        f'<span style="width:{100 * shares[name] / total:.2f}%;'
-        f'background:{colors[name]}" title="{html.escape(labels[name])}"></span>'
-        for name in ordered
-        if shares[name] > 0
-    )
-    legend = "".join(
-        f'<span><i style="background:{colors[name]}"></i>{html.escape(labels[name])}'
-        f" <b>{shares[name] / total:.1%}</b></span>"
-        for name in ordered
-        if shares[name] / total >= 0.0005
-    )
-    return f'<div class="bar">{bar}</div><div class="legend">{legend}</div>'
-
-
-def split_box(splits: Sequence[int], copies: int, width: int, height: int) -> str:
-    """An array as a box, cut as it is over devices; hatched where all have it whole."""
-    rows, columns = ([*splits, 1, 1] if len(splits) < 2 else splits)[:2]
-    if len(splits) == 1:
-        rows, columns = 1, splits[0]
-    rows, columns = max(rows, 1), max(columns, 1)
-    whole = rows * columns == 1
-    rows, columns = min(rows, 16), min(columns, 16)
-    cells = []
-    for row in range(rows):
-        for column in range(columns):
-            color = "var(--whole)" if whole else COLORS[(row * columns + column) % 7]
-            cells.append(
-                f'<rect x="{column * width / columns:.1f}"'
-                f' y="{row * height / rows:.1f}" width="{width / columns:.1f}"'
-                f' height="{height / rows:.1f}" fill="{color}"/>'
-            )
-    what = f"{copies} whole copies" if whole and copies > 1 else "cut by device"
-    return (
-        f'<svg class="box" viewBox="0 0 {width} {height}" width="{width}"'
-        f' height="{height}" role="img" aria-label="{what}">{"".join(cells)}</svg>'
-    )
-
-
-class _Scale:
-    """From values to places on the page."""
-
-    def __init__(
-        self,
-        low: float,
-        high: float,
-        start: float,
-        stop: float,
-        *,
-        logarithmic: bool = False,
-        pad: float = 0.0,
-    ):
-        self.logarithmic = logarithmic
-        if logarithmic:
-            low, high = math.log10(low), math.log10(high)
-        if low == high:
-            margin = abs(low) * 0.1 or 1.0
-            low, high = low - margin, high + margin
-        margin = pad * (high - low)
-        self.low, self.high = low - margin, high + margin
-        self.start, self.stop = start, stop
-
-    def __call__(self, value: float) -> float:
-        value = math.log10(value) if self.logarithmic else value
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.stop - self.start)
-
-    def ticks(self, count: int = 5) -> list[float]:
-        if self.logarithmic:
-            powers = range(math.ceil(self.low), math.floor(self.high) + 1)
-            if len(powers) >= 2:
-                step = -(-len(powers) // (count + 1))
-                return [10.0**p for p in powers[::step] if 10.0**p > 0]
-            found = [
-                digit * 10.0**p
-                for p in range(math.floor(self.low), math.ceil(self.high) + 1)
-                for digit in (1, 2, 5)
-            ]
-            return [v for v in found if self.low <= math.log10(v) <= self.high]
-        raw = (self.high - self.low) / count
-        power = 10.0 ** math.floor(math.log10(raw))
-        step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
-
-
-def _axes(x_scale: _Scale, y_scale: _Scale, xlabel: str) -> str:
-    parts = []
-    for value in y_scale.ticks():
-        y = y_scale(value)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}"'
-            f' y2="{y:.1f}"/><text x="{_LEFT - 6}" y="{y + 3.5:.1f}"'
-            f' text-anchor="end">{number(value)}</text>'
-        )
-    for value in x_scale.ticks(7):
-        parts.append(
-            f'<text x="{x_scale(value):.1f}" y="{_HEIGHT - _BOTTOM + 15}"'
-            f' text-anchor="middle">{number(value)}</text>'
-        )
-    parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}"'
-        f' text-anchor="middle">{html.escape(xlabel)}</text>'
-        f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}"'
-        f' y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM}"/>'
-    )
-    return "".join(parts)
-
-
-def number(value: float) -> str:
-    """Short: 0.001, 12, 3.4k, 5M, 1e-07."""
-    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * factor or factor > 1e3 and abs(value) >= factor:
-            return f"{value / factor:.4g}{suffix}"
-    return f"{round(value, 12):.4g}"
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of neighbours, where there are more points than the page has pixels."""
-    size = -(-len(points) // _MAX_POINTS)
-    if size == 1:
-        return points
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
+def metric_curves(
+    training: Points, validation: Points, steps: Points = ()
+) -> list[Curve]:
+    """The curves of one metric of one run."""
     return [
-        (sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups
+        Curve("steps, smoothed", steps, "0.5", is_rough=True),
+        Curve("training", training, "C0"),
+        Curve("validation", validation, "C1"),
     ]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def draw(
+    charts: Mapping[str, Sequence[Curve]],
+    xlabel: str,
+    limits: tuple[float, float] | None = None,
+) -> "Figure":
+    """A figure with a chart for every name.
+
+    Args:
+        charts: the curves of each chart.
+        xlabel: what the horizontal axes count, in whole numbers.
+        limits: where they begin and end.
+
+    Raises:
+        ImportError: without matplotlib; it says how to install it.
+    """
+    figure_type, integer_ticks = _matplotlib()
+    count = max(len(charts), 1)
+    columns = 2 if count == 4 else min(count, 3)
+    rows = -(-count // columns)
+    figure = figure_type(
+        figsize=(4.6 * columns if columns > 1 else 6.0, 3.4 * rows),
+        dpi=120,
+        layout="constrained",
+    )
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    # Notebooks show what has this method, without matplotlib's global state.
+    figure._repr_png_ = functools.partial(to_png, figure)
+
+    for index, (name, curves) in enumerate(charts.items()):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        _draw_chart(axes, curves)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(name.replace("_", " "), parse_math=False)
+        axes.xaxis.set_major_locator(integer_ticks())
+        if limits is not None:
+            low, high = limits
+            margin = 0.03 * (high - low) or 0.6
+            axes.set_xlim(low - margin, high + margin)
+    return figure
+
+
+def to_png(figure: "Figure") -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def to_svg(figure: "Figure") -> str:
+    """The figure as an element of an HTML page."""
+    import matplotlib
+
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        figure.savefig(text, format="svg", metadata=nothing, transparent=True)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]  # without what only a file of its own begins with
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Saves the figure in one piece: who looks sees the old picture or the new one."""
+    path = Path(path)
+    kind = path.suffix.removeprefix(".") or "png"
+    with naming(path, "plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=kind)
+
+
+def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
+    finite = [
+        curve._replace(points=[p for p in curve.points if all(map(math.isfinite, p))])
+        for curve in curves
+    ]
+    shown = [curve for curve in finite if curve.points]
+    count = sum(len(curve.points) for curve in shown if not curve.is_rough)
+    marker = {"marker": "o", "markersize": 4.5} if count <= _FEW else {}
+
+    for curve in shown:
+        x, y = zip(*curve.points, strict=True)
+        # matplotlib leaves labels that begin with "_" out.
+        label = f" {curve.label}" if curve.label.startswith("_") else curve.label
+        if curve.is_rough:
+            axes.plot(x, y, color=curve.color, alpha=0.35, linewidth=0.8)
+            smooth = _smoothed(y)
+            axes.plot(x, smooth, color=curve.color, linewidth=1.3, label=label)
+        else:
+            axes.plot(x, y, color=curve.color, label=label, **marker)
+
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    values = [y for curve in shown for _, y in curve.points]
+    if values and min(values) > 0 and max(values) > 200 * min(values):
+        axes.set_yscale("log")
+    if values:
+        legend = axes.legend(
+            frameon=False,
+            loc="best" if len(values) <= _MANY else "upper right",
+            fontsize="medium" if len(shown) <= 4 else "x-small",
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def _smoothed(values: Sequence[float]) -> np.ndarray:
+    """Means over a window of a tenth of the curve, cut off where the curve ends."""
+    count = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    place = np.arange(count)
+    first = np.maximum(place - count // 20, 0)
+    last = np.minimum(place + count // 20, count - 1)
+    return (sums[last + 1] - sums[first]) / (last + 1 - first)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError(
+            "Drawing curves needs matplotlib, which is not installed; run"
+            ' `pip install "jaxdp[plots]"`.'
+        ) from error
+    return Figure, functools.partial(
+        MaxNLocator, integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1
+    )

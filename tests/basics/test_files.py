@@ -11,7 +11,7 @@ from jaxdp import Callback
 from jaxdp.basics.files import append_whole, naming, replacing, write_whole
 from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
 from jaxdp.history import History
-from jaxdp.reports.page import read_run
+from jaxdp.reports import read_run
 
 
 @pytest.fixture

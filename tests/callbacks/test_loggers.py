@@ -486,15 +486,18 @@ def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every picture that is drawn: its panels, as lists of points."""
+    """Every picture that is drawn: its charts, as points by the label of a curve."""
     pictures = []
     real = live_plot_module.draw
 
-    def draw(panels, *args, **kwargs):
-        if panels:
-            kept = {k: [list(curve) for curve in panel] for k, panel in panels.items()}
+    def draw(charts, *args, **kwargs):
+        if charts:
+            kept = {
+                name: {curve.label: list(curve.points) for curve in curves}
+                for name, curves in charts.items()
+            }
             pictures.append(kept)
-        return real(panels, *args, **kwargs)
+        return real(charts, *args, **kwargs)
 
     monkeypatch.setattr(live_plot_module, "draw", draw)
     return pictures
@@ -505,7 +508,8 @@ def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
     losses = Losses()
     trainer = linear_trainer(LivePlot(path), losses)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
-    training, validation, steps = drawn[-1]["loss"]
+    loss = drawn[-1]["loss"]
+    steps, training, validation = loss.values()
     assert steps == [(s, float(m["loss"])) for s, m in losses.seen.items()]
     assert training == list(zip([5, 10, 15], history["loss"], strict=True))
     assert validation == list(zip([5, 10, 15], history["val_loss"], strict=True))
@@ -526,7 +530,7 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
 
     trainer = linear_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
     trainer.fit(batches(*[8] * 35))
-    assert [len(picture["loss"][2]) for picture in drawn] == [
+    assert [len(picture["loss"]["steps, smoothed"]) for picture in drawn] == [
         11 - LAG,
         22 - LAG,
         33 - LAG,
@@ -547,7 +551,7 @@ def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
     data[1][0][:] = np.nan
     with pytest.raises(FloatingPointError):
         trainer.fit(data)
-    steps = drawn[-1]["loss"][2]
+    steps = drawn[-1]["loss"]["steps, smoothed"]
     assert [step for step, _ in steps] == [1, *range(3, 10)]
 
 

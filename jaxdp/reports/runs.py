@@ -1,0 +1,248 @@
+"""What is known of a run, from its files or its trainer; several runs in a table."""
+
+import csv
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..plan.page import SUFFIX
+from .run_record import check_size, read_record
+
+EPOCH: Final = "epoch_"
+VALIDATION: Final = "val_"
+THROUGHPUT: Final = "throughput/"
+
+PHASES: Final = {
+    "data": "waiting for data",
+    "device": "waiting for the device",
+    "callbacks": "callbacks",
+    "checkpoints": "checkpoints",
+    "validation": "validation",
+    "loop": "the host: packing batches, calling the step",
+}
+"""Where the time of a fit goes, as `ThroughputMonitor` has it."""
+
+_PLANNED: Final = {
+    "peak bytes per device": lambda plan: float(plan["memory"]["peak"]),
+    "bytes sent per step": lambda plan: float(plan["wire_bytes"]),
+}
+_UNRANKED: Final = "steps", "epochs", "examples", "seconds"
+_LARGER_IS_BETTER: Final = ("accuracy", "top_", "auc", "f1", "iou", "mfu", "per_s")
+
+Points = list[tuple[float, float]]
+
+
+class Run(NamedTuple):
+    """What is known of a run, from its files or from its trainer."""
+
+    name: str
+    record: dict[str, Any]
+    """`metrics.json` of `CSVLogger`: hyperparameters, versions, hardware, layout."""
+    columns: dict[str, Points]
+    """Values by the name of their column, as `(step, value)`."""
+    xlabel: str = "optimizer step"
+    plan: str | None = None
+    """The page of the plan that was logged."""
+
+    def last(self, name: str) -> float:
+        """The latest value of a column; NaN if it has none."""
+        points = self.columns.get(name)
+        return points[-1][1] if points else math.nan
+
+    def best(self, name: str) -> tuple[float, float]:
+        """The best value of a column, and the step it belongs to."""
+        points = [(v, x) for x, v in self.columns.get(name, []) if math.isfinite(v)]
+        if not points:
+            return math.nan, math.nan
+        return max(points) if larger_is_better(name) else min(points)
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """The run that `CSVLogger` wrote, from its folder or its table.
+
+    Raises:
+        FileNotFoundError: if there is no table; it says which there are nearby.
+    """
+    path = Path(path)
+    table = path / "metrics.csv" if path.is_dir() else path
+    if path.is_dir() and not table.exists():
+        tables = sorted(path.glob("*.csv"))
+        table = tables[0] if len(tables) == 1 else table
+    if not table.is_file():
+        if not path.exists():
+            raise FileNotFoundError(
+                f"`{path}`: there is no such folder. A run is a folder that"
+                " `CSVLogger(dirpath)` wrote to, or its table."
+            )
+        near = sorted(path.rglob("*.csv"))[:5] if path.is_dir() else []
+        listed = f" There are {', '.join(map(str, near))}." if near else ""
+        raise FileNotFoundError(
+            f"`{path}`: no {table.name} there. A run is a folder that"
+            f" `CSVLogger(dirpath)` wrote to, or its table.{listed}"
+        )
+    try:
+        columns = _columns(table)
+    except (csv.Error, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
+    record = read_record(table.with_suffix(".json"))
+    name = str(path if path.is_dir() else path.with_suffix(""))
+    plan, planned = None, table.with_suffix(SUFFIX)
+    if planned.is_file():
+        check_size(planned)
+        plan = planned.read_text(encoding="utf-8")
+    return Run(name, record, columns, plan=plan)
+
+
+def _columns(table: Path) -> dict[str, Points]:
+    """What a table has, by column."""
+    check_size(table)
+    with table.open(newline="", encoding="utf-8") as file:
+        # A run may be writing its last row at this moment, or was killed then.
+        lines = [line for line in file if line.endswith("\n")]
+    reader = csv.DictReader(lines)
+    if not {"epoch", "step"} <= set(reader.fieldnames or ()):
+        raise ValueError("it has no columns `epoch` and `step`")
+    columns: dict[str, Points] = {}
+    for row in reader:
+        for name, text in row.items():
+            if name not in (None, "step") and text:
+                columns.setdefault(name, []).append((float(row["step"]), float(text)))
+    return columns
+
+
+def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
+    """A run of which only the means of epochs are known."""
+    columns = {
+        key if key.startswith(VALIDATION) else EPOCH + key: [
+            (float(epoch + 1), value)
+            for epoch, value in zip(history.epochs, values, strict=True)
+            if not math.isnan(value)
+        ]
+        for key, values in history.items()
+    }
+    return Run(name, record, columns, "epoch")
+
+
+def larger_is_better(name: str) -> bool:
+    """Whether a metric of that name is one to be maximised, as far as names tell."""
+    return any(word in name for word in _LARGER_IS_BETTER)
+
+
+def comparison(runs: Sequence[Run]) -> list[list[str]]:
+    """A table, heads first: a row per result and a column per run.
+
+    The best of a row is marked with `*`.
+    """
+    rows = [
+        ["", *short_names(runs)],
+        ["status", *(str(run.record.get("status", "unknown")) for run in runs)],
+    ]
+    for name, values in _results(runs).items():
+        finite = [value for value in values if math.isfinite(value)]
+        best = None
+        if len(finite) > 1 and name not in _UNRANKED:
+            best = max(finite) if larger_is_better(name) else min(finite)
+        marked = (number(v) + (" *" if v == best else "") for v in values)
+        rows.append([name, *marked])
+
+    totals = [throughput_of(run) for run in runs]
+    for phase in PHASES if any(totals) else ():
+        shares = (f"{each[phase]:.1%}" if each else "-" for each in totals)
+        rows.append([f"time: {phase}", *shares])
+    return rows
+
+
+def _results(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """What can be ranked, a number for every run, NaN where it has none."""
+    ends = [
+        [points[-1][0] for points in run.columns.values() if points] for run in runs
+    ]
+    found = {
+        "steps": [max(each, default=0) for each in ends],
+        "epochs": [len(run.columns.get("epoch_loss", [])) for run in runs],
+    }
+    for name in dict.fromkeys(name for run in runs for name in run.columns):
+        if name.startswith(VALIDATION):
+            found[f"{name}, best"] = [run.best(name)[0] for run in runs]
+            found[f"{name}, last"] = [run.last(name) for run in runs]
+        elif name.startswith(EPOCH):
+            label = f"{name.removeprefix(EPOCH)}, last epoch"
+            found[label] = [run.last(name) for run in runs]
+
+    totals = [throughput_of(run) for run in runs]
+    for name in ("examples", "seconds", "examples_per_s", "mfu"):
+        if any(name in each for each in totals):
+            found[name] = [each.get(name, math.nan) for each in totals]
+    plans = [run.record.get("plan") for run in runs]
+    if any(plans):
+        for label, value_of in _PLANNED.items():
+            found[label] = [value_of(plan) if plan else math.nan for plan in plans]
+    return found
+
+
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """What the runs were made of and do not have in common: a row per name."""
+    made = [
+        {
+            name: str(value)
+            for part in ("hyperparameters", "versions", "hardware")
+            for name, value in run.record.get(part, {}).items()
+        }
+        for run in runs
+    ]
+    rows = [["", *short_names(runs)]]
+    for name in dict.fromkeys(name for values in made for name in values):
+        values = [each.get(name, "-") for each in made]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    return rows
+
+
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """The names of runs without the folders that all are in."""
+    names = [os.path.abspath(run.name) for run in runs]
+    if len(set(names)) < max(len(names), 2):
+        return [run.name.rstrip("/") for run in runs]
+    common = os.path.commonpath([os.path.dirname(name) for name in names])
+    return [os.path.relpath(name, common) for name in names]
+
+
+def throughput_of(run: Run) -> dict[str, float]:
+    """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
+
+    All examples over all seconds, and shares of the same seconds; of a run that was
+    resumed, over its fits. Rows of a version that logged no seconds are left out; empty
+    where there are no others.
+    """
+    logged = {
+        name.removeprefix(THROUGHPUT): [value for _, value in points]
+        for name, points in run.columns.items()
+        if name.startswith(THROUGHPUT)
+    }
+    seconds = logged.get("seconds", [])
+    total = sum(seconds)
+    if not total:
+        return {}
+    # Rows without seconds come first: they are of before the run was resumed.
+    rows = {name: logged[name][-len(seconds) :] for name in ("examples", *PHASES)}
+    examples = sum(rows["examples"])
+    found = {"examples": examples, "seconds": total, "examples_per_s": examples / total}
+    for name in PHASES:
+        each = zip(rows[name], seconds, strict=True)
+        found[name] = sum(share * time for share, time in each) / total
+    if "mfu" in logged:  # in proportion to the examples per second
+        scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
+        found["mfu"] = found["examples_per_s"] * scale
+    return found
+
+
+def number(value: float) -> str:
+    """A number in short: 0.001, 12, 13.1k, 5M, 1e-07; "-" if it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 10 * factor or factor > 1e3 and abs(value) >= factor:
+            return f"{value / factor:.4g}{suffix}"
+    return f"{value:.4g}"
