@@ -1,6 +1,6 @@
 """The pure computation of a step: no devices, no jit."""
 
-from .collectives import DATA, AxisCollectives, Collectives, RowsInteract, Share
+from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
 from .jaxprs import (
     OWN_LOOP,
     has_convolutions,
@@ -15,7 +15,8 @@ from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
 from .remat import Remat, check_remat
 from .row_mixing import values_mix_rows
-from .steps import Batch, Group, Steps, TrainState, Weights, first_state
+from .state import Batch, Group, TrainState, Weights, first_state
+from .steps import Steps
 
 __all__ = [
     "AxisCollectives",
@@ -33,8 +34,8 @@ __all__ = [
     "OWN_LOOP",
     "Objective",
     "Remat",
+    "ResultKind",
     "RowsInteract",
-    "Share",
     "Steps",
     "TrainState",
     "Weights",

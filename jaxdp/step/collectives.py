@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 DATA: Final = "data"
 """Name of the axis that a batch's rows are split over."""
 
-Share = Literal["gradients", "rows", "whole"]
+ResultKind = Literal["gradients", "rows", "whole"]
 """What a result of `Collectives.over_rows` is: gradients like the parameters, values
 per row, or small values that every device holds."""
 
@@ -39,7 +39,7 @@ class Collectives:
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Any],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         """`function(collectives, inputs, groups)`: all of a step that looks at rows.
 

@@ -6,34 +6,21 @@ dict of values, `"loss"` first, each shaped `(rows,)` or, where the user's funct
 averages itself, `()`.
 """
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, PyTree
 
 from .. import losses
-from .collectives import DATA
+from .model_call import as_plain_state, call_loss_fn, call_model
+from .row_keys import MaskAndKeys
 
 _OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels
 """Criteria that make integer targets labels of the prediction's classes."""
-
-
-class Rows(NamedTuple):
-    """What goes with a batch: which rows are real, and their randomness."""
-
-    mask: Array
-    """`(rows,)`, False for the padding of a ragged batch."""
-    keys: PRNGKeyArray
-    """`(rows,)`, one key per row."""
-    key: PRNGKeyArray
-    """One for the whole batch."""
 
 
 class Values(NamedTuple):
@@ -68,11 +55,11 @@ class CriterionObjective:
         model: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        rows: Rows,
+        rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
     ) -> "Values":
         x, target = split_pair(batch)
-        prediction, model_state = apply(model, model_state, x, rows, bound_axes)
+        prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
         found = {
             name: self._value(name, criterion, prediction, target, len(rows.mask))
             for name, criterion in self.criteria.items()
@@ -150,33 +137,28 @@ class LossFnObjective:
         model: PyTree,
         model_state: PyTree,
         batch: PyTree,
-        rows: Rows,
+        rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
     ) -> "Values":
         given = batch if isinstance(batch, tuple) else (batch,)
-        offered = rows._asdict()
-        if model_state is not None:
-            offered["state"] = model_state
-        arguments, keywords = self._bind(given, offered)
         with_state = self.takes_state and model_state is not None
-        names = _axis_names(model)
-        call = functools.partial(self.loss_fn, model, *arguments, **keywords)
-        names = names if len(names) > 1 else ()
-        with _constants_in_state():
-            try:
-                result = _binding(names, bound_axes, call)
-            except NameError as error:
-                # A collective over the rows' shares, where this step sees all rows.
-                if f"unbound axis name: {DATA}" not in str(error):
-                    raise
-                result = _binding((*names, DATA), bound_axes, call)
+
+        def call(state: PyTree) -> Any:
+            offered = rows._asdict()
+            if model_state is not None:
+                offered["state"] = state
+            arguments, keywords = self._bind(given, offered)
+            return self.loss_fn(model, *arguments, **keywords)
+
+        result = call_loss_fn(call, model, model_state, bound_axes)
         if with_state:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
                     f" (loss, metrics, state); got {_describe(result)}."
                 )
-            *result, model_state = result
+            *result, state = result
+            model_state = as_plain_state(state)
             result = result[0] if len(result) == 1 else tuple(result)
         loss, metrics = _loss_and_metrics(result)
         num_rows = len(rows.mask)
@@ -240,77 +222,6 @@ class LossFnObjective:
 
 
 Objective = CriterionObjective | LossFnObjective
-
-
-def apply(
-    model: PyTree,
-    model_state: PyTree,
-    x: PyTree,
-    rows: Rows,
-    bound_axes: tuple[str, ...] = (),
-) -> tuple[PyTree, PyTree]:
-    """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
-
-    The model is vmapped, and given a key where its `__call__` has a `key`. The axis
-    is named as its BatchNorm layers want it.
-    """
-    names = _axis_names(model)
-    own = next((name for name in names if name not in bound_axes), None)
-    keyed = _takes_key(model)
-
-    def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
-        keywords = {"key": key} if keyed else {}
-        if model_state is None:
-            return model(row, **keywords), None
-        return model(row, model_state, **keywords)
-
-    def all_rows() -> Any:
-        batched = jax.vmap(
-            one_row,
-            out_axes=(0, None),
-            axis_name=own,
-        )
-        return batched(x, rows.keys)
-
-    others = tuple(name for name in names if name != own)
-    with _constants_in_state():
-        return _binding(others, bound_axes, all_rows)
-
-
-@contextlib.contextmanager
-def _constants_in_state() -> Iterator[None]:
-    """Lets a model put constants into its `eqx.nn.State` under `jax.shard_map`.
-
-    There the old value's type carries the mesh and a constant's does not, so that
-    Equinox 0.13 refuses `state.set(index, jnp.array(False))`, as BatchNorm does, as a
-    change of type. While tracing, the constant takes on the type of the old value.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        yield
-        return
-    original = eqx.nn.State.set
-
-    def set_like_old(self: eqx.nn.State, item: Any, value: Any) -> eqx.nn.State:
-        def like(new: Any, old: Any) -> Array:
-            new = jnp.asarray(new)
-            alike = new.shape == old.shape and new.dtype == old.dtype
-            return jnp.where(jnp.ones_like(old, bool), new, old) if alike else new
-
-        return original(self, item, jax.tree.map(like, value, self.get(item)))
-
-    eqx.nn.State.set = set_like_old
-    try:
-        yield
-    finally:
-        eqx.nn.State.set = original
-
-
-def _takes_key(model: Any) -> bool:
-    while isinstance(model, functools.partial | eqx.Partial):
-        if "key" in model.keywords:
-            return False
-        model = model.func
-    return "key" in inspect.signature(model).parameters
 
 
 def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -385,40 +296,6 @@ def _floating(argument: str, name: str, value: Array) -> Array:
             " be floating point."
         )
     return value if name == "loss" else value.astype(jnp.float32)
-
-
-def _axis_names(model: PyTree) -> tuple[str, ...]:
-    """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
-    names: dict[str, None] = {}
-
-    def is_norm(node: Any) -> bool:
-        return isinstance(node, eqx.nn.BatchNorm)
-
-    for node in jax.tree.leaves(model, is_leaf=is_norm):
-        if is_norm(node):
-            axis = node.axis_name
-            names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
-    return tuple(names)
-
-
-def _binding(
-    names: tuple[str, ...], bound: tuple[str, ...], call: Callable[[], Any]
-) -> Any:
-    """`call()` with every axis name bound: those not `bound` yet, to an axis of one.
-
-    So a model that reduces over ("batch", "data") runs where there is no "data" axis.
-    """
-    for name in names:
-        if name not in bound:
-            call = _in_axis_of_one(call, name)
-    return call()
-
-
-def _in_axis_of_one(call: Callable[[], Any], name: str) -> Callable[[], Any]:
-    mapped = jax.vmap(
-        lambda _: call(), in_axes=None, out_axes=None, axis_size=1, axis_name=name
-    )
-    return functools.partial(mapped, None)
 
 
 def _is_bare(parameter: inspect.Parameter) -> bool:

@@ -1,94 +1,46 @@
-"""The state of a run and the pure steps that change it. No devices, no jit.
+"""The pure steps that change the state of a run. No devices, no jit.
 
 A strategy compiles `Steps.train`, `Steps.evaluate` and `Steps.predict`, and hands
 them the `Collectives` that fit how it splits the batch. Everything else that decides
-the numbers is in this file and in `objective`.
+the numbers is in this room: the loss of each row in `objective`, the mean over all real
+rows in `means`, and the randomness of each in `row_keys`.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..basics.tree import leaf_path
-from . import objective as objectives
 from .collectives import Collectives
-from .jaxprs import OWN_LOOP, has_convolutions
-from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, new_totals, vector
-from .objective import Objective, Rows
+from .means import Sums, count_rows, over_micro_batches, sums_of
+from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, vector
+from .model_call import call_model
+from .objective import Objective, Values
 from .precision import (
     PRECISIONS,
     LossScale,
     Precision,
     cast_batch,
     computing,
-    first_scale,
     next_scale,
     widen,
 )
 from .remat import Remat, remat_function, remat_submodules
-from .row_mixing import mark_rows, mark_values
-
-Batch = PyTree
-"""Leaves shaped `(rows, ...)`, on the host."""
-
-_RESERVED: Final = 0xFFFFFFFF
-"""Folded into a key where no step or row number ever gets: for validation, and
-downwards for the keys of whole micro-batches."""
-
-
-class TrainState(NamedTuple):
-    """All that training changes: the only thing placed, donated, saved, restored.
-
-    A pytree of arrays; what `filter_spec` does not train is in `buffers`.
-    """
-
-    params: PyTree
-    """The trained leaves of the model; None elsewhere."""
-    buffers: PyTree
-    """The other arrays of the model, which no step changes; None elsewhere."""
-    model_state: PyTree
-    """The `eqx.nn.State`, or None."""
-    opt_state: PyTree
-    key: Any
-    """uint32, raw data of the seed's PRNG key. (A typed one takes jit's slow path.)"""
-    step: Any
-    """int32 `()`. Number of completed optimizer steps."""
-    totals: Any
-    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
-    `metrics.add_to_totals`."""
-    loss_scale: Any = None
-    """`precision.LossScale` under "16-mixed", or None."""
-
-    @property
-    def weights(self) -> "Weights":
-        """The part that evaluation needs."""
-        return Weights(self.params, self.buffers, self.model_state, self.key)
-
-
-class Weights(NamedTuple):
-    """What of a `TrainState` evaluation and prediction read."""
-
-    params: PyTree
-    buffers: PyTree
-    model_state: PyTree
-    key: Any
-
-
-class Group(NamedTuple):
-    """Micro-batches of one shape, stacked."""
-
-    batch: PyTree
-    """Leaves `(micro_batches, rows, ...)`."""
-    counts: Any
-    """int32 `(micro_batches, blocks)`: real rows in each equal block of a micro-batch's
-    rows. A block is what one process loaded, its real rows first, then its padding."""
+from .row_keys import key_outside_training, mask_and_keys
+from .row_mixing import mark_rows
+from .state import (
+    Group,
+    MicroBatch,
+    TrainState,
+    Weights,
+    as_before,
+    only_micro_batch,
+)
 
 
 class Steps(NamedTuple):
@@ -106,7 +58,7 @@ class Steps(NamedTuple):
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are no loop in the compiled step."""
     rows_interact: bool = False
-    """Whether values of rows are known to depend on other rows; see `interaction`."""
+    """Whether values of rows are known to depend on other rows; see `row_mixing`."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -126,7 +78,7 @@ class Steps(NamedTuple):
             unscale = 1 / state.loss_scale.scale  # a power of two: exact
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        total = _total(groups)
+        total = count_rows(groups)
         # One by one: XLA turns a vector's division by a number into a product with the
         # reciprocal in some programs, which rounds otherwise.
         means = jnp.stack([s / total for s in vector(summed.sums, summed.facts)])
@@ -134,12 +86,12 @@ class Steps(NamedTuple):
         state = state._replace(params=collectives.like_gradients(state.params))
         updates, opt_state = self._update(grads, state, loss=means[0])
         new = TrainState(
-            params=_as(
+            params=as_before(
                 state.params, eqx.apply_updates(state.params, updates), "params"
             ),
             buffers=state.buffers,
-            model_state=_as(state.model_state, model_state, "model state"),
-            opt_state=_as(state.opt_state, opt_state, "optimizer state"),
+            model_state=as_before(state.model_state, model_state, "model state"),
+            opt_state=as_before(state.opt_state, opt_state, "optimizer state"),
             key=state.key,
             step=state.step + 1,
             totals=add_to_totals(state.totals, total, means * total),
@@ -201,7 +153,7 @@ class Steps(NamedTuple):
         collectives: Collectives,
         inputs: tuple[Weights, Int[Array, ""], LossScale | None],
         groups: Sequence[Group],
-    ) -> tuple[PyTree, PyTree, "_Summed"]:
+    ) -> tuple[PyTree, PyTree, Sums]:
         """The gradient of the mean loss, the new model state, and sums over all rows.
 
         Here is all that looks at rows; a device may be shown its own only.
@@ -210,42 +162,44 @@ class Steps(NamedTuple):
         assert objective is not None
         weights, step, scale = inputs
         step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
-        total = _total(groups)
+        total = count_rows(groups)
         if weights.model_state is not None or objective.takes_key:
             collectives.need_all_rows()
         whole = collectives.gather(weights.params)
         buffers = collectives.gather(weights.buffers)
 
-        def gradients(model_state: PyTree, micro: _Micro) -> tuple[PyTree, ...]:
+        def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = remat_submodules(self._model(params, buffers), self.remat)
                 batch = cast_batch(model, mark_rows(micro.batch), self.precision)
                 model = collectives.arrange(computing(model, self.precision))
-                rows = _rows(collectives, step_key, micro)
+                rows = mask_and_keys(collectives, step_key, micro)
                 found = objective(model, model_state, batch, rows, _bound(collectives))
                 _check_depends(found.values["loss"], params)
                 facts = self._facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
                     collectives.need_all_rows()
-                sums = _sums_of(found, rows.mask, facts)
+                sums = sums_of(found, rows.mask, facts)
                 loss = sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
-                return loss, (found.model_state, _Summed(sums, facts))
+                return loss, (found.model_state, Sums(sums, facts))
 
             recomputed = remat_function(mean_loss, self.remat)
             grads, aux = jax.grad(recomputed, has_aux=True)(whole)
             return widen(grads), *aux
 
-        # An eqx.nn.State may be used once; the copy leaves the state whole.
-        model_state = jax.tree.map(lambda leaf: leaf, weights.model_state)
-        grads, model_state, summed = _over_micro_batches(
-            gradients, whole, model_state, groups, unroll=self.unroll_convolutions
+        grads, model_state, summed = over_micro_batches(
+            gradients,
+            whole,
+            weights.model_state,
+            groups,
+            unroll=self.unroll_convolutions,
         )
         return (
             collectives.sum_gradients(grads),
             model_state,
-            _Summed(collectives.sum(summed.sums), summed.facts),
+            Sums(collectives.sum(summed.sums), summed.facts),
         )
 
     def _sums(
@@ -253,16 +207,16 @@ class Steps(NamedTuple):
         collectives: Collectives,
         inputs: tuple[Weights, Int[Array, ""]],
         groups: Sequence[Group],
-    ) -> "_Summed":
+    ) -> Sums:
         """Sums over all rows of a batch, in inference mode."""
         objective = self.objective
         assert objective is not None
         weights, batch_idx = inputs
         if objective.takes_key:
             collectives.need_all_rows()
-        micro = _first(groups[0])
-        key = _key_outside_training(weights)
-        rows = _rows(collectives, jax.random.fold_in(key, batch_idx), micro)
+        micro = only_micro_batch(groups[0])
+        key = key_outside_training(weights)
+        rows = mask_and_keys(collectives, jax.random.fold_in(key, batch_idx), micro)
         model = self._whole_model(collectives, weights)
         batch = cast_batch(model, mark_rows(micro.batch), self.precision)
         found = objective(
@@ -275,25 +229,25 @@ class Steps(NamedTuple):
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        sums = _sums_of(found, rows.mask, facts)
-        return _Summed(collectives.sum(sums), facts)
+        sums = sums_of(found, rows.mask, facts)
+        return Sums(collectives.sum(sums), facts)
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
     ) -> PyTree:
         """Predictions for the rows of a batch that are seen here."""
-        micro = _first(groups[0])
+        micro = only_micro_batch(groups[0])
         model = self._whole_model(collectives, weights)
-        prediction, _ = objectives.apply(
+        prediction, _ = call_model(
             self._inference(collectives, model),
             weights.model_state,
             micro.batch,
-            _rows(collectives, _key_outside_training(weights), micro),
+            mask_and_keys(collectives, key_outside_training(weights), micro),
             _bound(collectives),
         )
         return prediction
 
-    def _facts(self, found: objectives.Values, *, stateful: bool) -> Facts:
+    def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names = tuple(found.values)
         if len(names) > MAX_METRICS:
             raise ValueError(
@@ -349,190 +303,14 @@ class Steps(NamedTuple):
         return collectives.arrange(model)
 
 
-def first_state(
-    params: PyTree,
-    buffers: PyTree,
-    model_state: PyTree,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    precision: Precision = PRECISIONS["32-true"],
-) -> TrainState:
-    """The state before any step; not placed yet."""
-
-    def fixed(leaf: Any) -> Array:
-        # A Python number in an optimizer's state would be a weakly typed array; a step
-        # returns it strongly typed, and the second step would not fit the first's
-        # program.
-        array = jnp.asarray(leaf)
-        return jax.lax.convert_element_type(array, array.dtype)
-
-    def strong(leaf: Any) -> Any:
-        # In the model, too: JAX computes otherwise with weakly typed arrays, such as
-        # `jnp.array(2.0)`, and no checkpoint keeps that they are.
-        return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
-
-    params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
-    init = jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))
-    return TrainState(
-        params=params,
-        buffers=buffers,
-        model_state=model_state,
-        opt_state=init(params),
-        key=jax.random.key_data(jax.random.key(seed)),
-        step=np.int32(0),
-        totals=new_totals(),
-        loss_scale=first_scale(precision),
-    )
-
-
-class _Micro(NamedTuple):
-    """One micro-batch inside the step, and how many real rows came before it."""
-
-    batch: PyTree
-    counts: Int[Array, " blocks"]
-    rows_before: Int[Array, ""]
-
-
-@jax.tree_util.register_pytree_node_class
-class _Summed:
-    """Sums by name, with the facts carried along as a static part."""
-
-    def __init__(self, sums: Any, facts: Facts):
-        self.sums, self.facts = sums, facts
-
-    def tree_flatten(self) -> tuple[Any, ...]:
-        return (self.sums,), self.facts
-
-    @classmethod
-    def tree_unflatten(cls, facts: Facts, children: Any) -> "_Summed":
-        return cls(children[0], facts)
-
-
-def _over_micro_batches(
-    gradients: Callable[[PyTree, _Micro], tuple[PyTree, PyTree, _Summed]],
-    params: PyTree,
-    model_state: PyTree,
-    groups: Sequence[Group],
-    *,
-    unroll: bool,
-) -> tuple[PyTree, PyTree, _Summed]:
-    """Sums `gradients` over the micro-batches in order, by a scan within a group.
-
-    With `unroll` the scan is no loop in the program if there are convolutions in it.
-    """
-
-    def body(carry: tuple[PyTree, PyTree], micro: _Micro) -> tuple[Any, _Summed]:
-        grads, model_state = carry
-        more, model_state, summed = gradients(model_state, micro)
-        return (jax.tree.map(jnp.add, grads, more), model_state), summed
-
-    rows_before = jnp.int32(0)
-    found: Any = None
-    for group in groups:
-        counts = group.counts.sum(axis=1)
-        before = rows_before + jnp.cumsum(counts) - counts
-        rows_before = rows_before + counts.sum()
-        micros = _Micro(group.batch, group.counts, before)
-        if len(group.counts) == 1:
-            micro = jax.tree.map(lambda x: x[0], micros)
-            grads, model_state, summed = gradients(model_state, micro)
-        else:
-            zeros = widen(jax.tree.map(jnp.zeros_like, params))
-            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
-            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
-            with jax.named_scope(OWN_LOOP):
-                (grads, model_state), each = jax.lax.scan(
-                    body, start, micros, unroll=len(group.counts) if unrolled else 1
-                )
-            summed = jax.tree.map(lambda x: x.sum(axis=0), each)
-        new = grads, summed
-        found = new if found is None else jax.tree.map(jnp.add, found, new)
-    grads, summed = found
-    return grads, model_state, summed
-
-
-def _rows(collectives: Collectives, key: Any, micro: _Micro) -> Rows:
-    """Masks and keys of the rows seen here.
-
-    A row's key depends on `key` and its place among the real rows of the global
-    batch, and so on no padding, device or process.
-    """
-    seen = jax.tree.leaves(micro.batch)[0].shape[0]
-    ids = collectives.row_ids(seen)
-    block_rows = seen * collectives.num_shards // len(micro.counts)
-    block, place = ids // block_rows, ids % block_rows
-    before = jnp.cumsum(micro.counts) - micro.counts
-    places = micro.rows_before + before[block] + place
-    return Rows(
-        mask=place < micro.counts[block],
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
-        key=_batch_key(key, micro),
-    )
-
-
-def _batch_key(key: Any, micro: _Micro) -> Any:
-    """One key for all rows of a micro-batch."""
-    return jax.random.fold_in(
-        key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
-    )
-
-
-def _total(groups: Sequence[Group]) -> Float[Array, ""]:
-    """How many real rows there are, on all devices."""
-    total = jnp.stack([group.counts.sum() for group in groups]).sum()
-    return total.astype(jnp.float32)
-
-
-def _key_outside_training(weights: Weights) -> Any:
-    return jax.random.fold_in(
-        jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
-    )
-
-
-def _first(group: Group) -> _Micro:
-    batch, counts = jax.tree.map(lambda x: x[0], tuple(group))
-    return _Micro(batch, counts, jnp.int32(0))
-
-
 def _bound(collectives: Collectives) -> tuple[str, ...]:
     name = collectives.axis_name
     return () if name is None else (name,) if isinstance(name, str) else name
 
 
-def _sums_of(found: objectives.Values, mask: Array, facts: Facts) -> dict[str, Array]:
-    values = found.values if facts.rows_interact else mark_values(found.values)
-    return {name: _weigh(value, mask) for name, value in values.items()}
-
-
-def _weigh(value: Array, mask: Array) -> Array:
-    """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
-    value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-    if value.ndim == 0:
-        return value * mask.sum().astype(value.dtype)
-    return jnp.where(mask, value, 0).sum()
-
-
 def _all_finite(tree: PyTree) -> Array:
     leaves = jax.tree.leaves(tree)
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
-
-def _as(old: PyTree, new: PyTree, what: str) -> PyTree:
-    """`new` with the dtypes of `old`, so that the second step is the first's shape."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(old)
-    leaves, new_treedef = jax.tree.flatten(new)
-    if treedef != new_treedef:
-        raise TypeError(
-            f"The {what} has another structure after a step: was {treedef}, is"
-            f" {new_treedef}."
-        )
-    for (path, before), after in zip(paths, leaves, strict=True):
-        if jnp.shape(before) != jnp.shape(after):
-            raise TypeError(
-                f"The {what} has another shape after a step: {leaf_path(path)} was"
-                f" {jnp.shape(before)}, is {jnp.shape(after)}."
-            )
-    return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
 
 
 def _with_names(

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int, PyTree
 
 from ..basics.console import say
 from ..distributed import RowBlocks, row_blocks
-from ..step import Collectives, Group, RowsInteract, Share, TrainState, repeated
+from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
 from .base import DataParallel, Role, each, put_rows
 from .pmap import Pmap
 from .sharded import Sharded
@@ -206,7 +206,7 @@ class VirtualShards(Collectives):
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Group],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         try:
             return self._in_turns(function, inputs, groups, results)
@@ -223,7 +223,7 @@ class VirtualShards(Collectives):
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Group],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         # One more than there are turns: a stack of one would need no indexing, and the
         # body would be another program.
@@ -287,7 +287,7 @@ class VirtualShards(Collectives):
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Group],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         """The same computation of all rows on every device."""
 

@@ -9,7 +9,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import leaf_path
-from ..step import AxisCollectives, Collectives, Group, RowsInteract, Share, Weights
+from ..step import (
+    AxisCollectives,
+    Collectives,
+    Group,
+    ResultKind,
+    RowsInteract,
+    Weights,
+)
 from .base import draws_by_row
 
 Spec = Callable[[str, Any], PartitionSpec]
@@ -56,7 +63,7 @@ class ByRows(Collectives):
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Group],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         if not self.apart or not draws_by_row():
             return function(self, inputs, groups)
@@ -91,7 +98,7 @@ class ByRows(Collectives):
         function: Callable[..., Any],
         inputs: Any,
         groups: Sequence[Group],
-        results: Share | tuple[Share, ...],
+        results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         shares = _Shares(self.row_axes, num_shards)

@@ -1,0 +1,100 @@
+"""Exact means over real rows, however they are split into micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .jaxprs import OWN_LOOP, has_convolutions
+from .metrics import Facts
+from .objective import Values
+from .precision import widen
+from .row_mixing import mark_values
+from .state import Group, MicroBatch
+
+
+@jax.tree_util.register_pytree_node_class
+class Sums:
+    """The loss and metrics summed over rows, by name, beside what tracing found out.
+
+    A pytree whose leaves are the sums; the facts are static.
+    """
+
+    def __init__(self, sums: Any, facts: Facts):
+        self.sums, self.facts = sums, facts
+
+    def tree_flatten(self) -> tuple[Any, ...]:
+        return (self.sums,), self.facts
+
+    @classmethod
+    def tree_unflatten(cls, facts: Facts, children: Any) -> "Sums":
+        return cls(children[0], facts)
+
+
+def over_micro_batches(
+    gradients: Callable[[PyTree, MicroBatch], tuple[PyTree, PyTree, Sums]],
+    params: PyTree,
+    model_state: PyTree,
+    groups: Sequence[Group],
+    *,
+    unroll: bool,
+) -> tuple[PyTree, PyTree, Sums]:
+    """Sums `gradients` over the micro-batches in order, by a scan within a group.
+
+    With `unroll` the scan is no loop in the program if there are convolutions in it.
+    """
+
+    def body(carry: tuple[PyTree, PyTree], micro: MicroBatch) -> tuple[Any, Sums]:
+        grads, model_state = carry
+        more, model_state, summed = gradients(model_state, micro)
+        return (jax.tree.map(jnp.add, grads, more), model_state), summed
+
+    rows_before = jnp.int32(0)
+    found: Any = None
+
+    for group in groups:
+        counts = group.counts.sum(axis=1)
+        before = rows_before + jnp.cumsum(counts) - counts
+        rows_before = rows_before + counts.sum()
+        micros = MicroBatch(group.batch, group.counts, before)
+
+        if len(group.counts) == 1:
+            micro = jax.tree.map(lambda x: x[0], micros)
+            grads, model_state, summed = gradients(model_state, micro)
+        else:
+            zeros = widen(jax.tree.map(jnp.zeros_like, params))
+            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
+            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
+            with jax.named_scope(OWN_LOOP):
+                (grads, model_state), each = jax.lax.scan(
+                    body, start, micros, unroll=len(group.counts) if unrolled else 1
+                )
+            summed = jax.tree.map(lambda x: x.sum(axis=0), each)
+
+        new = grads, summed
+        found = new if found is None else jax.tree.map(jnp.add, found, new)
+
+    grads, summed = found
+    return grads, model_state, summed
+
+
+def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
+    """How many real rows there are, on all devices."""
+    total = jnp.stack([group.counts.sum() for group in groups]).sum()
+    return total.astype(jnp.float32)
+
+
+def sums_of(found: Values, mask: Array, facts: Facts) -> dict[str, Array]:
+    """Sums over the real rows of a micro-batch, of its loss and of each metric."""
+    values = found.values if facts.rows_interact else mark_values(found.values)
+    return {name: _weigh(value, mask) for name, value in values.items()}
+
+
+def _weigh(value: Array, mask: Array) -> Array:
+    """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
+    value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    if value.ndim == 0:
+        return value * mask.sum().astype(value.dtype)
+    return jnp.where(mask, value, 0).sum()

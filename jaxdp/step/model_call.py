@@ -1,0 +1,168 @@
+"""Calls of a user's model and loss inside a step: vmapped, with the axes they name.
+
+A BatchNorm reduces over axes by name, of the rows of a batch and perhaps of devices. A
+step sees all rows, or one device's, so that which of these axes exist differs; here
+every one that is asked for does.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from .collectives import DATA
+from .row_keys import MaskAndKeys
+
+
+def call_model(
+    model: PyTree,
+    model_state: PyTree,
+    x: PyTree,
+    rows: MaskAndKeys,
+    bound_axes: tuple[str, ...] = (),
+) -> tuple[PyTree, PyTree]:
+    """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
+
+    The model is vmapped, and given a key where its `__call__` has a `key`. The axis
+    is named as its BatchNorm layers want it.
+    """
+    names = _axis_names(model)
+    own = next((name for name in names if name not in bound_axes), None)
+    others = [name for name in names if name not in (own, *bound_axes)]
+    given_state = _as_given(model_state)
+    keyed = _takes_key(model)
+
+    def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
+        keywords = {"key": key} if keyed else {}
+        if model_state is None:
+            return model(row, **keywords), None
+        return model(row, given_state, **keywords)
+
+    def all_rows() -> Any:
+        batched = jax.vmap(one_row, out_axes=(0, None), axis_name=own)
+        return batched(x, rows.keys)
+
+    prediction, new_state = _with_axes(others, all_rows)
+    return prediction, as_plain_state(new_state)
+
+
+def call_loss_fn(
+    call: Callable[[PyTree], Any],
+    model: PyTree,
+    model_state: PyTree,
+    bound_axes: tuple[str, ...],
+) -> Any:
+    """What `call(model_state)` returns, of a user's loss over a whole batch.
+
+    The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
+    axes are bound; and "data" is if the loss asks for it, which a loss that was written
+    for `jax.pmap` may do.
+    """
+    names = _axis_names(model)
+    names = names if len(names) > 1 else ()
+    unbound = [name for name in names if name not in bound_axes]
+
+    def result(names: list[str]) -> Any:
+        return _with_axes(names, lambda: call(_as_given(model_state)))
+
+    try:
+        return result(unbound)
+    except NameError:  # what JAX raises for an axis that is not bound
+        if DATA not in (*unbound, *bound_axes):
+            with contextlib.suppress(NameError):
+                return result([*unbound, DATA])
+        raise
+
+
+def _with_axes(names: list[str], call: Callable[[], Any]) -> Any:
+    """`call()` where each of the names is that of an axis of one.
+
+    So a model that reduces over ("batch", "data") runs where there is no "data" axis.
+    """
+    for name in names:
+        mapped = jax.vmap(
+            lambda _, call=call: call(),
+            in_axes=None,
+            out_axes=None,
+            axis_size=1,
+            axis_name=name,
+        )
+        call = functools.partial(mapped, None)
+    return call()
+
+
+def _axis_names(model: PyTree) -> tuple[str, ...]:
+    """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
+    names: dict[str, None] = {}
+
+    def is_norm(node: Any) -> bool:
+        return isinstance(node, eqx.nn.BatchNorm)
+
+    for node in jax.tree.leaves(model, is_leaf=is_norm):
+        if is_norm(node):
+            axis = node.axis_name
+            names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
+    return tuple(names)
+
+
+def _takes_key(model: Any) -> bool:
+    while isinstance(model, functools.partial | eqx.Partial):
+        if "key" in model.keywords:
+            return False
+        model = model.func
+    return "key" in inspect.signature(model).parameters
+
+
+@jax.tree_util.register_pytree_node_class
+class _TakesConstants(eqx.nn.State):
+    """An `eqx.nn.State` that can be set to constants under `jax.shard_map`.
+
+    There the old value's type carries the mesh and a constant's does not, so that
+    Equinox 0.13 refuses `state.set(index, jnp.array(False))`, as BatchNorm does, as a
+    change of type. Here the constant takes on the type of the old value.
+    """
+
+    def set(self, item: Any, value: Any) -> eqx.nn.State:
+        def like(new: Any, old: Any) -> Array:
+            new = jnp.asarray(new)
+            alike = new.shape == old.shape and new.dtype == old.dtype
+            return jnp.where(jnp.ones_like(old, bool), new, old) if alike else new
+
+        value = jax.tree.map(like, value, self.get(item))
+        return _of_class(_TakesConstants, super().set(item, value))
+
+    def substate(self, pytree: PyTree) -> eqx.nn.State:
+        return _of_class(_TakesConstants, super().substate(pytree))
+
+    def update(self, substate: eqx.nn.State) -> eqx.nn.State:
+        plain = _of_class(eqx.nn.State, substate)
+        return _of_class(_TakesConstants, super().update(plain))
+
+
+def _as_given(model_state: PyTree) -> PyTree:
+    """The state as a model is given it: a copy, since a State may be used only once."""
+    is_manual = jax.sharding.get_abstract_mesh().manual_axes
+    return _of_class(_TakesConstants if is_manual else eqx.nn.State, model_state)
+
+
+def as_plain_state(state: PyTree) -> PyTree:
+    """What a model made of the state it was given, as it is kept."""
+    return _of_class(eqx.nn.State, state)
+
+
+def _of_class(cls: type[eqx.nn.State], tree: PyTree) -> PyTree:
+    def convert(node: Any) -> Any:
+        if not isinstance(node, eqx.nn.State):
+            return node
+        values, markers = node.tree_flatten()
+        return cls.tree_unflatten(markers, values)
+
+    return jax.tree.map(
+        convert, tree, is_leaf=lambda node: isinstance(node, eqx.nn.State)
+    )

@@ -1,0 +1,61 @@
+"""Which rows of a batch are real, and the randomness of each."""
+
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .collectives import Collectives
+from .state import MicroBatch, Weights
+
+_RESERVED: Final = 0xFFFFFFFF
+"""Folded into a key where no step or row number ever gets: for validation, and
+downwards for the keys of whole micro-batches."""
+
+
+class MaskAndKeys(NamedTuple):
+    """What goes with a batch: which rows are real, and their randomness.
+
+    Its fields are what a `loss_fn` may ask for by name.
+    """
+
+    mask: Array
+    """`(rows,)`, False for the padding of a ragged batch."""
+    keys: PRNGKeyArray
+    """`(rows,)`, one key per row."""
+    key: PRNGKeyArray
+    """One for the whole batch."""
+
+
+def mask_and_keys(collectives: Collectives, key: Any, micro: MicroBatch) -> MaskAndKeys:
+    """The mask and the keys of the rows seen here.
+
+    A row's key depends on `key` and its place among the real rows of the global
+    batch, and so on no padding, device or process.
+    """
+    seen = jax.tree.leaves(micro.batch)[0].shape[0]
+    ids = collectives.row_ids(seen)
+    block_rows = seen * collectives.num_shards // len(micro.counts)
+    block, place = ids // block_rows, ids % block_rows
+    before = jnp.cumsum(micro.counts) - micro.counts
+    places = micro.rows_before + before[block] + place
+    return MaskAndKeys(
+        mask=place < micro.counts[block],
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
+        key=_batch_key(key, micro),
+    )
+
+
+def _batch_key(key: Any, micro: MicroBatch) -> Any:
+    """One key for all rows of a micro-batch."""
+    return jax.random.fold_in(
+        key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
+    )
+
+
+def key_outside_training(weights: Weights) -> Any:
+    """The key of validation and prediction, which is no step's."""
+    return jax.random.fold_in(
+        jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
+    )

@@ -1,0 +1,133 @@
+"""The state of a run and its first value, and batches as a step is given them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from ..basics.tree import leaf_path
+from .metrics import new_totals
+from .precision import PRECISIONS, Precision, first_scale
+
+Batch = PyTree
+"""Leaves shaped `(rows, ...)`, on the host."""
+
+
+class TrainState(NamedTuple):
+    """All that training changes: the only thing placed, donated, saved, restored.
+
+    A pytree of arrays; what `filter_spec` does not train is in `buffers`.
+    """
+
+    params: PyTree
+    """The trained leaves of the model; None elsewhere."""
+    buffers: PyTree
+    """The other arrays of the model, which no step changes; None elsewhere."""
+    model_state: PyTree
+    """The `eqx.nn.State`, or None."""
+    opt_state: PyTree
+    key: Any
+    """uint32, raw data of the seed's PRNG key. (A typed one takes jit's slow path.)"""
+    step: Any
+    """int32 `()`. Number of completed optimizer steps."""
+    totals: Any
+    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
+    `metrics.add_to_totals`."""
+    loss_scale: Any = None
+    """`precision.LossScale` under "16-mixed", or None."""
+
+    @property
+    def weights(self) -> "Weights":
+        """The part that evaluation needs."""
+        return Weights(self.params, self.buffers, self.model_state, self.key)
+
+
+class Weights(NamedTuple):
+    """What of a `TrainState` evaluation and prediction read."""
+
+    params: PyTree
+    buffers: PyTree
+    model_state: PyTree
+    key: Any
+
+
+class Group(NamedTuple):
+    """Micro-batches of one shape, stacked."""
+
+    batch: PyTree
+    """Leaves `(micro_batches, rows, ...)`."""
+    counts: Any
+    """int32 `(micro_batches, row_blocks)`: real rows in each equal block of a
+    micro-batch's rows. Such a block is what one process loaded, its real rows first,
+    then its padding."""
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch inside the step, and how many real rows came before it."""
+
+    batch: PyTree
+    counts: Int[Array, " row_blocks"]
+    rows_before: Int[Array, ""]
+
+
+def only_micro_batch(group: Group) -> MicroBatch:
+    """The micro-batch of a group that has one."""
+    batch, counts = jax.tree.map(lambda x: x[0], tuple(group))
+    return MicroBatch(batch, counts, jnp.int32(0))
+
+
+def first_state(
+    params: PyTree,
+    buffers: PyTree,
+    model_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    precision: Precision = PRECISIONS["32-true"],
+) -> TrainState:
+    """The state before any step; not placed yet."""
+
+    def fixed(leaf: Any) -> Array:
+        # A Python number in an optimizer's state would be a weakly typed array; a step
+        # returns it strongly typed, and the second step would not fit the first's
+        # program.
+        array = jnp.asarray(leaf)
+        return jax.lax.convert_element_type(array, array.dtype)
+
+    def strong(leaf: Any) -> Any:
+        # In the model, too: JAX computes otherwise with weakly typed arrays, such as
+        # `jnp.array(2.0)`, and no checkpoint keeps that they are.
+        return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
+
+    params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
+    init = jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))
+    return TrainState(
+        params=params,
+        buffers=buffers,
+        model_state=model_state,
+        opt_state=init(params),
+        key=jax.random.key_data(jax.random.key(seed)),
+        step=np.int32(0),
+        totals=new_totals(),
+        loss_scale=first_scale(precision),
+    )
+
+
+def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
+    """`new` with the dtypes of `old`, so that the second step is the first's shape."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(old)
+    leaves, new_treedef = jax.tree.flatten(new)
+    if treedef != new_treedef:
+        raise TypeError(
+            f"The {what} has another structure after a step: was {treedef}, is"
+            f" {new_treedef}."
+        )
+    for (path, before), after in zip(paths, leaves, strict=True):
+        if jnp.shape(before) != jnp.shape(after):
+            raise TypeError(
+                f"The {what} has another shape after a step: {leaf_path(path)} was"
+                f" {jnp.shape(before)}, is {jnp.shape(after)}."
+            )
+    return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
