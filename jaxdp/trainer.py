@@ -48,6 +48,7 @@ from .data import (
 from .distributed import Interrupts, Preempted, Pulse, find_processes, tell
 from .engine import Block, Engine, Kind, hyperparams, wait
 from .fit import Limits, Progress, checks, resume
+from .fit.instead import leave_if_asked
 from .history import History
 from .reports import layout
 from .step import (
@@ -301,6 +302,7 @@ class Trainer:
         """
         arguments: dict[str, Any] = {**locals()}
         del arguments["self"]
+        leave_if_asked(self, train_loader)
         self._check_is_free("fit")
         self._renew_hooks()
         if ckpt_path is not None:
@@ -421,6 +423,7 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
+        leave_if_asked(self, train_loader)
         self._check_is_free("steps")
         self._renew_hooks()
         with contextlib.closing(

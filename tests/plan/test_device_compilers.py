@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from jaxdp import doctor
+from jaxdp.cli import doctor
 from jaxdp.plan import device_compilers
 from jaxdp.plan.hardware import resized, topology
 

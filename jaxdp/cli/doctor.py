@@ -1,7 +1,6 @@
 """Does training work here? Tries it, and says what to do about what does not."""
 
 import glob
-import importlib.util
 import os
 import shutil
 import socket
@@ -9,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
-from .basics.environment import versions
-from .plan.device_compilers import installed as compilers_installed
+from ..basics.environment import versions
+from ..plan.device_compilers import installed as compilers_installed
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
@@ -63,13 +63,6 @@ def _packages() -> Iterator[Finding]:
         elif _numbers(found[name]) < least:
             remedy = f"pip install -U '{name}>={wanted}'"
             yield Finding("problem", f"{name} {found[name]} is too old", remedy)
-    if found.get("jax") != found.get("jaxlib"):
-        what = f"jax {found.get('jax')} and jaxlib {found.get('jaxlib')} differ"
-        if (
-            _numbers(found.get("jax", "0"))[:2]
-            != _numbers(found.get("jaxlib", "0"))[:2]
-        ):
-            yield Finding("problem", what, "pip install -U jax jaxlib")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -83,14 +76,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _devices() -> Iterator[Finding]:
     """In a process of its own, where a driver that hangs can be given up."""
-    code = (
-        "import jax, jax.numpy as jnp; d = jax.devices();"
-        " x = jax.jit(lambda a: (a @ a).sum())(jnp.ones((256, 256)));"
-        " assert x == 256**3, x;"
-        " print(len(d), d[0].platform, d[0].device_kind, sep='|')"
-    )
-    answer, error = _try(code)
-    seen = _accelerators()
+    answer, error = _try(_COMPUTE)
     platform = ""
     if error:
         remedy = (
@@ -100,6 +86,8 @@ def _devices() -> Iterator[Finding]:
     else:
         count, platform, kind = answer.split("|")
         yield Finding("ok", f"JAX computes on {count} x {kind} ({platform})")
+
+    seen = _accelerators()
     if seen and platform == "cpu":
         package = {"NVIDIA GPU": "jax[cuda12]", "TPU": "jax[tpu]"}.get(seen, "")
         remedy = f'pip install -U "{package}"' if package else "install its JAX plugin"
@@ -131,23 +119,22 @@ def _cache_folder() -> Finding:
             "unset JAX_ENABLE_COMPILATION_CACHE, or set JAX_COMPILATION_CACHE_DIR to a"
             " folder that can be written to, and the second run starts sooner",
         )
-    folder = os.path.expanduser(folder)
-    if "://" in folder:
-        return Finding("ok", f"compiled programs are kept in {folder}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding(
-            "problem",
-            f"the cache of compiled programs, {folder}, can't be written to: {error}",
-            "set JAX_COMPILATION_CACHE_DIR to a folder that can be",
-        )
-    size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
-    return Finding(
-        "ok", f"compiled programs are kept in {folder} ({size / 1e6:.0f} MB)"
-    )
+    folder, size = os.path.expanduser(folder), ""
+    if "://" not in folder:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            return Finding(
+                "problem",
+                f"the cache of compiled programs, {folder}, can't be written to:"
+                f" {error}",
+                "set JAX_COMPILATION_CACHE_DIR to a folder that can be",
+            )
+        files = [entry for entry in os.scandir(folder) if entry.is_file()]
+        size = f" ({sum(file.stat().st_size for file in files) / 1e6:.0f} MB)"
+    return Finding("ok", f"compiled programs are kept in {folder}{size}")
 
 
 def _disk() -> Iterator[Finding]:
@@ -157,9 +144,8 @@ def _disk() -> Iterator[Finding]:
         yield Finding("problem", what, "pass `default_root_dir` to the Trainer")
     elif free < 2:
         what = f"{free:.1f} GB are free on the disk of {os.getcwd()}"
-        yield Finding(
-            "hint", what, "checkpoints need room for `save_top_k` + 1 of them"
-        )
+        remedy = "checkpoints need room for `save_top_k` + 1 of them"
+        yield Finding("hint", what, remedy)
     shared = "/dev/shm"
     if os.path.isdir(shared) and shutil.disk_usage(shared).total < 500e6:
         size = shutil.disk_usage(shared).total / 1e6
@@ -171,14 +157,13 @@ def _disk() -> Iterator[Finding]:
 
 
 def _workers() -> Finding:
-    if importlib.util.find_spec("torch") is None:
+    if find_spec("torch") is None:
         return Finding(
             "hint",
             "torch is not installed; any iterable of batches trains, too",
             "pip install torch, for its DataLoader",
         )
-    code = _WORKERS
-    answer, error = _try(code)
+    answer, error = _try(_WORKERS)
     if error:
         remedy = "use num_workers=0; in Docker, --shm-size=8g may help"
         return Finding("problem", f"torch's data workers fail: {error}", remedy)
@@ -192,12 +177,12 @@ def _processes() -> Finding:
         port = probe.getsockname()[1]
     started = [_start(_PROCESS.format(port=port, rank=rank)) for rank in range(2)]
     results = [_finish(process) for process in started]
-    failed = next((error for _, error in results if error), "")
-    if not failed and all(answer == "3" for answer, _ in results):
+    if results == [("3", "")] * 2:
         return Finding("ok", "several processes can work together (gloo, loopback)")
+    failed = next((error for _, error in results if error), results)
     return Finding(
         "problem",
-        f"two processes can't work together: {failed or results}",
+        f"two processes can't work together: {failed}",
         "look for a firewall on the loopback interface; one process works without",
     )
 
@@ -213,26 +198,23 @@ def _checkpoints() -> Finding:
 def _compilers(quick: bool) -> Iterator[Finding]:
     """Those of devices that are not here, which `Trainer.plan` takes."""
     there = compilers_installed()
-    missing = [what for what in ("GPU", "TPU") if what not in there]
+    missing = [f"{what}s" for what in ("GPU", "TPU") if what not in there]
     if missing:
         yield Finding(
             "ok",
-            f"no plans for {' and '.join(f'{what}s' for what in missing)} that are not"
-            " here; for them: pip install 'jaxdp[plan]', into an environment of its"
-            " own",
+            f"no plans for {' and '.join(missing)} that are not here; for them: pip"
+            " install 'jaxdp[plan]', into an environment of its own",
         )
     for what, package in there.items():
+        compiler = f"the {what} compiler, {package},"
         name = {"GPU": "h100x8", "TPU": "v5e-4"}[what]
         _, error = ("", "") if quick else _try(_COMPILE.format(name=name))
         if error:
             remedy = "pip install -U 'jaxdp[plan]'"
-            fails = f"the {what} compiler, {package}, fails: {error}"
-            yield Finding("problem", fails, remedy)
+            yield Finding("problem", f"{compiler} fails: {error}", remedy)
         else:
             works = "is installed" if quick else "works"
-            yield Finding(
-                "ok", f'the {what} compiler, {package}, {works}: topology="{name}"'
-            )
+            yield Finding("ok", f'{compiler} {works}: topology="{name}"')
     if "GPU" in there and not _accelerators() and not os.environ.get("JAX_PLATFORMS"):
         yield Finding(
             "hint",
@@ -244,7 +226,7 @@ def _compilers(quick: bool) -> Iterator[Finding]:
 
 def _extras() -> Finding:
     names = ("matplotlib", "tensorboard", "wandb", "mlflow", "safetensors", "tqdm")
-    there = [name for name in names if importlib.util.find_spec(name)]
+    there = [name for name in names if find_spec(name)]
     missing = [name for name in names if name not in there]
     text = f"optional packages: {', '.join(there) or 'none'}"
     return Finding(
@@ -258,12 +240,9 @@ def _try(code: str) -> tuple[str, str]:
 
 
 def _start(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -280,6 +259,14 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     lines = out.strip().splitlines()
     return (lines[-1] if lines else ""), ""
 
+
+_COMPUTE: Final = """
+import jax, jax.numpy as jnp
+devices = jax.devices()
+x = jax.jit(lambda a: (a @ a).sum())(jnp.ones((256, 256)))
+assert x == 256**3, x
+print(len(devices), devices[0].platform, devices[0].device_kind, sep="|")
+"""
 
 _WORKERS: Final = """
 import torch

@@ -1,4 +1,4 @@
-"""The commands, as a shell runs them."""
+"""The commands, as a shell runs them, and what the doctor finds."""
 
 import json
 import subprocess
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from toys import batches, mlp_trainer
 
-from jaxdp import cli, doctor
+from jaxdp import cli
 from jaxdp.callbacks import CSVLogger
+from jaxdp.cli import doctor
 
 
 def run(capsys, *arguments):
@@ -80,7 +81,7 @@ model = eqx.nn.MLP(4, 3, WIDTH, 1, key=jax.random.key(0))
 trainer = Trainer(model, loss="cross_entropy", strategy=Sharded(2))
 x, y = np.zeros((16, 4), np.float32), np.zeros(16, np.int32)
 try:
-    trainer.{call}([(x, y)])
+    list(trainer.{call}([(x, y)]))
 except ValueError:
     pass
 raise AssertionError("it trained")

@@ -1,0 +1,209 @@
+"""The commands, and the options that each takes."""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ..basics.environment import versions
+from ..basics.files import replacing
+from .planning import ScriptEnded, plan_script
+
+_MOST_COLUMNS: Final = 48
+"""Of a cell in a table; longer ones go on in the next line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns what the process is to exit with."""
+    parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options, others = parser.parse_known_args(given[:end])
+    others += given[end + 1 :]
+    if options.command is None:
+        parser.print_help()
+        return 2
+    if options.command is _plan:
+        options.arguments = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    try:
+        return options.command(options) or 0
+    except (FileNotFoundError, ValueError, ImportError, ScriptEnded) as error:
+        if os.environ.get("JAXDP_TRACEBACK"):
+            raise
+        print(f"jaxdp: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxdp",
+        description="Train Equinox models on one or many devices.",
+        epilog="`python -m jaxdp COMMAND --help` says more about a command.",
+    )
+    version = versions().get("jaxdp", "unknown")
+    parser.add_argument("--version", action="version", version=f"jaxdp {version}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(command: Callable[..., Any], help: str, description: str, **more: Any):
+        name = command.__name__.removeprefix("_")
+        added = commands.add_parser(name, help=help, description=description, **more)
+        added.set_defaults(command=command)
+        return added.add_argument
+
+    option = add(
+        _doctor,
+        "say what works here, and what to do about the rest",
+        "Tries what training needs: devices, data workers, several processes,"
+        " checkpoints. Every line is ok, a hint, or a problem with a remedy. The exit"
+        " code is 1 when there is a problem.",
+    )
+    option("--quick", action="store_true", help="leave out what takes seconds to try")
+
+    option = add(
+        _plan,
+        "say what a script's training will take, without training",
+        "Runs SCRIPT up to its first `fit` (or `steps`), and plans instead: memory,"
+        " communication, operations and time of a train step. What the script does"
+        " before, it does. The options below may stand before or after SCRIPT; all"
+        " others are handed to it, and so is whatever comes after `--`.",
+        usage="%(prog)s [options] SCRIPT [the script's own arguments]",
+        allow_abbrev=False,
+    )
+    option("script", metavar="SCRIPT", help="a Python file that calls `Trainer.fit`")
+    for name, kind, metavar, help in (
+        ("--devices", int, "N", "for so many devices; none need be here"),
+        ("--hosts", int, "N", "on so many hosts, in equal parts"),
+        ("--topology", str, "NAME", "for hardware not here: h100x64, v5p-2048, ..."),
+        ("--hardware", str, "NAME", "whose peaks to estimate time with: h100, ..."),
+        ("--html", str, "FILE", "write the plan as a page too"),
+        ("--json", str, "FILE", "write the plan as JSON too"),
+    ):
+        option(name, type=kind, metavar=metavar, help=help)
+
+    option = add(
+        _report,
+        "write one HTML page about a run",
+        "Writes one HTML page, which opens offline, about a run that `CSVLogger`"
+        " logged. Its curves need matplotlib.",
+    )
+    option("run", help="the folder of the run, or its metrics.csv")
+    option("-o", "--output", help="the file; report.html in the run by default")
+
+    option = add(
+        _compare,
+        "put several runs side by side",
+        "Prints the results of several runs and what differs between them. The best of"
+        " a row is marked with *.",
+    )
+    option("runs", nargs="+", help="folders of runs, or metrics.csv files")
+    option("-o", "--output", help="write an HTML page too, with curves")
+
+    option = add(
+        _export,
+        "write the weights of a checkpoint into one file",
+        "Writes the model's arrays of a checkpoint into one file, by their paths in the"
+        " model (`layers[0].weight`). `jaxdp.load_model` and other programs read"
+        " .safetensors; NumPy reads .npz.",
+    )
+    option("checkpoint", help="the folder of a checkpoint")
+    option("output", help="ends with .safetensors or .npz")
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import examine
+
+    problems = 0
+    for finding in examine(quick=options.quick):
+        print(finding, flush=True)
+        problems += finding.state == "problem"
+    return 1 if problems else 0
+
+
+def _plan(options: argparse.Namespace) -> None:
+    names = "devices", "hosts", "topology", "hardware"
+    wanted = {name: getattr(options, name) for name in names}
+    plan = plan_script(options.script, options.arguments, **wanted)
+    print(plan)
+    if options.html:
+        plan.to_html(options.html)
+        print(f"\nwritten to {options.html}")
+    if options.json:
+        Path(options.json).write_text(json.dumps(plan.to_dict(), indent=2))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from ..reports import read_run, write_report
+
+    run, path = read_run(options.run), Path(options.run)
+    folder = path if path.is_dir() else path.parent
+    print(write_report(run, options.output or folder / "report.html"))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from ..reports import comparison, differences, read_run, write_comparison
+
+    runs = [read_run(path) for path in options.runs]
+    _print_table(comparison(runs))
+    differing = differences(runs)
+    if len(differing) > 1:
+        print("\nwhat differs")
+        _print_table(differing)
+    if options.output:
+        print(f"\n{write_comparison(runs, options.output)}")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    wrapped = [
+        line
+        for row in rows
+        for line in itertools.zip_longest(
+            *(textwrap.wrap(cell, _MOST_COLUMNS) or [""] for cell in row), fillvalue=""
+        )
+    ]
+    widths = [max(map(len, column)) for column in zip(*wrapped, strict=True)]
+    for row in wrapped:
+        cells = zip(row, widths, strict=True)
+        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+
+
+def _export(options: argparse.Namespace) -> None:
+    import numpy as np
+
+    from ..checkpoint.weights import read_weights
+
+    path = Path(os.path.abspath(options.output))
+    if path.suffix not in (".safetensors", ".npz"):
+        raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
+    save = _safetensors().save_file if path.suffix == ".safetensors" else None
+    arrays: dict[str, Any] = {
+        name: np.ascontiguousarray(array)
+        for name, array in read_weights(options.checkpoint).items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        if save is not None:
+            save(arrays, temporary)
+        else:
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
+    count = sum(array.size for array in arrays.values())
+    print(f"{path}: {len(arrays)} arrays, {count:,} numbers")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "a .safetensors file needs safetensors, which is not installed; run"
+            ' `pip install "jaxdp[safetensors]"`, or export to .npz.'
+        ) from error
+    return safetensors.numpy

@@ -1,0 +1,30 @@
+"""What happens instead of training, where somebody only wants to know what would."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
+
+Instead = Callable[[Any, Any], NoReturn]
+"""Given the trainer and its `train_loader`; it leaves by an exception."""
+
+_ASKED: Final[ContextVar[Instead | None]] = ContextVar("instead", default=None)
+
+
+@contextlib.contextmanager
+def instead_of_training(function: Instead) -> Iterator[None]:
+    """Inside, `Trainer.fit` and `Trainer.steps` call `function` before all else.
+
+    So `python -m jaxdp plan` stops a script where it would train.
+    """
+    token = _ASKED.set(function)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def leave_if_asked(trainer: Any, train_loader: Any) -> None:
+    """What `fit` and `steps` begin with."""
+    if (function := _ASKED.get()) is not None:
+        function(trainer, train_loader)
