@@ -767,9 +767,8 @@ class Trainer:
                 state,
                 meta,
                 lambda path: self._hooks.on_save_checkpoint(self, path),
+                lambda: self._phase("checkpoints"),
             )
-        if self.stopwatch is not None:
-            saving.wait = self.stopwatch.function("checkpoints", saving.wait)
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -199,3 +199,10 @@ def listed(noun: str, numbers: Iterable[int]) -> str:
     if len(first) > 2 and last - first[0] == len(first):
         return f"{plural} {first[0]} to {last}"
     return f"{plural} {', '.join(map(str, first))} and {last}"
+
+
+def some_of(names: Iterable[str]) -> str:
+    """a, b, c, d, e and 4 more."""
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -52,6 +52,15 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_bytes(text.encode())
 
 
+def sync(path: str | os.PathLike[str]) -> None:
+    """Waits until a file or folder is on the disk, so that a power failure keeps it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def append_whole(file: IO[bytes], text: str) -> None:
     """Adds all of `text` at the end of an unbuffered file, or nothing of it."""
     end, data = os.fstat(file.fileno()).st_size, text.encode()

@@ -197,16 +197,6 @@ def fields(
     return check
 
 
-def either(first: Form, second: Form) -> Form:
-    """What one of two forms says."""
-
-    def check(value: Any, name: str) -> None:
-        if not has_form(value, first):
-            second(value, name)
-
-    return check
-
-
 def has_form(value: Any, form: Form) -> bool:
     """Whether a value is what a form says."""
     try:

@@ -11,9 +11,7 @@ from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.json_checks import (
-    by_name,
     each,
-    either,
     fields,
     maybe,
     number_text,
@@ -28,20 +26,14 @@ from .monitor import announce, check_monitor
 from .states import saved_state
 from .timer import parse_duration
 
-_BY_PATH = fields({"scores": by_name(number_text())})
-"""Format 1."""
-
-_SAVED = either(
-    fields(
-        {
-            "scores": each(row(whole(), number_text())),
-            "score": maybe(number_text()),
-            "is_fresh": truth(),
-            "kept_for_resuming": maybe(whole()),
-        },
-        {"is_due": truth()},
-    ),
-    _BY_PATH,
+_SAVED = fields(
+    {
+        "scores": each(row(whole(), number_text())),
+        "score": maybe(number_text()),
+        "is_fresh": truth(),
+        "is_due": truth(),
+        "kept_for_resuming": maybe(whole()),
+    }
 )
 
 
@@ -259,9 +251,7 @@ class ModelCheckpoint(Callback):
         _SAVED(state, "state")
         self._is_restored = True
         self._scores = _scores_in(state)
-        self._is_due = state.get("is_due", False)
-        if isinstance(state["scores"], dict):  # format 1
-            return
+        self._is_due = state["is_due"]
         self._score = None if state["score"] is None else float(state["score"])
         self._is_fresh = state["is_fresh"]
         self._kept_for_resuming = state["kept_for_resuming"]
@@ -429,8 +419,6 @@ class ModelCheckpoint(Callback):
 
 def _scores_in(state: dict[str, Any]) -> dict[int, float]:
     """The scores in a saved state, by step."""
-    if isinstance(state["scores"], dict):  # format 1: by path
-        return {int(os.path.basename(p)): float(v) for p, v in state["scores"].items()}
     return {int(step): float(score) for step, score in state["scores"]}
 
 

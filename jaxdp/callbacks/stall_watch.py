@@ -21,6 +21,7 @@ ABORTED: Final = 70
 
 _PHASES: Final = {
     "checkpoint.saving": "a checkpoint",
+    "checkpoint.restoring": "a checkpoint",
     "checkpoint.folder": "a checkpoint",
     "engine.engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",

@@ -18,15 +18,11 @@ def saved_states(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
 
     Of callbacks of one class each gets the state of the one with its identity; else of
     the one whose path ends most alike, as in a folder that was moved; else of the one
-    at its place, as in checkpoints without identities.
+    at its place.
     """
-    saved = {  # in format 1 the names began with the place in the list
-        name.lstrip("0123456789:"): state for name, state in meta["callbacks"].items()
-    }
-    whose = meta.get("identities")
-    whose = whose if isinstance(whose, dict) else {}
+    saved, whose = meta["callbacks"], meta["identities"]
     pairs = sorted(
-        (-_likeness(identity, str(whose.get(old, ""))), old != new, new, old)
+        (-_likeness(identity, whose.get(old, "")), old != new, new, old)
         for new, identity in identities(trainer).items()
         for old in saved
         if _class(old) == _class(new)

@@ -2,16 +2,9 @@
 
 from .fingerprints import start_fingerprints
 from .folder import CheckpointDir
-from .saving import (
-    CheckpointCorrupt,
-    SaveFailed,
-    Saving,
-    arrays_of,
-    plain,
-    read_meta,
-    restore,
-    start_saving,
-)
+from .leaves import arrays_of, plain
+from .restoring import CheckpointCorrupt, read_meta, restore
+from .saving import SaveFailed, Saving, start_saving
 from .undo import undone_if_it_fails
 from .weights import load_model, save_model
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ..basics.console import say
 from ..basics.json_checks import parse_json
-from .orbax_paths import as_orbax_reads
+from .orbax_quirks import as_orbax_reads
 
 try:
     import fcntl

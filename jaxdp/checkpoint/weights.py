@@ -1,8 +1,7 @@
 """The weights of a model alone: from a checkpoint or a file, and into a file."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,9 +11,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
+from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
-from . import saving
-from .saving import CheckpointCorrupt
+from .leaves import Named, differences, first_lines, plain, shape_text, unplain
+from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
 
@@ -65,7 +65,7 @@ def load_model(
     found = {
         name: leaf
         for name, leaf in wanted.items()
-        if stored.get(name) == saving.shape_text(saving.plain(leaf))
+        if stored.get(name) == shape_text(plain(leaf))
     }
     _report(path, wanted, found, stored, partial)
     values = read(found)
@@ -89,18 +89,17 @@ def save_model(path: Path, model: PyTree) -> str:
     """
     path = os.path.abspath(path)
     if path.endswith(".safetensors"):
-        save = _safetensors("safetensors.numpy").save_file
-        arrays = {
-            name: np.asarray(saving.plain(leaf), order="C")
-            for name, leaf in _arrays(model).items()
-        }
-        with _replacing(path) as temporary:
-            save(arrays, temporary)
+        _safetensors()  # says that it is missing, before anything is made
+        write = _write_safetensors
     elif path.endswith(".eqx"):
-        with _replacing(path) as temporary:
-            eqx.tree_serialise_leaves(temporary, model)
+        write = _write_eqx
     else:
         raise ValueError(f"`path`={path!r} must end with '.safetensors' or '.eqx'.")
+
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with replacing(path) as temporary:
+        write(temporary, model)
+        sync(temporary)
     return path
 
 
@@ -137,7 +136,7 @@ def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
         value = values.get(prefix + (leaf_path(path) or "value"))
         if value is None:
             return leaf
-        return saving.unplain(jnp.asarray(value), leaf)
+        return unplain(jnp.asarray(value), leaf)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
 
@@ -150,26 +149,22 @@ def _report(
     partial: bool,
 ) -> None:
     """Says what is not found in the file; an error unless `partial`."""
-    missing = {
-        name: saving.shape_text(saving.plain(leaf))
-        for name, leaf in wanted.items()
-        if name not in found
-    }
-    lines = saving.differences(missing, {n: stored.get(n, "nothing") for n in missing})
-    unused = [n for n in stored if n not in wanted and not n.startswith("model_state:")]
+    missing = {n: shape_text(plain(x)) for n, x in wanted.items() if n not in found}
+    there = {name: stored.get(name, "nothing") for name in missing}
+    lines = differences(missing, there, "model")
     if partial:
         if lines:
             shown = "\n".join(lines)
             say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
         return
     lines += [
-        f"  {n}: the checkpoint has {stored[n]}, the model nothing" for n in unused
+        f"  {name}: the checkpoint has {shape}, the model nothing"
+        for name, shape in stored.items()
+        if name not in wanted and not name.startswith("model_state:")
     ]
     if lines:
-        shown = "\n".join(lines[:20]).replace("the trainer", "the model")
-        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
         raise ValueError(
-            f"`like`: the model in {path} is another one:\n{shown}{more}\nUse"
+            f"`like`: the model in {path} is another one:\n{first_lines(lines)}\nUse"
             " `partial=True` to take what fits."
         )
 
@@ -179,7 +174,7 @@ Reader = Callable[[dict[str, Any]], dict[str, Any]]
 
 def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
     """Shapes by name in the model, and how to read some of them."""
-    meta = saving.read_meta(path)
+    meta = read_meta(path)
     places: dict[str, tuple[str, str]] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
@@ -191,31 +186,32 @@ def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        named: saving.Named = {}
+        named: Named = {}
         for name, leaf in found.items():
             field, place = places[name]
-            leaf = saving.plain(leaf)
+            leaf = plain(leaf)
             named.setdefault(field, {})[place] = jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding
             )
-        stored = saving.restore_leaves(path, meta, named)
+        stored = restore_leaves(path, meta, named)
         values = {name: stored[places[name][0]][places[name][1]] for name in found}
-        return {n: jnp.zeros(v.shape, v.dtype) if _is_shape(v) else v
-                for n, v in values.items()}  # fmt: skip
+        return {
+            name: jnp.zeros(x.shape, x.dtype) if _is_shape(x) else x  # no elements
+            for name, x in values.items()
+        }
 
     return shapes, read
 
 
 def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
-    safe_open = _safetensors("safetensors").safe_open
+    load = _safetensors().load_file
     try:
-        file = safe_open(path, framework="numpy")
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        arrays = load(path)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise CheckpointCorrupt(f"`path`: {path} can't be read: {error}.") from error
-    shapes = {name: saving.shape_text(array) for name, array in arrays.items()}
+    shapes = {name: shape_text(array) for name, array in arrays.items()}
     return shapes, lambda found: {name: arrays[name] for name in found}
 
 
@@ -234,29 +230,25 @@ def _load_eqx(path: str, like: PyTree) -> PyTree:
     return model
 
 
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[str]:
-    """A name to write to, which becomes `path` when all has been written."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    stem, suffix = os.path.splitext(path)
-    temporary = f"{stem}.{os.getpid()}.tmp{suffix}"
+def _write_safetensors(path: Path, model: PyTree) -> None:
+    arrays = {
+        name: np.asarray(plain(leaf), order="C")
+        for name, leaf in _arrays(model).items()
+    }
+    _safetensors().save_file(arrays, path)
+
+
+def _write_eqx(path: Path, model: PyTree) -> None:
+    with open(path, "wb") as file:  # by its name it would get another one
+        eqx.tree_serialise_leaves(file, model)
+
+
+def _safetensors() -> Any:
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _safetensors(module: str) -> Any:
-    try:
-        import importlib
-
-        return importlib.import_module(module)
+        import safetensors.numpy
     except ImportError as error:
         raise ImportError(
             "a .safetensors file needs safetensors, which is not installed; run"
             ' `pip install "jaxdp[safetensors]"`.'
         ) from error
+    return safetensors.numpy

@@ -12,7 +12,7 @@ import optax
 import pytest
 from toys import batches
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer, checkpoint
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.stopwatch import Stopwatch
 from jaxdp.callbacks.throughput_monitor import peak_flops
@@ -125,15 +125,13 @@ def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
     monitor = ThroughputMonitor()
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
     trainer = make_trainer(saver, Turns(clock, 0.0), monitor)
-    from jaxdp.checkpoint import saving
-
-    real = saving.start_saving
+    real = checkpoint.start_saving
 
     def slow(*arguments):
         clock.turn(7.0)
         return real(*arguments)
 
-    monkeypatch.setattr(saving, "start_saving", slow)
+    monkeypatch.setattr(checkpoint, "start_saving", slow)
     trainer.fit(batches(*[8] * 4))
     seconds = monitor.summary["seconds"]
     assert monitor.summary["checkpoints"] * seconds == pytest.approx(14)

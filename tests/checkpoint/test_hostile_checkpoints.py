@@ -22,9 +22,9 @@ from jaxdp.callbacks import (
     TensorBoardLogger,
     Timer,
 )
-from jaxdp.checkpoint import saving
-from jaxdp.checkpoint.saving import CheckpointCorrupt, SaveFailed
-from jaxdp.distributed.agreement import Processes
+from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed, restoring
+from jaxdp.checkpoint.metadata import digest
+from jaxdp.distributed import Processes
 
 DEEP = json.loads("[" * 90 + "]" * 90)
 VALUES = (None, True, -1, 1.5, math.inf, math.nan, "", "x", [], {}, 10**30, DEEP)
@@ -92,7 +92,7 @@ class Run:
         """Puts other metadata in place of those of step 8, and seals them."""
         step = self.steps / "8"
         meta.pop("digest", None)
-        content = json.dumps(meta | {"digest": saving._digest(meta)}).encode()
+        content = json.dumps(meta | {"digest": digest(meta)}).encode()
         (step / "meta" / "metadata").write_bytes(content)
         sums = json.loads((step / "files.json").read_bytes())
         sums["meta/metadata"] = hashlib.sha256(content).hexdigest()
@@ -215,7 +215,7 @@ def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, ki
             return "; ".join(map(str, filter(None, found))) or None
 
     with pytest.raises(Exception, match="th") as raised:  # noqa: PT011, PT012
-        with saving._alike(Two(), "some"):
+        with restoring._alike(Two(), "some"):
             if here is not None:
                 raise here("this")
     assert raised.type is kind

@@ -233,13 +233,12 @@ def test_a_saver_less_or_more_takes_no_other_ones_state(tmp_path):
     assert alone.state_dict() == saver.state_dict() and not more.best_model_path
 
 
-def test_states_without_identities_are_found_by_their_places(tmp_path):
+def test_states_of_nobodys_identity_are_found_by_their_places(tmp_path):
     trainer = make(newest(tmp_path), best(tmp_path), EarlyStopping("loss"))
-    meta = {"callbacks": {"ModelCheckpoint:1": 1, "ModelCheckpoint": 0, "Other": 2}}
+    states = {"ModelCheckpoint:1": 1, "ModelCheckpoint": 0, "Other": 2}
+    meta = {"callbacks": states, "identities": {"Other": "loss"}}
     expected = {"ModelCheckpoint": 0, "ModelCheckpoint:1": 1}
     assert saved_states(trainer, meta) == expected
-    assert saved_states(trainer, meta | {"identities": [1]}) == expected
-    assert saved_states(trainer, meta | {"identities": {"Other": 3}}) == expected
 
 
 def test_what_is_loaded_and_saved_pads_as_it_did(tmp_path):

@@ -23,7 +23,8 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import SingleDevice, Trainer  # noqa: E402
-from jaxdp.checkpoint import saving, seal  # noqa: E402
+from jaxdp.checkpoint import CheckpointCorrupt, read_meta, seal  # noqa: E402
+from jaxdp.checkpoint.metadata import digest  # noqa: E402
 from jaxdp.data.index_lists import IndexLists  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
 from jaxdp.data.own_generators import Found, Search, check  # noqa: E402
@@ -517,11 +518,11 @@ def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
                 progress.check({**saved, name: value})
     progress.check(json.loads(json.dumps(saved)))
     before = trainer.save(tmp_path / "whole")
-    meta = {**saving.read_meta(before), name: FORGERIES[name][0]}
-    meta["digest"] = saving._digest(meta)
+    meta = {**read_meta(before), name: FORGERIES[name][0]}
+    meta["digest"] = digest(meta)
     (tmp_path / "whole" / "meta" / "metadata").write_text(json.dumps(meta))
     seal.write_list(before)
-    with pytest.raises(saving.CheckpointCorrupt, match=name):
+    with pytest.raises(CheckpointCorrupt, match=name):
         trainer.load(before)
 
 

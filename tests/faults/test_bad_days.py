@@ -14,7 +14,7 @@ from toys import batches
 from jaxdp import Callback
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.callbacks.base import HOOKS
-from jaxdp.checkpoint.saving import SaveFailed
+from jaxdp.checkpoint import SaveFailed
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from small import leaves, make
 from toys import batches
 
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.checkpoint.saving import CheckpointCorrupt
+from jaxdp.checkpoint import CheckpointCorrupt, seal
+from jaxdp.checkpoint.metadata import digest
 
 FLIPS = 60 if LONG else 5
 
@@ -189,12 +190,10 @@ def differing_files(step, other):
 
 def edit_meta(step, **changes):
     """As somebody would who knows how checkpoints are sealed."""
-    from jaxdp.checkpoint import saving, seal
-
     path = step / "meta" / "metadata"
     meta = json.loads(path.read_text()) | changes
     del meta["digest"]
-    path.write_text(json.dumps(meta | {"digest": saving._digest(meta)}))
+    path.write_text(json.dumps(meta | {"digest": digest(meta)}))
     seal.write_list(str(step))
 
 

@@ -14,8 +14,8 @@ from toys import Mlp, batches
 import jaxdp
 from jaxdp import SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.checkpoint.orbax_paths import unreadable
-from jaxdp.checkpoint.saving import SaveFailed
+from jaxdp.checkpoint import SaveFailed
+from jaxdp.checkpoint.orbax_quirks import unreadable
 from jaxdp.cli import main
 
 DATA = batches(16, 16, 5)

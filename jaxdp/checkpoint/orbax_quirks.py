@@ -1,4 +1,4 @@
-"""Names for folders that Orbax takes as they are.
+"""What Orbax has to be helped with: names of folders, its log, what it has not written.
 
 It looks for the parts of what it has written by a glob with the whole path in it, and
 Tensorstore takes a backslash for a slash and wants UTF-8. So with `runs/seed=[1]/9`
@@ -9,7 +9,9 @@ Parents are why a plain name beside it would be no help.
 
 import collections
 import contextlib
+import glob
 import json
+import logging
 import math
 import os
 import re
@@ -52,12 +54,33 @@ def as_orbax_reads(folder: str) -> Iterator[str]:
         yield link
 
 
-def as_orbax_writes(name: str) -> str:
-    """What Orbax may call a folder that is to be called `name`: most often `name`."""
+def as_orbax_writes(path: str) -> str:
+    """What Orbax may call the folder that is to be `path`: most often that."""
+    folder, name = os.path.split(path)
     if not is_misread(name):
-        return name
+        return path
     printable = name.encode(errors="replace").decode()
-    return f"{re.sub(_MISREAD, '_', printable)}.unnamed"
+    return os.path.join(folder, f"{re.sub(_MISREAD, '_', printable)}.unnamed")
+
+
+def unfinished(path: str) -> list[str]:
+    """The folders that Orbax writes to before one of them is `path`."""
+    return glob.glob(f"{glob.escape(path)}.orbax-checkpoint-tmp*")
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """What Orbax logs meanwhile of an error, the error that is raised says, too."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 def unreadable(folder: str, shapes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -1,0 +1,117 @@
+"""The leaves of a `TrainState`, under the names that a checkpoint has for them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..basics.tree import leaf_path
+from ..step import TrainState
+
+Named = dict[str, dict[str, Any]]
+"""`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
+
+
+def name_leaves(state: TrainState) -> Named:
+    """The arrays of a state, PRNG keys as the integers that they are made of."""
+    named = {
+        field: {
+            leaf_path(path) or "value": plain(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        }
+        for field, tree in state._asdict().items()
+    }
+    return {field: leaves for field, leaves in named.items() if leaves}
+
+
+def unname_leaves(named: Named, like: TrainState) -> TrainState:
+    """The inverse of `name_leaves`, in the structure of `like`."""
+
+    def fill(field: str, tree: PyTree) -> PyTree:
+        def find(path: Any, leaf: Any) -> Any:
+            stored = named.get(field, {}).get(leaf_path(path) or "value")
+            return leaf if stored is None else unplain(stored, leaf)  # no elements
+
+        return jax.tree_util.tree_map_with_path(find, tree)
+
+    return TrainState(**{field: fill(field, t) for field, t in like._asdict().items()})
+
+
+def with_elements(named: Named) -> Named:
+    """Without arrays of size 0, which Orbax can't save and nobody needs."""
+    found = {
+        field: {name: leaf for name, leaf in of.items() if 0 not in leaf.shape}
+        for field, of in named.items()
+    }
+    return {field: leaves for field, leaves in found.items() if leaves}
+
+
+def flat(named: Named) -> dict[str, Any]:
+    """All leaves in one dictionary: `{"field: path": leaf}`."""
+    return {
+        f"{field}: {path}": leaf
+        for field, leaves in named.items()
+        for path, leaf in leaves.items()
+    }
+
+
+def arrays_of(state: TrainState) -> dict[str, Any]:
+    """The arrays that a checkpoint of `state` would have, by name."""
+    return flat(with_elements(name_leaves(state)))
+
+
+def shapes(named: Named) -> dict[str, str]:
+    """What `meta["leaves"]` says of the leaves, by name."""
+    return {name: shape_text(leaf) for name, leaf in flat(named).items()}
+
+
+def shape_text(leaf: Any) -> str:
+    """How an array is described: `float32(16, 4)`."""
+    return f"{leaf.dtype}{tuple(leaf.shape)}"
+
+
+def differences(
+    wanted: Mapping[str, str], stored: Mapping[str, str], who: str = "trainer"
+) -> list[str]:
+    """A line for every leaf that is not in both, or not of one shape and dtype.
+
+    Args:
+        wanted: shapes by name.
+        stored: those of the checkpoint.
+        who: what has the wanted ones.
+    """
+    return [
+        f"  {name}: the checkpoint has {stored.get(name, 'nothing')}, the {who}"
+        f" {wanted.get(name, 'nothing')}"
+        for name in sorted(wanted.keys() | stored.keys())
+        if wanted.get(name) != stored.get(name)
+    ]
+
+
+def first_lines(lines: list[str]) -> str:
+    """The first twenty lines, and how many there are beside them."""
+    more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+    return "\n".join(lines[:20]) + more
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array holds typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def plain(leaf: Any) -> Any:
+    """A typed PRNG key as the integers it is made of; other leaves as they are."""
+    if not is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    return jax.eval_shape(jax.random.key_data, leaf)
+
+
+def unplain(stored: Any, like: Any) -> Any:
+    """The inverse of `plain`."""
+    if not is_key(like):
+        return stored
+    return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(like))

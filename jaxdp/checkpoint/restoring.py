@@ -1,0 +1,256 @@
+"""A checkpoint is read: whole, unchanged and of this very model, or not at all."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from ..basics.console import some_of
+from ..basics.environment import versions
+from ..basics.json_checks import fields, read_json, whole
+from ..distributed import Processes, find_processes, first_line
+from ..step import TrainState
+from . import seal
+from .fingerprints import fingerprints
+from .leaves import (
+    Named,
+    differences,
+    first_lines,
+    flat,
+    name_leaves,
+    shapes,
+    unname_leaves,
+    with_elements,
+)
+from .metadata import FORM, FORMAT, MOST_FORMATS, digest
+from .orbax_quirks import as_orbax_reads, quiet_orbax
+
+
+class CheckpointCorrupt(ValueError):
+    """A checkpoint is torn or damaged: it is there, but not what was saved."""
+
+
+def restore(
+    path: str | os.PathLike[str],
+    like: TrainState,
+    take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads what `start_saving` wrote, laid out as `like` is now.
+
+    Args:
+        path: the folder.
+        like: a state of the same model and optimizer, on any devices.
+        take_up: called with the metadata before the arrays are read. What it raises
+            is raised.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint at `path`.
+        CheckpointCorrupt: if it is torn or damaged.
+        ValueError: if it is of another model or optimizer; it names every leaf that
+            is missing, left over, or of another shape or dtype. Or if it is of a
+            format that this version does not read.
+    """
+    processes, path = find_processes(), os.path.abspath(path)
+    wanted = name_leaves(like)
+
+    # The files are looked through once, the metadata by every process.
+    saved = processes.first(
+        f"restoring {path}",
+        lambda: digest(_checked(path, shapes(wanted))),
+        CheckpointCorrupt,
+    )
+    with _alike(processes, path):
+        meta = read_meta(path)
+        if digest(meta) != saved:
+            raise FileNotFoundError(
+                f"`path`: process {processes.index} finds another checkpoint at {path}"
+                " than process 0; it must be in a file system that all processes share."
+            )
+        take_up(meta)
+
+    stored = _read_arrays(path, with_elements(wanted), meta)
+    return unname_leaves(stored, like), meta
+
+
+def restore_leaves(
+    path: str | os.PathLike[str], meta: Mapping[str, Any], leaves: Named
+) -> Named:
+    """Reads some of the arrays of a checkpoint, and only those.
+
+    Args:
+        path: the folder.
+        meta: what `read_meta` gives for it.
+        leaves: for each the shape, dtype and sharding that it has or is to get; they
+            must be those of `meta["leaves"]`.
+    """
+    if leaves:
+        _check_seal(os.path.abspath(path), meta["leaves"])
+    read = _read_arrays(path, with_elements(leaves), meta)
+    return {
+        field: {name: read.get(field, {}).get(name, leaf) for name, leaf in of.items()}
+        for field, of in leaves.items()
+    }
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of a checkpoint, whole and of the format that this version reads.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
+            `restore` does.
+    """
+    path = os.path.abspath(path)
+    _check_is_checkpoint(path)
+    try:
+        meta = read_json(os.path.join(path, "meta", "metadata"))
+        fields({"format": whole(1, MOST_FORMATS)})(meta, "metadata")
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, f"its meta/metadata can't be read: {error}") from error
+    if meta.pop("digest", None) != digest(meta):
+        raise _corrupt(path, "meta/metadata is not what was saved (its digest differs)")
+    if meta["format"] != FORMAT:
+        wrote = meta.get("versions")
+        wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
+        raise ValueError(
+            f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
+            f" this is jaxdp {versions().get('jaxdp')}, which reads format {FORMAT};"
+            " use the version that wrote it."
+        )
+    try:
+        FORM(meta, "metadata")
+    except ValueError as error:
+        raise _corrupt(
+            path, f"what its meta/metadata says was not saved by a trainer: {error}"
+        ) from error
+    return meta
+
+
+@contextlib.contextmanager
+def _alike(processes: Processes, path: str) -> Iterator[None]:
+    """What one process can't take up, none does: else they would go on from several."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    wrong = processes.any(f"taking up {path}", error)
+    if wrong is None:
+        return
+    is_passed_over = isinstance(error, CheckpointCorrupt | FileNotFoundError)
+    other = processes.any(f"passing over {path}", None if is_passed_over else error)
+    if error is not None and not (is_passed_over and other):
+        raise error
+    if other:
+        raise RuntimeError(f"`path`: {path} could not be taken up: {other}")
+    raise CheckpointCorrupt(f"`path`: {path} could not be taken up: {wrong}")
+
+
+def _checked(path: str, wanted: dict[str, str]) -> dict[str, Any]:
+    """`read_meta`, of arrays of these shapes, the files being those that were saved."""
+    meta = read_meta(path)
+    _check_same(path, wanted, meta["leaves"])
+    _check_seal(path, meta["leaves"])
+    return meta
+
+
+def _check_is_checkpoint(path: str) -> None:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"`path`: there is nothing at {path}.")
+    if not os.path.isdir(path):
+        raise NotADirectoryError(
+            f"`path`: {path} is not a folder, and a checkpoint is one."
+        )
+    inside = sorted(os.listdir(path))
+    if not {"state", "meta"} <= set(inside):
+        steps = [name for name in inside if name.isdecimal()]
+        hint = f" It has checkpoints in it: {', '.join(steps[:20])}." if steps else ""
+        raise FileNotFoundError(
+            f"`path`: there is no checkpoint at {path} (a folder with `state` and"
+            f" `meta` in it).{hint}"
+        )
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            mode = os.lstat(os.path.join(folder, name)).st_mode
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
+                raise _corrupt(
+                    path, f"{name} in it is a {kind}, which is never written there"
+                )
+
+
+def _check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> None:
+    lines = differences(wanted, stored)
+    if not lines:
+        return
+    hint = ""
+    if {line.strip().partition(":")[0] for line in lines} == {"opt_state"}:
+        hint = (
+            "\nThe optimizer is another one; `jaxdp.load_model(path, like=model)` takes"
+            " up the weights alone."
+        )
+    raise ValueError(
+        f"`path`: {path} was saved from another model or optimizer:\n"
+        f"{first_lines(lines)}{hint}"
+    )
+
+
+def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
+    """Raises unless every file is what it was when the checkpoint was saved."""
+    try:
+        changed = seal.changed_files(path, seal.read_list(path), arrays)
+    except (OSError, ValueError) as error:
+        raise _corrupt(path, f"its files.json can't be read: {error}") from error
+    if changed:
+        raise _corrupt(path, f"not what was saved, or missing, is {some_of(changed)}")
+
+
+def _read_arrays(
+    path: str | os.PathLike[str], wanted: Named, meta: Mapping[str, Any]
+) -> Named:
+    """The arrays of `wanted`, laid out like it, their fingerprints checked.
+
+    Their files have been looked at before.
+    """
+    import orbax.checkpoint as ocp
+
+    if not wanted:
+        return {}
+    path = os.path.abspath(path)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
+        ),
+        wanted,
+    )
+    arguments = ocp.args.PyTreeRestore(
+        item=like,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+        partial_restore=True,
+    )
+    try:
+        with (
+            quiet_orbax(),
+            as_orbax_reads(path) as known_as,
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            state = os.path.join(known_as, "state")
+            stored = checkpointer.restore(state, args=arguments)
+        read = fingerprints(flat(stored))  # waits for the device
+    except Exception as error:  # of any type: what is read may be anything
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        how = f"its arrays can't be read: {first_line(error)}"
+        raise _corrupt(path, how) from error
+
+    saved = meta["fingerprints"]
+    wrong = [name for name in read if read[name] != saved.get(name)]
+    if wrong:
+        raise _corrupt(path, f"the fingerprint differs of {some_of(wrong)}")
+    return stored
+
+
+def _corrupt(path: str, how: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")
