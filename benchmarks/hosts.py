@@ -76,8 +76,7 @@ def work(folder: str) -> None:
     import jax
 
     import jaxdp
-    from jaxdp.distributed import meetings
-    from jaxdp.distributed.agreement import find_processes
+    from jaxdp.distributed import find_processes, meetings
 
     found = {}
     # None is at work before all have imported what they need.

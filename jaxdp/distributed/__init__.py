@@ -1,8 +1,11 @@
 """Several processes: how they start, agree, meet, and end together."""
 
-from .agreement import Processes, Pulse, RowBlocks, find_processes, put, row_blocks
+from .agreement import Processes, Pulse, find_processes
+from .ending import first_line
+from .global_arrays import put
+from .row_blocks import RowBlocks, row_blocks
 from .signals import SIGNALS, Interrupts, Preempted, is_stop, tell
-from .start import first_line, forgotten, initialize, lifeline, together
+from .start import forgotten, initialize, lifeline, together
 
 __all__ = [
     "Interrupts",

@@ -1,4 +1,4 @@
-"""What several processes have to agree on, and which rows each of them loads.
+"""What several processes have to agree on.
 
 Values go through JAX's coordination service, from host to host: no device waits for
 them, and a process that is somewhere else in the program is an error that says so.
@@ -10,14 +10,9 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from ..basics import coordination
 from . import meetings
@@ -205,81 +200,6 @@ class Pulse:
         pause = min(pause, _MOST_SECONDS)
         each = max(now - self._asked, 1e-6) / max(done, 1)
         return max(1, min(int(pause / each), 4 * self._beats))
-
-
-class RowBlocks(NamedTuple):
-    """The rows of a batch in equal blocks, of which this process loads some."""
-
-    count: int = 1
-    own: tuple[int, ...] = (0,)
-
-    def counts(self, rows: int, each: int) -> tuple[int, ...]:
-        """How many real rows each block has, of a batch that fills them in turn."""
-        return tuple(
-            min(max(rows - block * each, 0), each) for block in range(self.count)
-        )
-
-    def own_rows(self, rows: int, each: int) -> list[range]:
-        """Which rows of such a batch are this process's."""
-        return [
-            range(min(block * each, rows), min((block + 1) * each, rows))
-            for block in self.own
-        ]
-
-    def whole(self, group: Any, axis: int = 1) -> Any:
-        """The shapes of a group with all blocks' rows, of one with the own ones'."""
-        return group._replace(
-            batch=jax.tree.map(lambda leaf: self._whole(leaf, axis), group.batch)
-        )
-
-    def _whole(self, leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
-        shape = list(leaf.shape)
-        shape[axis] = shape[axis] // len(self.own) * self.count
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-
-def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
-    """The blocks of rows that processes load, by which device works on which shard.
-
-    Args:
-        shards: `(number of the shard, device)`, for every device.
-        num_shards: how many shards a batch has.
-    """
-    owners: list[set[int]] = [set() for _ in range(num_shards)]
-    for shard, device in shards:
-        owners[shard].add(device.process_index)
-    runs = [len(list(run)) for _, run in itertools.groupby(owners)]
-    each = math.gcd(*runs)
-    own = [
-        block
-        for block in range(num_shards // each)
-        if jax.process_index() in owners[block * each]
-    ]
-    without = sorted(set(range(jax.process_count())) - set().union(*owners))
-    if without:
-        raise ValueError(
-            f"process {', '.join(map(str, without))} has none of the devices that the"
-            f" strategy uses, and there are {jax.process_count()} processes; each must"
-            " have some. Leave `devices` out, to use all."
-        )
-    return RowBlocks(num_shards // each, tuple(own))
-
-
-def put(leaf: Any, sharding: Any) -> Any:
-    """`leaf` with a sharding, of which each process provides its own devices' parts.
-
-    Every process must have the same `leaf`, whole; or the array is one of all
-    processes already.
-    """
-    if not getattr(leaf, "is_fully_addressable", True):
-        return leaf
-    if sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
 def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:

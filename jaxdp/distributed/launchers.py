@@ -1,12 +1,20 @@
-"""Which of how many processes this one is, as its launcher's environment says."""
+"""Which of how many processes this one is, by arguments or its launcher's environment.
+
+JAX's own detection is asked last. It knows neither torchrun nor Open MPI 5, takes an
+interactive shell of SLURM for a job, and has no word for what is missing, for which
+start of a job this is, or for how many processes share the machine.
+"""
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 _NUM_PORTS: Final = 8
 """How many ports are tried where the launcher names none for us."""
+
+_ADDRESS: Final = "JAX_COORDINATOR_ADDRESS"
 
 
 class Place(NamedTuple):
@@ -30,10 +38,46 @@ class Place(NamedTuple):
         return self.local_count == self.num_processes
 
 
+def choose_place(
+    address: str | None, num_processes: int | None, process_id: int | None
+) -> Place | None:
+    """The place by the arguments, and by the environment where they leave it open."""
+    if num_processes == 1:
+        return None
+    given = {
+        "coordinator_address": address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    absent = [name for name, value in given.items() if value is None]
+    place = find_place() if absent else Place("the arguments", 0, 0, "", (), "")
+    if place is None and len(absent) == len(given):
+        return None
+    if place is None:
+        raise ValueError(
+            f"`{'`, `'.join(absent)}` can't be found out: the environment is not that"
+            " of torchrun, mpirun, srun or Kubernetes. Pass all of"
+            " `coordinator_address`, `num_processes` and `process_id`."
+        )
+    if num_processes is not None:
+        place = place._replace(num_processes=num_processes, local_count=None)
+    if process_id is not None:
+        place = place._replace(process_id=process_id, local_id=None)
+    if address is not None:
+        host, port = split_address(address, "coordinator_address")
+        place = place._replace(host=host, ports=(port,))
+    if not 0 <= place.process_id < place.num_processes:
+        raise ValueError(
+            f"`process_id` must be from 0 to {place.num_processes - 1}, for"
+            f" `num_processes`={place.num_processes}; got {place.process_id}."
+        )
+    return place
+
+
 def find_place(
     environ: Mapping[str, str] | None = None, *, ask_jax: bool = True
 ) -> Place | None:
-    """This process's place, or None if it was plainly started alone.
+    """This process's place by the environment, or None if it was plainly started alone.
 
     What the user has set comes first: `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Then
     what starts processes before what gave it the machines: torchrun, mpirun, srun.
@@ -46,10 +90,10 @@ def find_place(
     Raises:
         ValueError: if a variable that must be there is missing or makes no sense.
     """
-    read = _Environment(os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
     launchers = (_by_hand, _torchrun, _open_mpi, _mpich, _slurm)
     for find in (*launchers, _by_jax) if ask_jax else launchers:
-        place = find(read)
+        place = find(_Environment(environ))
         if place is not None:
             return None if place.num_processes == 1 else place
     return None
@@ -66,130 +110,134 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class _Environment:
-    """Reads variables for the launcher at hand, and says which of them is wrong."""
+    """Reads the variables of a launcher, and says which of them is wrong.
+
+    Attributes:
+        launcher: what it is called in errors; set once it is found.
+    """
 
     def __init__(self, environ: Mapping[str, str]):
         self.environ = environ
+        self.launcher = ""
 
     def has(self, *names: str) -> bool:
         return all(name in self.environ for name in names)
 
-    def get(self, name: str) -> str | None:
-        return self.environ.get(name)
+    def get(self, name: str) -> str:
+        return self.environ.get(name, "")
 
-    def text(self, name: str, launcher: str, remedy: str = "") -> str:
-        if not self.environ.get(name):
+    def text(self, name: str, remedy: str = "") -> str:
+        if not self.get(name):
             raise ValueError(
-                f"{launcher} was found in the environment, but the variable {name} is"
-                f" not set.{remedy}"
+                f"{self.launcher} was found in the environment, but the variable {name}"
+                f" is not set.{remedy}"
             )
         return self.environ[name]
 
-    def count(self, name: str, launcher: str, least: int = 0) -> int:
-        value = self.text(name, launcher)
+    def count(self, name: str, least: int = 0) -> int:
+        value = self.text(name)
         if not value.isdecimal() or int(value) < least:
             raise ValueError(
-                f"{launcher} was found in the environment, but its variable {name} is"
-                f" {value!r}, and must be an integer of {least} or more."
+                f"{self.launcher} was found in the environment, but its variable {name}"
+                f" is {value!r}, and must be an integer of {least} or more."
             )
         return int(value)
 
-    def ranks(self, launcher: str, process: str, count: str) -> tuple[int, int]:
-        num_processes = self.count(count, launcher, 1)
-        process_id = self.count(process, launcher)
+    def ranks(self, process: str, count: str) -> tuple[int, int]:
+        """The number of a process, and how many there are, from these variables."""
+        num_processes, process_id = self.count(count, 1), self.count(process)
         if process_id >= num_processes:
             raise ValueError(
-                f"{launcher}: the variable {process} is {process_id}, and must be less"
-                f" than {count}, which is {num_processes}."
+                f"{self.launcher}: the variable {process} is {process_id}, and must be"
+                f" less than {count}, which is {num_processes}."
             )
         return process_id, num_processes
 
-    def locals(
-        self, launcher: str, process: str, count: str
-    ) -> tuple[int | None, int | None]:
-        if not self.has(process, count):
-            return None, None
-        return self.ranks(launcher, process, count)
+    def place(
+        self,
+        ranks: tuple[str, str],
+        local: tuple[str, str],
+        job: str,
+        host: str,
+        ports: tuple[int, ...] = (),
+        remedy: str = "",
+    ) -> Place:
+        """The place that a launcher gives, unless the user has chosen the address.
 
-    def given_address(self) -> tuple[str, tuple[int, ...]] | None:
-        """What the user has chosen, whatever the launcher."""
-        address = self.get("JAX_COORDINATOR_ADDRESS")
-        if not address:
-            return None
-        host, port = split_address(address, "JAX_COORDINATOR_ADDRESS")
-        return host, (port,)
+        Args:
+            ranks: the variables for `self.ranks`.
+            local: the same for the processes of this machine.
+            job: names this start of the job.
+            host: of process 0; "" if the launcher does not say.
+            ports: of `host`; by default such as hardly another job has.
+            remedy: how to pass an address where there is no `host`.
+        """
+        here = self.ranks(*ranks)
+        on_machine = self.ranks(*local) if self.has(*local) else (None, None)
+        if on_machine[1] == here[1]:
+            host = "127.0.0.1"
+        ports = ports or _ports_of(job)
+        if address := self.get(_ADDRESS):
+            host, port = split_address(address, _ADDRESS)
+            ports = (port,)
+        if not host:
+            raise ValueError(
+                f"{self.launcher} does not say where process 0 runs; pass its address:"
+                f" {remedy}."
+            )
+        return Place(self.launcher, *here, host, ports, job, *on_machine)
 
 
 def _by_hand(read: _Environment) -> Place | None:
-    if not read.has("JAX_NUM_PROCESSES"):
-        return None
-    launcher = "JAX_NUM_PROCESSES"
-    if read.has("JAX_PROCESS_ID"):
-        number = "JAX_PROCESS_ID"
-    elif read.has("JOB_COMPLETION_INDEX"):  # of Kubernetes
-        number = "JOB_COMPLETION_INDEX"
-    else:
-        return None  # the launcher knows
-    process_id, num_processes = read.ranks(launcher, number, "JAX_NUM_PROCESSES")
-    if num_processes == 1:
-        return Place(launcher, 0, 1, "", (), "")
-    address = read.text(
-        "JAX_COORDINATOR_ADDRESS", launcher, " It is 'host:port' of process 0."
-    )
-    host, port = split_address(address, "JAX_COORDINATOR_ADDRESS")
-    return Place(launcher, process_id, num_processes, host, (port,), address)
+    # JOB_COMPLETION_INDEX is that of an indexed job of Kubernetes.
+    numbers = [n for n in ("JAX_PROCESS_ID", "JOB_COMPLETION_INDEX") if read.has(n)]
+    if not read.has("JAX_NUM_PROCESSES") or not numbers:
+        return None  # or the launcher knows which one this is
+    read.launcher, ranks = "JAX_NUM_PROCESSES", (numbers[0], "JAX_NUM_PROCESSES")
+    if read.ranks(*ranks) == (0, 1):
+        return Place(read.launcher, 0, 1, "", (), "")
+    job = read.text(_ADDRESS, " It is 'host:port' of process 0.")
+    return read.place(ranks, ("", ""), job, "")
 
 
 def _torchrun(read: _Environment) -> Place | None:
     """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
     if not (read.has("RANK", "WORLD_SIZE") or read.has("TORCHELASTIC_RUN_ID")):
         return None
-    process_id, num_processes = read.ranks("torchrun", "RANK", "WORLD_SIZE")
-    local_id, local_count = read.locals("torchrun", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    host = read.text("MASTER_ADDR", "torchrun")
-    port = read.count("MASTER_PORT", "torchrun", 1)
+    read.launcher = "torchrun"
+    host, port = read.text("MASTER_ADDR"), read.count("MASTER_PORT", 1)
     # MASTER_PORT itself belongs to torchrun's own store.
     first = port + 1 if port + _NUM_PORTS < 65536 else port - _NUM_PORTS
     ports = tuple(range(first, first + _NUM_PORTS))
-    if local_count == num_processes:
-        host = "127.0.0.1"
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR")
-    job = "/".join([*(read.get(name) or "" for name in names), str(port)])
-    host, ports = read.given_address() or (host, ports)
-    return Place(
-        "torchrun", process_id, num_processes, host, ports, job, local_id, local_count
-    )
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    job = "/".join([*map(read.get, names), host, str(port)])
+    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return read.place(("RANK", "WORLD_SIZE"), local, job, host, ports)
 
 
 def _open_mpi(read: _Environment) -> Place | None:
     if not read.has("OMPI_COMM_WORLD_SIZE"):
         return None
-    launcher = "Open MPI's mpirun"
-    process_id, num_processes = read.ranks(
-        launcher, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-    )
-    local_id, local_count = read.locals(
-        launcher, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    )
-    job = read.text("PMIX_NAMESPACE", launcher)
-    if local_count == num_processes:
-        host = "127.0.0.1"
-    elif uri := read.get("OMPI_MCA_orte_hnp_uri"):
+    read.launcher = "Open MPI's mpirun"
+    job = read.text("PMIX_NAMESPACE")
+    if uri := read.get("OMPI_MCA_orte_hnp_uri"):
         # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
         host = uri.partition("://")[2].partition(",")[0].partition(":")[0]
     else:
         # Version 5: "prterun-HOST-PID@1" is the machine that mpirun runs on.
         host = job.partition("-")[2].rpartition("-")[0]
-    address = read.given_address()
-    if address is None and not host:
-        raise ValueError(
-            f"{launcher} does not say in PMIX_NAMESPACE={job!r} where it runs; pass"
-            " the address of process 0: mpirun -x JAX_COORDINATOR_ADDRESS=host:port."
-        )
-    host, ports = address or (host, _ports_of(job))
-    return Place(
-        launcher, process_id, num_processes, host, ports, job, local_id, local_count
+    return read.place(
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        job,
+        host,
+        remedy=f"mpirun -x {_ADDRESS}=host:port",
     )
 
 
@@ -197,23 +245,12 @@ def _mpich(read: _Environment) -> Place | None:
     """mpirun of MPICH and of Intel MPI (Hydra)."""
     if not read.has("PMI_SIZE", "MPI_LOCALNRANKS"):
         return None
-    launcher = "MPICH's mpirun"
-    process_id, num_processes = read.ranks(launcher, "PMI_RANK", "PMI_SIZE")
-    local_id, local_count = read.locals(launcher, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    address, job = read.given_address(), "mpich"
-    if address is None and local_count != num_processes:
-        raise ValueError(
-            f"{launcher} does not say where process 0 runs; pass its address: mpirun"
-            " -genv JAX_COORDINATOR_ADDRESS host:port."
-        )
-    if address is None:
-        # Nothing names the job, but all of its processes are children of one.
-        job = f"mpich/{os.getppid()}"
-        address = "127.0.0.1", _ports_of(job)
-    host, ports = address
-    return Place(
-        launcher, process_id, num_processes, host, ports, job, local_id, local_count
-    )
+    read.launcher = "MPICH's mpirun"
+    # Nothing names the job, but on one machine all of it are children of one process.
+    job = "mpich" if read.get(_ADDRESS) else f"mpich/{os.getppid()}"
+    local = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    remedy = f"mpirun -genv {_ADDRESS} host:port"
+    return read.place(("PMI_RANK", "PMI_SIZE"), local, job, "", remedy=remedy)
 
 
 def _slurm(read: _Environment) -> Place | None:
@@ -222,33 +259,21 @@ def _slurm(read: _Environment) -> Place | None:
         return None
     if read.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
+    read.launcher = "srun"
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = "/".join(["slurm", *map(read.get, names)])
+    # node001 of "node001", "node001,node7", "node[001-015],x" and "node[001,7],x".
+    nodes = re.sub(r"\[(\d+)[^\]]*\]", r"\1", read.text("SLURM_STEP_NODELIST"))
+    is_one = read.get("SLURM_STEP_NUM_NODES") == "1"
+    host = "127.0.0.1" if is_one else nodes.partition(",")[0]
     in_step = read.has("SLURM_STEP_NUM_TASKS")  # less than the job's, perhaps
     count = "SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS"
-    process_id, num_processes = read.ranks("srun", "SLURM_PROCID", count)
-    nodes = None
-    if read.has("SLURM_STEP_NUM_NODES"):
-        nodes = read.count("SLURM_STEP_NUM_NODES", "srun", 1)
-    local_count = {1: num_processes, num_processes: 1}.get(nodes or 0)
-    local_id = read.count("SLURM_LOCALID", "srun")
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    job = "/".join(["slurm", *(read.get(name) or "" for name in names)])
-    host = _first_node(read.text("SLURM_STEP_NODELIST", "srun"))
-    host, ports = read.given_address() or (
-        "127.0.0.1" if nodes == 1 else host,
-        _ports_of(job),
+    place = read.place(("SLURM_PROCID", count), ("", ""), job, host)
+    each = {"1": place.num_processes, str(place.num_processes): 1}
+    return place._replace(
+        local_id=read.count("SLURM_LOCALID"),
+        local_count=each.get(read.get("SLURM_STEP_NUM_NODES")),
     )
-    return Place(
-        "srun", process_id, num_processes, host, ports, job, local_id, local_count
-    )
-
-
-def _first_node(nodes: str) -> str:
-    """node001 of "node001", "node001,node7", "node[001-015],x" and "node[001,7],x"."""
-    prefix, bracket, rest = nodes.partition("[")
-    if "," in prefix or not bracket:
-        return prefix.partition(",")[0]
-    digits = rest.partition("]")[0].partition(",")[0].partition("-")[0]
-    return prefix + digits + rest.partition("]")[2].partition(",")[0]
 
 
 def _by_jax(read: _Environment) -> Place | None:
@@ -260,9 +285,7 @@ def _by_jax(read: _Environment) -> Place | None:
     if not (cloud_tpu_init.running_in_cloud_tpu_vm or is_indexed):
         return None
     address, num_processes, process_id, _ = (
-        ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, None
-        )
+        ClusterEnv.auto_detect_unset_distributed_params(*[None] * 6)
     )
     if address is None or num_processes is None or process_id is None:
         raise ValueError(
@@ -272,7 +295,7 @@ def _by_jax(read: _Environment) -> Place | None:
             " install jax[k8s] to have the cluster asked. If every pod trains for"
             " itself, pass `num_processes=1`."
         )
-    host, port = split_address(address, "JAX_COORDINATOR_ADDRESS")
+    host, port = split_address(address, _ADDRESS)
     return Place("JAX", process_id, num_processes, host, (port,), address)
 
 

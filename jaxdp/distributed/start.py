@@ -10,29 +10,20 @@ Under torchrun, mpirun, srun or Kubernetes this finds out which process it is. S
 alone, the same script trains alone.
 """
 
-import atexit
 import contextlib
-import ctypes
-import faulthandler
 import importlib.metadata
 import multiprocessing
 import os
 import platform
-import signal
-import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Final
 
 import jax
 
-from ..basics.console import Outlet, shout
-from .launchers import Place, find_place, split_address
-from .lifeline import Lifeline, call_the_roll
+from .ending import abandon, end_with_the_others, first_line, put_off_aborts
+from .launchers import Place, choose_place, find_place
+from .lifeline import Lifeline
+from .roll_call import call_the_roll
 from .signals import is_stop
-
-ABANDONED: Final = 71
-"""Exit code of a process that ended because another one had died or failed."""
 
 _lifeline: Lifeline | None = None
 _is_alone_on_purpose = False
@@ -89,7 +80,7 @@ def initialize(
     ):
         if not seconds > 0:
             raise ValueError(f"`{name}` must be more than 0 s; got {seconds!r}.")
-    place = _find_place(coordinator_address, num_processes, process_id)
+    place = choose_place(coordinator_address, num_processes, process_id)
     if place is None:
         _is_alone_on_purpose = True
         return
@@ -104,10 +95,10 @@ def initialize(
     roll = call_the_roll(
         place, _facts(), initialization_timeout, coordinator_bind_address
     )
-    _lifeline = Lifeline(place, roll, heartbeat_timeout, _abandon)
+    _lifeline = Lifeline(place, roll, heartbeat_timeout, abandon)
     _lifeline.start()
-    _end_with_the_others(_lifeline)
-    _put_off_aborts()
+    end_with_the_others(_lifeline)
+    put_off_aborts()
     bind = roll.bind_address or None
     jax.distributed.initialize(
         roll.address,
@@ -173,42 +164,6 @@ def _is_being_imported_by_a_worker() -> bool:
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
-def _find_place(
-    address: str | None, num_processes: int | None, process_id: int | None
-) -> Place | None:
-    """By the arguments, and for what they leave open by the environment."""
-    if num_processes == 1:
-        return None
-    given = (address, num_processes, process_id)
-    if None not in given:
-        place = Place("the arguments", 0, 0, "", (), "")
-    else:
-        place = find_place()
-        if place is None and given == (None, None, None):
-            return None
-        if place is None:
-            names = ("coordinator_address", "num_processes", "process_id")
-            absent = [n for n, v in zip(names, given, strict=True) if v is None]
-            raise ValueError(
-                f"`{'`, `'.join(absent)}` can't be found out: the environment is not"
-                " that of torchrun, mpirun, srun or Kubernetes. Pass all of"
-                " `coordinator_address`, `num_processes` and `process_id`."
-            )
-    if num_processes is not None:
-        place = place._replace(num_processes=num_processes, local_count=None)
-    if process_id is not None:
-        place = place._replace(process_id=process_id, local_id=None)
-    if address is not None:
-        host, port = split_address(address, "coordinator_address")
-        place = place._replace(host=host, ports=(port,))
-    if not 0 <= place.process_id < place.num_processes:
-        raise ValueError(
-            f"`process_id` must be from 0 to {place.num_processes - 1}, for"
-            f" `num_processes`={place.num_processes}; got {place.process_id}."
-        )
-    return place
-
-
 def _facts() -> dict[str, str]:
     """What must be the same everywhere for processes to understand each other."""
     version = importlib.metadata.version
@@ -232,64 +187,3 @@ def _local_devices(
     if visible and "," not in visible:
         return None  # the launcher has given it one
     return [place.local_id]
-
-
-def _end_with_the_others(line: Lifeline) -> None:
-    """Makes every end of this process one that the others hear of."""
-    # Before JAX's own, which waits for the others to be done.
-    atexit.register(line.leave)
-    print_it, process = sys.excepthook, os.getpid()
-
-    def tell_and_end(
-        kind: type[BaseException],
-        exception: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        agreed = is_stop(exception)  # all others end by the same signal
-        if agreed or os.getpid() != process:  # or this is a fork of it
-            print_it(kind, exception, traceback)
-            return
-        failure = first_line(exception)
-        # From a launcher that has seen another one die: this one says so, and ends.
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        line.fail(failure)
-        print_it(kind, exception, traceback)
-        for text in line.lost.values():  # it may be by their end that this one fails
-            if failure not in text:
-                Outlet(sys.stderr).write(f"jaxdp: {text}.\n")
-        for stream in (sys.stdout, sys.stderr):
-            Outlet(stream).flush()
-        line.wait_for_others()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = tell_and_end
-
-
-def _put_off_aborts() -> None:
-    """Leaves the lifeline time to say who has died, before C++ ends this process.
-
-    When a process dies, gloo and JAX's service abort others, from threads of their own
-    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
-    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
-    """
-    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
-    if os.name == "posix" and ours and not faulthandler.is_enabled():
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-
-
-def first_line(exception: BaseException) -> str:
-    """An exception in one line."""
-    text = str(exception).partition("\n")[0][:500]
-    return f"{type(exception).__name__}: {text}".rstrip(".")
-
-
-def _abandon(text: str) -> None:
-    """Ends this process at once: it may be stuck where no exception can reach it."""
-    assert _lifeline is not None
-    me = _lifeline.place.process_id
-    end = f"Process {me}, {_lifeline.where}, can't go on without it."
-    shout(f"jaxdp: {text}. {end}\n")
-    os._exit(ABANDONED)

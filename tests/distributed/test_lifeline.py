@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from jaxdp.distributed import callers, lifeline
+from jaxdp.distributed import connections, roll_call
 from jaxdp.distributed.launchers import Place
-from jaxdp.distributed.lifeline import Lifeline, call_the_roll
+from jaxdp.distributed.lifeline import Lifeline
+from jaxdp.distributed.roll_call import RollCall, call_the_roll
 
 CARD = {"jaxdp": 1, "job": "j", "process": 1, "of": 2, "name": "x", "facts": {}}
 
@@ -97,7 +98,7 @@ def test_strangers_do_not_disturb_the_roll_call():
 
 
 def test_callers_that_say_nothing_are_hung_up_on(monkeypatch):
-    monkeypatch.setattr(callers, "_SILENCE", 0.1)
+    monkeypatch.setattr(connections, "_SILENCE", 0.1)
     port = free_port()
     host = InThread(call_the_roll, place(0, port), {}, 2.0)
     with call(port) as silent, call(port) as slow:
@@ -121,7 +122,7 @@ def test_callers_that_say_nothing_are_hung_up_on(monkeypatch):
     ],
 )  # fmt: skip
 def test_one_that_poses_as_process_0_is_not_waited_for_without_end(answer, monkeypatch):
-    monkeypatch.setattr(lifeline, "GRACE", 0.1)
+    monkeypatch.setattr(roll_call, "_MORE_TIME", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port, stop = server.getsockname()[1], threading.Event()
@@ -156,9 +157,9 @@ def test_too_few_files_are_told_before_anybody_is_called(monkeypatch):
 def test_a_lifeline_lets_nonsense_pass():
     ended, sides = [], socket.socketpair()
     names = {0: "process 0", 1: "process 1", 2: "process 2"}
-    connection = lifeline.Connection(sides[0])
-    roll = lifeline.RollCall({1: connection}, names, "", "")
-    line = Lifeline(place(0, 0), roll, 60.0, ended.append)
+    connection = connections.Connection(sides[0])
+    roll = RollCall({1: connection}, names, "", "")
+    line = Lifeline(place(0, 0), roll, 60.0, lambda _, text: ended.append(text))
     line.begin_fit()
     for nonsense in (
         {},

@@ -12,8 +12,7 @@ from toys import Mlp, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger
-from jaxdp.distributed.agreement import Processes
-from jaxdp.distributed.signals import Interrupts, Preempted
+from jaxdp.distributed import Interrupts, Preempted, Processes
 
 
 def make(*callbacks, strategy=None):

@@ -25,7 +25,7 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
-from jaxdp.distributed.signals import is_stop
+from jaxdp.distributed import is_stop
 
 
 def mlp():

@@ -1,0 +1,24 @@
+"""Arrays on the devices of all processes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """`leaf` with a sharding, of which each process provides its own devices' parts.
+
+    Every process must have the same `leaf`, whole; or the array is one of all
+    processes already.
+    """
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)

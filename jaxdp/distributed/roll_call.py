@@ -1,0 +1,324 @@
+"""The roll call: process 0 hears who is there before JAX starts.
+
+JAX's own start-up ends the process without an exception where another one is missing or
+a port is taken, so these are found here, and named. Like JAX's own service it asks for
+no credentials: the network must be trusted.
+"""
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, cast
+
+from ..basics.console import listed, say
+from ..basics.json_checks import by_name, fields, has_form, text, whole
+from .connections import (
+    MOST_STRANGERS,
+    Connection,
+    Message,
+    accepted,
+    check_room,
+    hang_up,
+)
+from .launchers import Place, join_address
+
+_PATIENCE: Final = 10.0
+"""Seconds after which it is said who is missing."""
+
+_MORE_TIME: Final = 3.0
+"""Seconds in which processes may still come to hear what is wrong."""
+
+_LINE: Final = text(r"[^\x00-\x1f\x7f]{0,300}", "a line of text")
+
+_CARD: Final = fields(
+    {
+        "jaxdp": whole(1, 1),
+        "job": text(),
+        "process": whole(),
+        "of": whole(1),
+        "name": _LINE,
+        "facts": by_name(_LINE),
+    }
+)
+
+_ANSWER: Final = fields(
+    {"wrong": text(), "missing": text(), "names": by_name(_LINE), "port": whole()}
+)
+
+
+class RollCall(NamedTuple):
+    """What all processes of a job have agreed on before JAX starts."""
+
+    connections: dict[int, Connection]
+    """By process: of process 0 to all others, of these to process 0."""
+    names: dict[int, str]
+    address: str
+    """Where JAX's service is to be, as the others reach it."""
+    bind_address: str
+
+
+def call_the_roll(
+    place: Place, facts: Mapping[str, Any], timeout: float, bind: str | None = None
+) -> RollCall:
+    """Waits until all processes are there, and compares what they are.
+
+    Args:
+        place: of this process.
+        facts: what must be the same for all, by name.
+        timeout: seconds.
+        bind: the address of this machine that process 0 listens at.
+
+    Raises:
+        OSError: if process 0 can't listen at any of `place.ports`, or a process may
+            not open enough files.
+        TimeoutError: if somebody is missing after `timeout`.
+        RuntimeError: if the processes don't belong together.
+    """
+    check_room(place.process_id, place.num_processes)
+    me = {
+        "jaxdp": 1,
+        "job": place.job,
+        "process": place.process_id,
+        "of": place.num_processes,
+        "name": f"{socket.gethostname()}, pid {os.getpid()}",
+        "facts": dict(facts),
+    }
+    if place.process_id == 0:
+        return _as_host(place, me, timeout, bind)
+    return _as_guest(place, me, timeout)
+
+
+def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> RollCall:
+    start = time.monotonic()
+    deadline = start + timeout
+    host = _bind_host(place) if bind is None else bind
+    listener, port = _listen(place, host)
+    cards: dict[int, Message] = {0: me}
+    there: list[tuple[int, Connection]] = []
+    wrong = missing = ""
+    said = False
+
+    with listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(cards) < place.num_processes:
+            now = time.monotonic()
+            absent = listed("process", set(range(place.num_processes)) - set(cards))
+            if now > deadline:
+                missing = f"{absent} of {place.num_processes} not there"
+                break
+            if now > start + _PATIENCE and not said:
+                said = True
+                where = join_address(place.host, port)
+                say(f"process 0 waits for {absent} at {where}")
+            for card, connection in _who_calls(selector, place, min(0.5, timeout)):
+                if not wrong and (wrong := _what_is_wrong(cards, card)):
+                    # Those who are on their way shall hear it too.
+                    deadline = min(deadline, now + _MORE_TIME)
+                there.append((card["process"], connection))
+                cards.setdefault(card["process"], card)
+        hang_up(selector, 0)
+
+    names = {p: f"process {p} ({card['name']})" for p, card in cards.items()}
+    answer = {"wrong": wrong, "missing": missing, "names": names, "port": port}
+    for _, connection in there:
+        connection.send(answer)
+    _check_answer(answer, place, timeout)
+    address = join_address(place.host, port)
+    return RollCall(dict(there), names, address, join_address(host, port))
+
+
+def _who_calls(
+    selector: selectors.BaseSelector, place: Place, seconds: float
+) -> list[tuple[Message, Connection]]:
+    """Those of this job who show their cards within so many seconds.
+
+    Args:
+        selector: has the listener, and the connections of those who have shown none.
+        place: of process 0.
+        seconds: to wait for any.
+    """
+    found = []
+    hang_up(selector, place.num_processes + MOST_STRANGERS)
+    for key, _ in selector.select(seconds):
+        if key.data is None:  # the listener
+            if caller := accepted(
+                cast(socket.socket, key.fileobj), place.num_processes
+            ):
+                selector.register(caller.sock, selectors.EVENT_READ, caller)
+            continue
+        connection: Connection = key.data
+        messages = connection.receive()
+        if messages == []:
+            continue
+        selector.unregister(key.fileobj)
+        card = messages[0] if messages else {}
+        if _is_card(card) and card["job"] == place.job:
+            connection.send({"welcome": True})
+            found.append((card, connection))
+        else:
+            connection.send({"other": place.job})
+            connection.close()
+    return found
+
+
+def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
+    start = time.monotonic()
+    ports = listed("port", place.ports)
+    who = f"process {place.process_id} of {place.num_processes}"
+    said = False
+    while True:
+        why = "nothing listens there"
+        for port in place.ports:
+            connection, messages, problem = _call(place.host, port, me)
+            if connection is None:
+                why = problem or why
+                continue
+            why = "it ended while the others were starting"
+            patience = time.monotonic() + timeout + 2 * _MORE_TIME  # process 0 has less
+            while messages is not None:
+                for message in messages:
+                    if _is_answer(message, place.num_processes):
+                        _check_answer(message, place, timeout)
+                        names = {int(p): name for p, name in message["names"].items()}
+                        address = join_address(place.host, port)
+                        return RollCall({0: connection}, names, address, "")
+                messages = connection.receive()
+                if messages is not None and time.monotonic() > patience:
+                    why, messages = "it did not say whether all are there", None
+            connection.close()
+        waited = time.monotonic() - start
+        if waited > timeout:
+            raise TimeoutError(
+                f"{who} did not reach process 0 at {place.host}, {ports}, within"
+                f" {timeout:g} s: {why}. Has it been started, is that its machine, and"
+                " does a firewall let others in? `initialization_timeout` is how long"
+                " to wait."
+            )
+        if waited > _PATIENCE and not said:
+            said = True
+            say(
+                f"{who} waits for process 0 at {place.host}, {ports}: {why}",
+                everywhere=True,
+            )
+        time.sleep(0.1)
+
+
+def _call(
+    host: str, port: int, me: Message
+) -> tuple[Connection | None, list[Message] | None, str]:
+    """A connection to process 0 and what it has said by now; else what is there."""
+    try:
+        connection = Connection(socket.create_connection((host, port), 5.0))
+    except ConnectionRefusedError:
+        return None, None, ""
+    except OSError as error:
+        return None, None, str(error)
+    connection.send(me)
+    messages = connection.receive()
+    if messages and "welcome" in messages[0]:
+        return connection, messages, ""
+    connection.close()
+    if messages and "other" in messages[0]:
+        return None, None, f"process 0 of another job listens at port {port}"
+    return None, None, f"another program listens at port {port}"
+
+
+def _is_card(card: Any) -> bool:
+    """Whether it is a process like this one that has called."""
+    return has_form(card, _CARD) and card["process"] < card["of"]
+
+
+def _is_answer(answer: Any, count: int) -> bool:
+    """Whether process 0 of so many may have said this when all were there."""
+    if not has_form(answer, _ANSWER):
+        return False
+    is_refusal = answer["wrong"] or answer["missing"]
+    return bool(is_refusal) or set(answer["names"]) == set(map(str, range(count)))
+
+
+def _what_is_wrong(cards: Mapping[int, Message], card: Message) -> str:
+    """Why the one with this card can't join those that are there, or nothing."""
+    me, process = cards[0], card["process"]
+    if card["of"] != me["of"]:
+        return (
+            f"process {process} ({card['name']}) says that there are {card['of']}"
+            f" processes, process 0 ({me['name']}) says {me['of']}"
+        )
+    if process in cards:
+        return (
+            f"two processes say that they are number {process}:"
+            f" {cards[process]['name']} and {card['name']}"
+        )
+    for name, value in me["facts"].items():
+        if card["facts"].get(name) != value:
+            return (
+                f"{name} is {value} for process 0 ({me['name']}), but"
+                f" {card['facts'].get(name)} for process {process} ({card['name']});"
+                " all processes must run the same"
+            )
+    return ""
+
+
+def _check_answer(answer: Message, place: Place, timeout: float) -> None:
+    if answer["wrong"]:
+        raise RuntimeError(
+            f"the processes of this job don't belong together: {answer['wrong']}."
+        )
+    if answer["missing"]:
+        raise TimeoutError(
+            f"after {timeout:g} s {answer['missing']}, and the others wait. Was every"
+            f" process started, with the address of process 0, {place.host}? Look at"
+            " their own output. `initialization_timeout` is how long to wait."
+        )
+
+
+def _bind_host(place: Place) -> str:
+    """The address of this machine that the others will come to."""
+    try:
+        found = socket.getaddrinfo(place.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise OSError(
+            f"{place.host}, where process 0 is to be found, is no name of a machine:"
+            f" {error}. Pass `coordinator_address`='host:port', or set"
+            " JAX_COORDINATOR_ADDRESS."
+        ) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    loopback = [a for a in addresses if a == "::1" or a.startswith("127.")]
+    by_name = place.host != "localhost" and place.host not in addresses
+    if len(loopback) == len(addresses) and by_name and not place.is_on_one_host:
+        return "0.0.0.0"  # /etc/hosts says so here, but not to the others
+    return addresses[0]
+
+
+def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in place.ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # As JAX's service does: the port of a job that has just ended is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(place.num_processes + MOST_STRANGERS)
+            listener.setblocking(False)  # a caller may be gone again
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise OSError(
+                f"process 0 can't listen at {join_address(host, port)}:"
+                f" {error.strerror}. It runs on {socket.gethostname()}, which must have"
+                " that address: pass the right one as"
+                " `coordinator_address`='host:port', or set JAX_COORDINATOR_ADDRESS;"
+                " `coordinator_bind_address` if it listens at another one than the"
+                " others call."
+            ) from error
+        return listener, port
+    raise OSError(
+        f"process 0 can't listen on {socket.gethostname()}: something else does at"
+        f" {listed('port', place.ports)} of {host}. It may be a run that was not ended."
+        " Pass another port in `coordinator_address`='host:port', or set"
+        " JAX_COORDINATOR_ADDRESS, for all processes."
+    )

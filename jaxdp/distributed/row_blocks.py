@@ -1,0 +1,66 @@
+"""Which rows of a batch each process loads."""
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class RowBlocks(NamedTuple):
+    """The rows of a batch in equal blocks, of which this process loads some."""
+
+    count: int = 1
+    own: tuple[int, ...] = (0,)
+
+    def counts(self, rows: int, each: int) -> tuple[int, ...]:
+        """How many real rows each block has, of a batch that fills them in turn."""
+        return tuple(
+            min(max(rows - block * each, 0), each) for block in range(self.count)
+        )
+
+    def own_rows(self, rows: int, each: int) -> list[range]:
+        """Which rows of such a batch are this process's."""
+        return [
+            range(min(block * each, rows), min((block + 1) * each, rows))
+            for block in self.own
+        ]
+
+    def whole(self, group: Any, axis: int = 1) -> Any:
+        """The shapes of a group with all blocks' rows, of one with the own ones'."""
+        return group._replace(
+            batch=jax.tree.map(lambda leaf: self._whole(leaf, axis), group.batch)
+        )
+
+    def _whole(self, leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
+        shape = list(leaf.shape)
+        shape[axis] = shape[axis] // len(self.own) * self.count
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
+    """The blocks of rows that processes load, by which device works on which shard.
+
+    Args:
+        shards: `(number of the shard, device)`, for every device.
+        num_shards: how many shards a batch has.
+    """
+    owners: list[set[int]] = [set() for _ in range(num_shards)]
+    for shard, device in shards:
+        owners[shard].add(device.process_index)
+    runs = [len(list(run)) for _, run in itertools.groupby(owners)]
+    each = math.gcd(*runs)
+    own = [
+        block
+        for block in range(num_shards // each)
+        if jax.process_index() in owners[block * each]
+    ]
+    without = sorted(set(range(jax.process_count())) - set().union(*owners))
+    if without:
+        raise ValueError(
+            f"process {', '.join(map(str, without))} has none of the devices that the"
+            f" strategy uses, and there are {jax.process_count()} processes; each must"
+            " have some. Leave `devices` out, to use all."
+        )
+    return RowBlocks(num_shards // each, tuple(own))
