@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .callbacks.learning_rate_monitor import LearningRateMonitor
-from .reports import save_figure
+from .callbacks.learning_rate_monitor import is_rate
+from .engine import hyperparams
+from .reports import Curve, draw, save_figure
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -66,34 +67,25 @@ class LRFinder:
             path: where to save the picture too.
             suggest: whether to mark the `suggestion`.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Drawing needs matplotlib, which is not installed; run"
-                ' `pip install "jaxdp[examples]"`.'
-            ) from error
-        figure = Figure(figsize=(6.0, 3.6), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
         rates, losses = self.results["lr"], self.results["loss"]
-        axes.plot(rates, losses, color="0.8", linewidth=1, label="loss")
-        axes.plot(rates, self._smoothed(), color="C0", label="smoothed")
+        curves = [
+            Curve("loss", list(zip(rates, losses, strict=True)), "0.8"),
+            Curve("smoothed", list(zip(rates, self._smoothed(), strict=True)), "C0"),
+        ]
+        figure = draw({"loss": curves}, "learning rate")
+        (axes,) = figure.axes
+        axes.set_xscale("log")
+        axes.set_yscale("linear")
         finite = [loss for loss in losses if math.isfinite(loss)]
-        if finite:
+        if finite:  # what explodes is left out
             low, first = min(finite), finite[0]
             margin = max(first - low, abs(first) * 0.05, 1e-12)
             axes.set_ylim(low - 0.15 * margin, first + 1.5 * margin)
         best = self.suggestion() if suggest else None
         if best is not None:
-            axes.axvline(
-                best, color="C1", linestyle="--", label=f"suggestion {best:.2g}"
-            )
-        axes.set_xscale("log")
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+            label = f"suggestion {best:.2g}"
+            axes.axvline(best, color="C1", linestyle="--", label=label)
+            axes.legend(frameon=False)
         if path is not None:
             save_figure(figure, path)
         return figure
@@ -120,7 +112,7 @@ def lr_find(
     """A learning-rate range test (Smith, arXiv:1506.01186): the loss of steps whose
     rate grows from `min_lr` to `max_lr`.
 
-        found = lr_find(trainer, loader)
+        found = lr_find(trainer, loader, optimizer=optax.adam)
         found.plot("lr.png")
         trainer = Trainer(model, optax.adam(found.suggestion()))
 
@@ -138,9 +130,8 @@ def lr_find(
         early_stop_threshold: stops when the loss is so many times the best one, or is
             not finite; None never stops.
         optimizer: makes the optimizer for a rate, `optax.adam` say. By default the
-            trainer's own is used, with its updates rescaled by the rate to try over its
-            own rate, which must then be found as by `LearningRateMonitor`. (Its
-            updates must be proportional to its rate, as those of optax's are.)
+            trainer's own is used, of which `optax.inject_hyperparams` must hold the
+            rate. (Its updates must be proportional to it, as those of optax's are.)
     """
     if not 0 < min_lr < max_lr:
         raise ValueError(
@@ -153,12 +144,8 @@ def lr_find(
         raise ValueError(f"`mode`={mode!r} must be 'exponential' or 'linear'.")
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training)
-    if optimizer is not None:
-        tried = _rescaled(optimizer(1.0), None, rates)
-    else:
-        own = trainer.arguments["optimizer"]
-        tried = _rescaled(own, LearningRateMonitor(), rates)
-    twin = _twin(trainer, tried)
+    own = trainer.arguments["optimizer"] if optimizer is None else optimizer(1.0)
+    twin = _twin(trainer, _swept(own, rates, has_unit_rate=optimizer is not None))
     losses: list[float] = []
     with _generators_kept(train_loader):
         for metrics in _endless(twin, train_loader, num_training):
@@ -174,44 +161,48 @@ def lr_find(
     return LRFinder([float(rate) for rate in rates[: len(losses)]], losses)
 
 
-def _rescaled(
-    optimizer: optax.GradientTransformation,
-    monitor: LearningRateMonitor | None,
-    rates: np.ndarray,
+def _swept(
+    optimizer: optax.GradientTransformation, rates: np.ndarray, has_unit_rate: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, with the rates of `rates` in the place of its own.
+    """`optimizer`, with one of `rates` after the other in the place of its own.
 
     Args:
-        optimizer: whose rate `monitor` finds, or is 1 without it.
-        monitor: set up here.
+        optimizer: whose updates are proportional to its rate.
         rates: one for each step.
+        has_unit_rate: whether its own is 1; otherwise it is set to that in its state.
     """
     inner = optax.with_extra_args_support(optimizer)
-    if monitor is not None:
-        monitor.setup(_Holder(inner))
     table = jnp.asarray(rates, jnp.float32)
 
     def init(params: Any) -> Any:
-        return inner.init(params), jnp.zeros((), jnp.int32)
+        own = inner.init(params)
+        return own if has_unit_rate else _at_unit_rate(own), jnp.zeros((), jnp.int32)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         own, count = state
         updates, own = inner.update(updates, own, params, **extra)
         rate = table[jnp.minimum(count, len(table) - 1)]
-        if monitor is not None:
-            found = monitor.inside_step(None, None, _Holder(opt_state=own))
-            rate = rate / next(iter(found.values()))
         scaled = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
         return scaled, (own, count + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Holder:
-    """What `LearningRateMonitor` looks at of a trainer and of a state."""
-
-    def __init__(self, optimizer: Any = None, opt_state: Any = None):
-        self.optimizer, self.opt_state = optimizer, opt_state
+def _at_unit_rate(opt_state: Any) -> Any:
+    """An optimizer's state with 1 for every learning rate in it."""
+    held = hyperparams.find((opt_state,))  # in a tree, not as its root
+    rates = [each for name, each in held.items() if is_rate(name)]
+    if not rates or any(rate.is_scheduled for rate in rates):
+        raise ValueError(
+            "`lr_find`: the optimizer has no learning rate that can be set. Pass what"
+            " makes one for a rate, as lr_find(..., optimizer=optax.adam), or build"
+            " the trainer's with optax.inject_hyperparams and a number, as"
+            " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        )
+    leaves, structure = jax.tree.flatten(opt_state)
+    for rate in rates:
+        leaves[rate.place] = jnp.ones_like(rate.leaf)
+    return structure.unflatten(leaves)
 
 
 def _twin(trainer: Trainer, optimizer: Any) -> Trainer:

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow
 
 DATA, VAL = batches(8, 8, 8, 8, 5), batches(8, 8, seed=1)
 MANY = optax.MultiSteps(
-    optax.adam(optax.cosine_decay_schedule(1e-2, 10)), 2
+    optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.cosine_decay_schedule(1e-2, 10)
+    ),
+    2,
 ).gradient_transformation()
 
 

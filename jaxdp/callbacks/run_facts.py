@@ -1,5 +1,6 @@
 """What a run was made of, for its records: hyperparameters, versions, hardware."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,6 @@ import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
-from .learning_rate_monitor import _closure, _transformations
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
@@ -142,3 +142,41 @@ def _is_model(value: Any) -> bool:
 
 def _count(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def _closure(update: Any) -> tuple[str, dict[str, Any]]:
+    """Who made `update`, and the values it closes over, by name."""
+    while hasattr(update, "__wrapped__"):
+        update = update.__wrapped__
+    if isinstance(update, functools.partial):
+        return _closure(update.func)
+    owner = getattr(update, "__self__", None)
+    if owner is not None:
+        return type(owner).__name__, dict(vars(owner))
+    maker = getattr(update, "__qualname__", "").split(".<locals>")[0]
+    cells = getattr(update, "__closure__", None) or ()
+    names = update.__code__.co_freevars if cells else ()
+    values = {}
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return maker, values
+
+
+def _transformations(inside: Mapping[str, Any]) -> list[Any]:
+    """The `update` functions of the stages in a closure, in order."""
+    found: list[Any] = []
+    for name, value in inside.items():
+        several = isinstance(value, list | tuple) and not hasattr(value, "update")
+        items: list[Any] = list(value) if several else [value]
+        for item in items:
+            if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+                item = item[1]
+            stage: Any = item
+            if hasattr(stage, "update") and hasattr(stage, "init"):
+                found.append(stage.update)
+            elif callable(item) and name in ("update_fns", "update_fn", "update"):
+                found.append(item)
+    return found

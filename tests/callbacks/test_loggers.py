@@ -43,7 +43,8 @@ class Losses(Callback):
 def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
     losses = Losses()
     logger = CSVLogger(tmp_path)
-    trainer = linear_trainer(LearningRateMonitor(), logger, losses)
+    rates = LearningRateMonitor(optax.linear_schedule(0.1, 0.0, 100))
+    trainer = linear_trainer(rates, logger, losses)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=2)
     assert logger.path == tmp_path / "metrics.csv"
     rows = read(logger.path)

@@ -192,7 +192,13 @@ def test_the_learning_rate_is_still_found_and_the_loss_handed_on():
         enable_progress_bar=False,
     )
     trainer.fit(batches(8, 8))
-    rates = make_trainer(WeightAveraging(0.5), LearningRateMonitor())
+    rates = Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.05),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=[WeightAveraging(0.5), LearningRateMonitor()],
+    )
     seen = [float(m["lr"]) for m in rates.steps(batches(8, 8))]
     assert seen == [pytest.approx(0.05)] * 2
 
