@@ -6,9 +6,16 @@ apart, and only the operations tell. `mark_rows` and `mark_values` name where ro
 and where values come out; `values_mix_rows` looks at what lies between them.
 
 What it says is true of the program's structure: some operation that joins rows (a sum
-over them, a product of rows with rows) is on the way to the values. It makes no claim
-about operations it does not know, and takes those that pick rows (`x[i]`) for a loop
-over rows.
+over them, a product of rows with rows) is on the way to the values. An operation that
+no rule here is for is taken to work element by element if shapes let it, and nothing is
+claimed of its results if not; one that JAX describes otherwise than a rule reads it is
+taken to mix rows. Operations that pick rows (`x[i]`) are taken for a loop over rows.
+
+Why not evaluate the values twice, a row exchanged, and see whether others change? That
+needs no rules, and was tried. It has to have values, which plans have not, and all rows
+on one device; it misses what this batch does not show (rows that are equal, a hinge
+that is not reached, rows that interact in gradients alone); and it costs a second
+compilation, a third of a step's, where following rows takes hundredths of a second.
 """
 
 import math
@@ -57,6 +64,9 @@ def values_mix_rows(jaxpr: Any) -> bool:
     )
 
 
+# What is known of an array.
+
+
 class _Along(NamedTuple):
     """An array with rows along an axis, entry `i` of it belonging to row `i // each`.
 
@@ -71,428 +81,365 @@ class _Mixed(NamedTuple):
     """An array in which rows were joined."""
 
 
-_State = _Along | _Mixed | None
-"""What is known of an array; None where that is nothing, as of parameters."""
+_Known = _Along | _Mixed | None
+"""None where that is nothing, as of parameters."""
 
 _MIXED: Final = _Mixed()
 
 
-class _Followed(NamedTuple):
-    results: list[_State]
-    mixed_values: bool
-
-
-def _follow(jaxpr: Any, inputs: Sequence[_State]) -> _Followed:
-    """What is known of a program's results if that is what is known of its inputs."""
-    known: dict[Any, _State] = dict(zip(jaxpr.invars, inputs, strict=True))
-    mixed_values = False
-
-    def state_of(var: Any) -> _State:
-        return None if hasattr(var, "val") else known.get(var)
-
-    for equation in jaxpr.eqns:
-        states = [state_of(var) for var in equation.invars]
-        if _is_mark(equation, _ROWS):
-            known[equation.outvars[0]] = _Along(0, 1)
-            continue
-        mixed_values |= _is_mark(equation, _VALUES) and states[0] == _MIXED
-        if any(state is not None for state in states):
-            try:
-                known |= zip(equation.outvars, _results(equation, states), strict=True)
-            except Exception:
-                # JAX may describe an operation otherwise some day. Nothing is claimed
-                # of it then, and no training fails for it.
-                continue
-    return _Followed([state_of(var) for var in jaxpr.outvars], mixed_values)
-
-
-def _is_mark(equation: Any, name: str) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == name
-
-
-def _results(equation: Any, states: list[_State]) -> list[_State]:
-    name = equation.primitive.name
-    if name in _OF_SEVERAL:
-        return _OF_SEVERAL[name](equation, states)
-    rule = _RULES.get(name) or (_reduction if name.startswith("reduce") else None)
-    inside = [] if rule else programs_in(equation)
-    if len(inside) == 1 and len(_open(inside[0]).invars) == len(states):
-        return _follow(_open(inside[0]), states).results
-    if _MIXED in states:
-        return [_MIXED] * len(equation.outvars)
-    rule = rule or _alike
-    return [rule(equation, states, out.aval.shape) for out in equation.outvars]
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _cond(equation: Any, states: list[_State]) -> list[_State]:
-    branches = [
-        _follow(_open(branch), states[1:]).results for branch in programs_in(equation)
-    ]
-    return [_either(*found) for found in zip(*branches, strict=True)]
-
-
-def _scan(equation: Any, states: list[_State]) -> list[_State]:
-    body = _open(equation.params["jaxpr"])
-    # Told by shapes: what else tells has changed between versions of JAX.
-    first_x = len(states) - _unlike(equation.invars, body.invars)
-    num_ys = _unlike(equation.outvars, body.outvars)
-    num_consts = first_x - (len(equation.outvars) - num_ys)
-    xs = [_moved(state, -1) for state in states[first_x:]]
-
-    def turns(xs: list[_State]) -> tuple[list[_State], list[_State]]:
-        return _loop(
-            lambda carry: _follow(body, [*states[:num_consts], *carry, *xs]).results,
-            states[num_consts:first_x],
-        )
-
-    carry, ys = turns(xs)
-    ys = [_moved(state, 1) for state in ys]
-    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in states]
-    rows = rows[first_x:]
-    if any(rows):
-        # A row a turn: what the carry takes up of one, it brings to those after it.
-        # Followed twice: from the rows, and from what of them is in the carry.
-        marked = [_MIXED if row else x for row, x in zip(rows, xs, strict=True)]
-        carry, from_rows = turns(marked)
-        results = _follow(body, [*states[:num_consts], *carry, *xs]).results
-        from_carry = results[len(carry) :]
-        for place, state in enumerate(from_rows):
-            if from_carry[place] == _MIXED:
-                ys[place] = _MIXED
-            elif state == _MIXED:
-                ys[place] = next(row for row in rows if row)
-    return [*carry, *ys]
-
-
-def _unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many arrays are stacks of what a turn has of them."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(stack.aval.shape != turn.aval.shape for stack, turn in pairs)
-
-
-def _while(equation: Any, states: list[_State]) -> list[_State]:
-    params = equation.params
-    skipped, num_consts = params["cond_nconsts"], params["body_nconsts"]
-    consts = states[skipped : skipped + num_consts]
-    body = _open(params["body_jaxpr"])
-    carry, _ = _loop(
-        lambda carry: _follow(body, [*consts, *carry]).results,
-        states[skipped + num_consts :],
-    )
-    return carry
-
-
-def _loop(
-    body: Callable[[list[_State]], list[_State]], carry: list[_State]
-) -> tuple[list[_State], list[_State]]:
-    """What is known of the carry after any number of turns, and of the rest."""
-    while True:
-        results = body(carry)
-        found = list(map(_either, carry, results))
-        if found == carry:
-            return carry, results[len(carry) :]
-        # Each turn of this, too, moves a state on: unknown, along an axis, mixed.
-        carry = found
-
-
-def _moved(state: _State, by: int) -> _State:
-    """What is known of the slices of a stack (-1), or of the stack of slices (1)."""
-    if not isinstance(state, _Along):
-        return state
-    return None if state.axis + by < 0 else state._replace(axis=state.axis + by)
-
-
-def _either(*states: _State) -> _State:
+def _either(*arrays: _Known) -> _Known:
     """Of an array that is one of these, or made of all of them element by element."""
-    known = {state for state in states if state is not None}
+    known = {each for each in arrays if each is not None}
     if len(known) > 1:
-        axes = {state.axis for state in known if isinstance(state, _Along)}
+        axes = {each.axis for each in known if isinstance(each, _Along)}
         if _MIXED in known or len(axes) > 1:
             return _MIXED
         return _Along(axes.pop(), None)
     return known.pop() if known else None
 
 
-def _alike(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    """Element by element, for all that is known, with axes of one repeated."""
-    found: list[_State] = []
-    for var, state in zip(equation.invars, states, strict=True):
-        before = var.aval.shape
-        fits = len(before) == len(shape) and all(
-            old in (1, new) for old, new in zip(before, shape, strict=True)
-        )
-        if (
-            fits
-            and isinstance(state, _Along)
-            and before[state.axis] == shape[state.axis]
-        ):
-            found.append(state)
-    return _either(*found)
+def _moved(known: _Known, by: int) -> _Known:
+    """What is known of the slices of a stack (-1), or of the stack of slices (1)."""
+    if not isinstance(known, _Along):
+        return known
+    return None if known.axis + by < 0 else known._replace(axis=known.axis + by)
 
 
-def _reduction(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    for axes in ("axes", "dimensions"):
-        if axes in equation.params:
-            return _without(states[0], equation.params[axes])
-    windows = equation.params.get("window_dimensions")
-    if windows is None:
-        return _alike(equation, states, shape)
-    state = states[0]
-    alone = isinstance(state, _Along) and windows[state.axis] == 1
-    return state if alone else None
+# Programs, and operations that have programs.
 
 
-def _without(state: _State, axes: Sequence[int]) -> _State:
-    if not isinstance(state, _Along):
-        return state
-    if state.axis in axes:
-        return _MIXED
-    return state._replace(axis=state.axis - sum(axis < state.axis for axis in axes))
+class _Followed(NamedTuple):
+    results: list[_Known]
+    mixed_values: bool
 
 
-def _squeeze(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    (state,), axes = states, equation.params["dimensions"]
-    assert isinstance(state, _Along)
-    return None if state.axis in axes else _without(state, axes)
+def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
+    """What is known of a program's results if this is what is known of its inputs."""
+    known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
+    mixed_values = False
+
+    def find(var: Any) -> _Known:
+        return None if hasattr(var, "val") else known.get(var)
+
+    for equation in jaxpr.eqns:
+        operands = [find(var) for var in equation.invars]
+        if _is_mark(equation, _ROWS):
+            known[equation.outvars[0]] = _Along(0, 1)
+            continue
+
+        mixed_values |= _is_mark(equation, _VALUES) and operands[0] == _MIXED
+        if any(each is not None for each in operands):
+            try:
+                results = _results(equation, operands)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                # JAX describes the operation otherwise than a rule reads it. Taken to
+                # mix rows, it costs time at most; no training has wrong numbers.
+                results = [_MIXED] * len(equation.outvars)
+            known |= zip(equation.outvars, results, strict=True)
+    return _Followed([find(var) for var in jaxpr.outvars], mixed_values)
 
 
-def _along(parameter: str) -> Callable[..., _State]:
+def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
+    name = equation.primitive.name
+    if name in _WITH_PROGRAMS:
+        return _WITH_PROGRAMS[name](equation, operands)
+
+    rule = _RULES.get(name) or (_reduced if name.startswith("reduce") else None)
+    inside = [] if rule else [_open(each) for each in programs_in(equation)]
+    if len(inside) == 1 and _is_called_by(equation, inside[0]):
+        return _follow(inside[0], operands).results
+
+    results: list[_Known] = []
+    for number, out in enumerate(equation.outvars):
+        # A result made of all operands, or of its own one.
+        places = [number] if name in _ONE_TO_ONE else range(len(operands))
+        found = [
+            (rule or _alike)(_Use(equation, operands, place, out.aval.shape))
+            if isinstance(operands[place], _Along)
+            else operands[place]
+            for place in places
+        ]
+        results.append(_either(*found))
+    return results
+
+
+def _is_called_by(equation: Any, inside: Any) -> bool:
+    """Whether an operation's program takes its operands and gives its results."""
+    counts = len(equation.invars), len(equation.outvars)
+    return (len(inside.invars), len(inside.outvars)) == counts
+
+
+def _is_mark(equation: Any, name: str) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == name
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
+    branches = [
+        _follow(_open(branch), operands[1:]).results for branch in programs_in(equation)
+    ]
+    return [_either(*found) for found in zip(*branches, strict=True)]
+
+
+def _while(equation: Any, operands: list[_Known]) -> list[_Known]:
+    skipped, num_consts = (equation.params[f"{n}_nconsts"] for n in ("cond", "body"))
+    consts, carry = operands[skipped:][:num_consts], operands[skipped + num_consts :]
+    body = _open(equation.params["body_jaxpr"])
+    return _loop(lambda carry: _follow(body, [*consts, *carry]).results, carry)[0]
+
+
+def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
+    body = _open(equation.params["jaxpr"])
+    # Told by shapes: what else tells has changed between versions of JAX.
+    first_x = len(operands) - _count_unlike(equation.invars, body.invars)
+    num_ys = _count_unlike(equation.outvars, body.outvars)
+    num_consts = first_x - (len(equation.outvars) - num_ys)
+    consts, start = operands[:num_consts], operands[num_consts:first_x]
+
+    def turns(xs: list[_Known]) -> tuple[list[_Known], list[_Known]]:
+        return _loop(lambda carry: _follow(body, [*consts, *carry, *xs]).results, start)
+
+    xs = [_moved(each, -1) for each in operands[first_x:]]
+    carry, ys = turns(xs)
+    ys = [_moved(each, 1) for each in ys]
+
+    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in operands]
+    rows = rows[first_x:]
+    if any(rows):
+        # A row a turn: what the carry takes up of one, it brings to those after it.
+        # Followed twice: from the rows, and from what of them is in the carry.
+        marked = [_MIXED if row else x for row, x in zip(rows, xs, strict=True)]
+        carry, from_rows = turns(marked)
+        from_carry = _follow(body, [*consts, *carry, *xs]).results[len(carry) :]
+        for place, found in enumerate(from_rows):
+            if from_carry[place] == _MIXED:
+                ys[place] = _MIXED
+            elif found == _MIXED:
+                ys[place] = next(row for row in rows if row)
+    return [*carry, *ys]
+
+
+def _count_unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many arrays are stacks of what a turn has of them."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(stack.aval.shape != turn.aval.shape for stack, turn in pairs)
+
+
+def _loop(
+    body: Callable[[list[_Known]], list[_Known]], carry: list[_Known]
+) -> tuple[list[_Known], list[_Known]]:
+    """What is known of the carry after any number of turns, and of the rest."""
+    while True:
+        results = body(carry)
+        found = list(map(_either, carry, results))
+        if found == carry:
+            return carry, results[len(carry) :]
+        # Each turn of this, too, moves on: from nothing, to an axis, to mixed.
+        carry = found
+
+
+# Rules: what is known of a result by one operand that has rows.
+
+
+class _Use:
+    """An operation, one of its operands, which has rows, and one of its results."""
+
+    def __init__(self, equation: Any, operands: list[_Known], place: int, after: Any):
+        self.params = equation.params
+        self.operands = operands
+        self.place = place
+        self.before: tuple[int, ...] = equation.invars[place].aval.shape
+        self.after: tuple[int, ...] = after
+        known = operands[place]
+        assert isinstance(known, _Along)
+        self.known = known
+        self.axis = known.axis
+
+    def axes(self, name: str) -> Sequence[Any]:
+        """The axis or axes in a parameter of the operation."""
+        axes = self.params[name]
+        return axes if isinstance(axes, tuple | list) else (axes,)
+
+    def along(self, axis: int) -> _Along:
+        """A result with the same rows along another axis."""
+        return self.known._replace(axis=axis)
+
+    def without(self, axes: Sequence[int]) -> _Along:
+        """A result that has no axes such as these, none of which is the rows'."""
+        return self.along(self.axis - sum(axis < self.axis for axis in axes))
+
+
+_Rule = Callable[[_Use], _Known]
+
+
+def _alike(use: _Use) -> _Known:
+    """Element by element, slices, padding: rows are where they were, if as many."""
+    alike = len(use.before) == len(use.after)
+    return use.known if alike and use.before[use.axis] == use.after[use.axis] else None
+
+
+def _reduced(use: _Use) -> _Known:
+    for name in ("axes", "dimensions"):
+        if name in use.params:
+            axes = use.axes(name)
+            return _MIXED if use.axis in axes else use.without(axes)
+    windows = use.params.get("window_dimensions")
+    return _alike(use) if windows is None or windows[use.axis] == 1 else None
+
+
+def _going_along(name: str) -> _Rule:
     """The rule of operations that go along an axis, as sums so far, and sorting."""
+    return lambda use: _MIXED if use.axis in use.axes(name) else _alike(use)
 
-    def rule(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-        axes = equation.params[parameter]
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        rows = [state.axis for state in states if isinstance(state, _Along)]
-        if any(axis in axes for axis in rows):
+
+def _taking_apart(name: str) -> _Rule:
+    """The rule of operations that take an axis away, and join nothing."""
+
+    def rule(use: _Use) -> _Known:
+        gone = use.axes(name)
+        return None if use.axis in gone else use.without(gone)
+
+    return rule
+
+
+def _over_devices(name: str) -> _Rule:
+    """Collectives: over the rows' devices, over axes of arrays, or over others'."""
+
+    def rule(use: _Use) -> _Known:
+        axes = use.axes(name)
+        # `vmap` leaves the numbers of axes in a sum over the axis that it names.
+        numbers = [axis for axis in axes if isinstance(axis, int)]
+        if DATA in axes or use.axis in numbers:
             return _MIXED
-        return _alike(equation, states, shape)
+        return use.without(numbers) if numbers else _alike(use)
 
     return rule
 
 
-def _sum_over_mapped_axis(equation: Any, states: list[_State]) -> list[_State]:
-    """`psum` and the like, which `vmap` leaves with the numbers of axes."""
-    axes = equation.params["axes"]
-    if DATA in axes:
-        return _with_other_devices(equation, states)
-    axes = [axis for axis in axes if isinstance(axis, int)]
-    return [_without(state, axes) for state in states]
+def _of_last_axes(use: _Use) -> _Known:
+    """Fourier transforms, of so many last axes, and decompositions, of two."""
+    last = len(use.params.get("fft_lengths", ("rows", "columns")))
+    return _MIXED if use.axis >= len(use.before) - last else use.known
 
 
-def _exchange(equation: Any, states: list[_State]) -> list[_State]:
-    """Collectives that put together or exchange what devices have."""
-    names = equation.params["axis_name"]
-    if DATA in (names if isinstance(names, tuple) else (names,)):
-        return _with_other_devices(equation, states)
-    # Over another axis: of layers, or of stages.
-    return [_alike(equation, states, out.aval.shape) for out in equation.outvars]
+def _concatenate(use: _Use) -> _Known:
+    joined = use.axis == use.params["dimension"]
+    return _Along(use.axis, None) if joined else use.known
 
 
-def _with_other_devices(equation: Any, states: list[_State]) -> list[_State]:
-    """Joined with what the devices of other rows have."""
-    return [_MIXED] * len(equation.outvars)
+def _tile(use: _Use) -> _Known:
+    again = use.params["reps"][use.axis] > 1
+    return _Along(use.axis, None) if again else use.known
 
 
-def _top_k(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    (state,) = states
-    assert isinstance(state, _Along)
-    axis = equation.params.get("axis", len(shape) - 1) % len(shape)
-    return _MIXED if state.axis == axis else state
+def _broadcast(use: _Use) -> _Known:
+    axis = int(use.params["broadcast_dimensions"][use.axis])
+    return use.along(axis) if use.after[axis] == use.before[use.axis] else None
 
 
-def _of_last(axes: int | None) -> Callable[..., _State]:
-    """The rule of transforms and decompositions of the last axes."""
+def _reshape(use: _Use) -> _Known:
+    """Rows stay together where axes after theirs are joined to it, or split off."""
+    axis, each = use.known
+    if use.after[: axis + 1] == use.before[: axis + 1]:
+        return use.known
+    outside, size = math.prod(use.before[:axis]), use.before[axis]
+    for place, entries in enumerate(use.after):
+        if entries > 1 and math.prod(use.after[:place]) == outside:
+            if each is None:
+                return use.along(place) if entries == size else None
+            rows = size // each
+            return None if entries % rows else _Along(place, entries // rows)
+    return None
 
-    def rule(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-        state = states[0]
-        last = len(equation.params["fft_lengths"]) if axes is None else axes
-        before = equation.invars[0].aval.ndim
-        if not isinstance(state, _Along):
-            return None
-        return _MIXED if state.axis >= before - last else state
 
-    return rule
+def _dot(use: _Use) -> _Known:
+    contracted, batched = (axes[use.place] for axes in use.params["dimension_numbers"])
+    if use.axis in contracted:
+        return _MIXED
+    if use.axis in batched:
+        return use.along(list(batched).index(use.axis))
+    # Of the result, the first axes are those in both; the last, the second operand's.
+    taken = [*contracted, *batched]
+    own = len(use.before) - len(taken)
+    first = len(batched) if use.place == 0 else len(use.after) - own
+    return use.along(first + use.without(taken).axis)
 
 
-def _scatter(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
+def _convolution(use: _Use) -> _Known:
+    numbers, (images, kernel) = use.params["dimension_numbers"], use.operands
+    if kernel is not None or images is None or use.axis != numbers.lhs_spec[0]:
+        return None
+    return use.along(numbers.out_spec[0])
+
+
+def _gather(use: _Use) -> _Known:
+    """Lookups: by indices of rows, or in each row."""
+    numbers = use.params["dimension_numbers"]
+    offsets, paired = numbers.offset_dims, numbers.operand_batching_dims
+    # The result's axes that stand for those of the indices, in order.
+    looked_up = [axis for axis in range(len(use.after)) if axis not in offsets]
+    if use.place == 1:
+        return use.along(looked_up[use.axis])
+    if use.axis in paired:
+        place = list(paired).index(use.axis)
+        return use.along(looked_up[numbers.start_indices_batching_dims[place]])
+
+    gone = {*numbers.collapsed_slice_dims, *paired}
+    if use.axis in gone or use.params["slice_sizes"][use.axis] < use.before[use.axis]:
+        return None
+    return use.along(offsets[use.without([*gone]).axis])
+
+
+def _scatter(use: _Use) -> _Known:
     """Rows put together in fewer or more places than there are rows.
 
     As many places as rows may be a place for each.
     """
-    for var, state in zip(equation.invars[1:], states[1:], strict=True):
-        if isinstance(state, _Along) and var.aval.shape[state.axis] not in shape:
-            return _MIXED if states[0] is None else None
-    return _same_axis(equation, states, shape)
+    if use.place == 0:
+        return _alike(use)
+    fits = use.before[use.axis] in use.after or use.operands[0] is not None
+    return None if fits else _MIXED
 
 
-def _concatenate(equation: Any, states: list[_State], shape: Any) -> _State:
-    joined = _either(*states)
-    if isinstance(joined, _Along) and joined.axis == equation.params["dimension"]:
-        return joined._replace(each=None)
-    return joined
+def _stack(use: _Use) -> _Known:
+    return use.along(use.axis + (use.params["axis"] <= use.axis))
 
 
-def _stack(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    joined = _either(*states)
-    before = isinstance(joined, _Along) and equation.params["axis"] <= joined.axis
-    return _moved(joined, 1) if before else joined
+def _transpose(use: _Use) -> _Known:
+    return use.along(list(use.params["permutation"]).index(use.axis))
 
 
-def _unstack(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    (state,), axis = states, equation.params["axis"]
-    assert isinstance(state, _Along)
-    return None if state.axis == axis else _without(state, (axis,))
+_WITH_PROGRAMS: Final = {"cond": _cond, "scan": _scan, "while": _while}
 
+_ONE_TO_ONE: Final = {"optimization_barrier", "pmax", "pmin", "psum"}
+"""Operations of several arrays, each of which has a result of its own."""
 
-def _tile(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    (state,) = states
-    assert isinstance(state, _Along)
-    again = equation.params["reps"][state.axis] > 1
-    return state._replace(each=None) if again else state
-
-
-def _same_axis(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    """Slices and padding: rows are where they were, if there are as many."""
-    state, before = states[0], equation.invars[0].aval.shape
-    if not isinstance(state, _Along) or before[state.axis] != shape[state.axis]:
-        return None
-    return state
-
-
-def _transpose(equation: Any, states: list[_State], shape: Any) -> _State:
-    (state,) = states
-    assert isinstance(state, _Along)
-    permutation = list(map(int, equation.params["permutation"]))
-    return state._replace(axis=permutation.index(state.axis))
-
-
-def _broadcast(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    state, before = states[0], equation.invars[0].aval.shape
-    if not isinstance(state, _Along):
-        return state
-    axis = int(equation.params["broadcast_dimensions"][state.axis])
-    return state._replace(axis=axis) if shape[axis] == before[state.axis] else None
-
-
-def _reshape(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    """Rows stay together where axes after theirs are joined to it, or split off."""
-    state, before = states[0], equation.invars[0].aval.shape
-    assert isinstance(state, _Along)
-    if shape[: state.axis + 1] == before[: state.axis + 1]:
-        return state
-    outside, size = math.prod(before[: state.axis]), before[state.axis]
-    for axis, entries in enumerate(shape):
-        if entries > 1 and math.prod(shape[:axis]) == outside:
-            if state.each is None:
-                return state._replace(axis=axis) if entries == size else None
-            rows = size // state.each
-            return None if entries % rows else _Along(axis, entries // rows)
-    return None
-
-
-def _dot(equation: Any, states: list[_State], shape: Any) -> _State:
-    contracted, batched = equation.params["dimension_numbers"]
-    found: list[_State] = []
-    free_before = len(batched[0])
-    for side, (var, state) in enumerate(zip(equation.invars, states, strict=True)):
-        taken = {*contracted[side], *batched[side]}
-        free = [axis for axis in range(var.aval.ndim) if axis not in taken]
-        if isinstance(state, _Along):
-            if state.axis in contracted[side]:
-                return _MIXED
-            if state.axis in batched[side]:
-                place = list(batched[side]).index(state.axis)
-            else:
-                place = free_before + free.index(state.axis)
-            found.append(state._replace(axis=place))
-        free_before += len(free)
-    return _either(*found)
-
-
-def _convolution(equation: Any, states: list[_State], shape: Any) -> _State:
-    numbers, (images, kernel) = equation.params["dimension_numbers"], states
-    if kernel is not None or not isinstance(images, _Along):
-        return None
-    if images.axis != numbers.lhs_spec[0]:
-        return None
-    return images._replace(axis=numbers.out_spec[0])
-
-
-def _gather(equation: Any, states: list[_State], shape: tuple[int, ...]) -> _State:
-    """Lookups: by indices of rows, or in each row."""
-    numbers, (table, indices) = equation.params["dimension_numbers"], states[:2]
-    # The result's axes that stand for those of the indices, in order.
-    looked_up = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
-    found: list[_State] = []
-    if isinstance(indices, _Along):
-        found.append(indices._replace(axis=looked_up[indices.axis]))
-    if isinstance(table, _Along):
-        if table.axis in numbers.operand_batching_dims:
-            place = list(numbers.operand_batching_dims).index(table.axis)
-            place = looked_up[numbers.start_indices_batching_dims[place]]
-        else:
-            gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-            size = equation.invars[0].aval.shape[table.axis]
-            if table.axis in gone or equation.params["slice_sizes"][table.axis] < size:
-                return None
-            kept = [i for i in range(equation.invars[0].aval.ndim) if i not in gone]
-            place = numbers.offset_dims[kept.index(table.axis)]
-        found.append(table._replace(axis=place))
-    return _either(*found)
-
-
-_OF_SEVERAL: Final[dict[str, Callable[..., list[_State]]]] = {
-    "all_gather": _exchange,
-    "all_to_all": _exchange,
-    "cond": _cond,
-    "optimization_barrier": lambda equation, states: states,
-    "pmax": _sum_over_mapped_axis,
-    "pmin": _sum_over_mapped_axis,
-    "ppermute": _exchange,
-    "psum": _sum_over_mapped_axis,
-    "reduce_scatter": _exchange,
-    "scan": _scan,
-    "while": _while,
-}
-
-_RULES: Final[dict[str, Callable[..., _State]]] = {
-    "argmax": _reduction,
-    "argmin": _reduction,
+_RULES_OF_SEVERAL: Final[dict[str, _Rule]] = {
+    "argmax argmin": _reduced,
+    "cumlogsumexp cummax cummin cumprod cumsum top_k": _going_along("axis"),
+    "sort": _going_along("dimension"),
+    "rev": _going_along("dimensions"),
+    "cholesky eigh fft qr svd": _of_last_axes,
+    "all_gather all_to_all ppermute reduce_scatter": _over_devices("axis_name"),
+    "pmax pmin psum": _over_devices("axes"),
+    "scatter scatter-add scatter-max scatter-min scatter-mul": _scatter,
+    "squeeze": _taking_apart("dimensions"),
+    "unstack": _taking_apart("axis"),
     "broadcast_in_dim": _broadcast,
-    "cholesky": _of_last(2),
     "concatenate": _concatenate,
     "conv_general_dilated": _convolution,
-    "cumlogsumexp": _along("axis"),
-    "cummax": _along("axis"),
-    "cummin": _along("axis"),
-    "cumprod": _along("axis"),
-    "cumsum": _along("axis"),
     "dot_general": _dot,
-    "dynamic_slice": _same_axis,
-    "eigh": _of_last(2),
-    "fft": _of_last(None),
     "gather": _gather,
-    "pad": _same_axis,
-    "qr": _of_last(2),
     "reshape": _reshape,
-    "rev": _along("dimensions"),
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "scatter-max": _scatter,
-    "scatter-min": _scatter,
-    "scatter-mul": _scatter,
-    "slice": _same_axis,
-    "sort": _along("dimension"),
-    "split": _same_axis,
-    "squeeze": _squeeze,
     "stack": _stack,
-    "svd": _of_last(2),
     "tile": _tile,
-    "top_k": _top_k,
     "transpose": _transpose,
-    "unstack": _unstack,
+}
+"""By the names of operations; others are taken to work element by element."""
+
+_RULES: Final = {
+    name: rule for names, rule in _RULES_OF_SEVERAL.items() for name in names.split()
 }

@@ -1,0 +1,176 @@
+"""Layers split by rules: one device's numbers, and what theory says is moved."""
+
+import functools
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from layered_models import (
+    Transformer,
+    bytes_moved,
+    large,
+    make,
+    on_one_device,
+    resident,
+    size,
+    train,
+)
+from toys import batches
+
+from jaxdp import FSDP, TensorParallel, ZeRO
+from jaxdp.plan import hlo
+from jaxdp.strategies import tensor_rules
+
+MESHES = [
+    {"data": 4, "model": 2},
+    {"data": 1, "model": 8},
+    {"data": 2, "fsdp": 2, "model": 2},
+    {"fsdp": 4, "data": 1, "model": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, accumulate", [*[(shape, 1) for shape in MESHES], (MESHES[2], 3)]
+)
+def test_tensor_parallel_gives_the_numbers_of_one_device(mesh_shape, accumulate):
+    model, data = make("mlp")
+    strategy = TensorParallel(mesh_shape, tensor_rules(model))
+    trainer, losses = train(model, data, strategy, accumulate_grad_batches=accumulate)
+    np.testing.assert_allclose(losses, on_one_device("mlp", accumulate), rtol=1e-5)
+    both = trainer.state.params, trainer.state.opt_state
+    parts = mesh_shape["model"] * mesh_shape.get("fsdp", 1)
+    assert resident(both) <= 1.1 * size(both) / parts
+    _, by_kind = bytes_moved(trainer)
+    assert ("reduce-scatter" in by_kind) == ("fsdp" in mesh_shape)
+
+
+def test_tensor_parallel_moves_what_theory_says():
+    """Per pair of layers one sum of activations forwards and one backwards; and the
+    gradients of what a device holds, over the data axis."""
+    model, data = make("transformer")
+    strategy = TensorParallel({"data": 4, "model": 2}, tensor_rules(model))
+    trainer, losses = train(model, data, strategy)
+    np.testing.assert_allclose(losses, on_one_device("transformer", 1), rtol=1e-5)
+    program = hlo.read(trainer.compiled_train_step().as_text())
+    assert {each.kind for each in program.collectives} == {"all-reduce"}
+    shape = dict(strategy.mesh.shape)
+    over = {"model": 0.0, "data": 0.0}
+    for each in program.collectives:
+        axes = each.axes(shape)
+        if each.operand_bytes > 100:
+            assert axes is not None and len(axes) == 1
+            over[axes[0]] += each.wire_bytes
+    activations = 32 // 4 * 8 * 32 * 4  # rows, places, width, bytes
+    # Forwards one for attention and one for the MLP; backwards the MLP's, and those of
+    # attention's three inputs, which XLA sums one by one.
+    assert over["model"] == (2 + 1 + 3) * (2 * 1 / 2) * activations
+    held = sum(
+        leaf.addressable_data(0).nbytes
+        for leaf in jax.tree.leaves(trainer.state.params)
+    )
+    assert held <= over["data"] / (2 * 3 / 4) <= held + 100
+
+
+def test_tensor_rules_are_for_pairs_of_layers():
+    model = Transformer(jax.random.key(0))
+    rules = dict(tensor_rules(model.blocks[0], "m"))
+    assert rules == {
+        "attention.query_proj.weight": PartitionSpec("m", None),
+        "attention.key_proj.weight": PartitionSpec("m", None),
+        "attention.value_proj.weight": PartitionSpec("m", None),
+        "attention.output_proj.weight": PartitionSpec(None, "m"),
+        "mlp.layers[0].weight": PartitionSpec("m", None),
+        "mlp.layers[0].bias": PartitionSpec("m"),
+        "mlp.layers[1].weight": PartitionSpec(None, "m"),
+    }
+    odd = [
+        path for path, _ in tensor_rules(eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)))
+    ]
+    assert odd == ["layers[0].weight", "layers[0].bias", "layers[1].weight"]
+    with pytest.raises(ValueError, match="has no eqx.nn.MLP of two or more layers"):
+        tensor_rules(eqx.nn.Linear(4, 3, key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize("order", [("model", "fsdp"), ("fsdp", "model")])
+def test_one_array_axis_may_be_split_over_two_mesh_axes(order):
+    model, data = make("mlp")
+    rules = [("layers[*].weight", PartitionSpec(None, order))]
+    strategy = TensorParallel({"data": 2, "fsdp": 2, "model": 2}, rules)
+    _, losses = train(model, data, strategy)
+    np.testing.assert_allclose(losses, on_one_device("mlp", 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("unet", FSDP),
+        ("vit", "tensor"),
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("unet", ZeRO),
+                ("unet", "tensor"),
+                ("vit", ZeRO),
+                ("vit", FSDP),
+            )
+        ],
+    ],
+)
+def test_models_of_many_kinds_of_layers_give_the_numbers_of_one_device(name, strategy):
+    model, data, arguments, expected = large(name)
+    if strategy == "tensor":
+        rules = tensor_rules(model)
+        if name == "unet":
+            rules += [
+                ("down[0].*", PartitionSpec("model")),  # by channels that come out
+                ("up.weight", PartitionSpec(None, "model")),  # by those that go in
+            ]
+        strategy = functools.partial(TensorParallel, {"data": 4, "model": 2}, rules)
+    _, found = train(model, data, strategy(), **arguments)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_bad_sizes_of_meshes_are_refused():
+    with pytest.raises(ValueError, match=r"4 x 3 = 12 devices, and there are 8.*=12"):
+        TensorParallel({"data": 4, "model": 3})
+    with pytest.raises(ValueError, match="none is named 'data'"):
+        TensorParallel({"x": 4, "model": 2})
+    with pytest.raises(ValueError, match="a size of 1 or more; got 'model': -1"):
+        TensorParallel({"data": 8, "model": -1})
+    with pytest.raises(TypeError, match="`mesh_shape` must be sizes by name"):
+        TensorParallel((4, 2))
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ([("layers[0].weight", PartitionSpec("rows"))], "names the axis 'rows'"),
+        (
+            [("layers[0].weight", "model")],
+            "must be .path pattern, PartitionSpec. pairs",
+        ),
+        (
+            [("layer.*", PartitionSpec("model"))],
+            r"'layer.\*' fits no leaf of the model.*the paths are layers\[0\].weight",
+        ),
+        (
+            [("*", PartitionSpec()), ("*.bias", PartitionSpec("model"))],
+            r"'\*.bias' never holds, since '\*' comes before it",
+        ),
+        (
+            [("layers[1].*", PartitionSpec("model"))],
+            r"\('layers\[1\].\*', .* does not fit layers\[1\].weight of shape"
+            r" \(3, 64\): axis 0 of size 3 is not divisible by 2",
+        ),
+        (
+            [("layers[0].bias", PartitionSpec(None, "model"))],
+            r"does not fit layers\[0\].bias of shape \(64,\): more entries",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(rules, message):
+    model = eqx.nn.MLP(4, 3, 64, 1, key=jax.random.key(0))
+    with pytest.raises((ValueError, TypeError), match=message):
+        train(model, batches(16), TensorParallel({"data": 4, "model": 2}, rules))
