@@ -163,7 +163,6 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
         (block,) = engine.prepare_training(block)
         prepared = time.perf_counter()
         (metrics,) = engine.train(block)
-        engine.ahead = 0
         jax.block_until_ready(engine.state)
         compiling += prepared - start
         found.step_seconds.append(time.perf_counter() - prepared)

@@ -144,7 +144,7 @@ def lr_find(
         raise ValueError(f"`mode`={mode!r} must be 'exponential' or 'linear'.")
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training)
-    own = trainer.arguments["optimizer"] if optimizer is None else optimizer(1.0)
+    own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
     twin = _twin(trainer, _swept(own, rates, has_unit_rate=optimizer is not None))
     losses: list[float] = []
     with _generators_kept(train_loader):
@@ -207,7 +207,7 @@ def _at_unit_rate(opt_state: Any) -> Any:
 
 def _twin(trainer: Trainer, optimizer: Any) -> Trainer:
     """A trainer of the same model, which shares nothing that changes."""
-    fresh = trainer._engine is None
+    fresh = not trainer.run.has_engine
     model = trainer.model if fresh else trainer.model_of(trainer.state)
     changed = {
         "model": model,
@@ -216,7 +216,7 @@ def _twin(trainer: Trainer, optimizer: Any) -> Trainer:
         "callbacks": (),
         "enable_progress_bar": False,
     }
-    return Trainer(**{**trainer.arguments, **changed})
+    return Trainer(**{**trainer.run.arguments, **changed})
 
 
 def _endless(twin: Trainer, loader: Any, count: int) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 from toys import Recorder
 
 from jaxdp import Callback
+from jaxdp.callbacks.states import named
 
 
 class Saves(Callback):
@@ -38,10 +39,10 @@ def outcome(trainer):
         "history": trainer.history.state_dict(),
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
-        "examples": trainer.examples_seen,
+        "examples": trainer.run.examples_seen,
         "callbacks": {
             name: callback.state_dict()
-            for name, callback in trainer.named_callbacks()
+            for name, callback in named(trainer.callbacks)
             if not hasattr(callback, "dirpath")
         },
     }

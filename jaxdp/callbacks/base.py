@@ -4,6 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from jaxtyping import Array, PyTree
+
+from ..engine import StepOptions
+
 HOOKS: Final = (
     "setup",
     "on_fit_start",
@@ -12,6 +16,7 @@ HOOKS: Final = (
     "on_train_batch_end",
     "on_boundary",
     "on_train_epoch_end",
+    "on_pass_start",
     "on_validation_start",
     "on_validation_batch_end",
     "on_validation_end",
@@ -61,9 +66,8 @@ class Callback:
 
     looks_inside_blocks: bool = True
     """Whether `on_train_batch_start` and `on_train_batch_end` may use `trainer.state`
-    or `trainer.model`, or stop the fit. With `steps_per_execution` the device is ahead
-    of these hooks; it can go back to the very step, if the memory for a second state is
-    spent on it. False spares that."""
+    or `trainer.model`, or stop the fit at that very step. If so, and if one of the two
+    is overridden, a dispatch takes one step, whatever `steps_per_execution` says."""
 
     fit_end_order: int = 0
     """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
@@ -74,7 +78,7 @@ class Callback:
         """Before placement and compilation: the place to set what they depend on."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """After the step is compiled, so `trainer.logged_names` is known."""
+        """After the step is compiled, so `trainer.run.logged_names` is known."""
 
     def on_train_epoch_start(self, trainer: Any) -> None:
         """Before the first batch of an epoch is asked for."""
@@ -99,6 +103,9 @@ class Callback:
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After an epoch and its validation, whose `val_...` values `metrics` has."""
+
+    def on_pass_start(self, trainer: Any) -> None:
+        """Before the first batch of a validation, test or prediction is asked for."""
 
     def on_validation_start(self, trainer: Any) -> None:
         """Before a pass over the validation loader."""
@@ -139,17 +146,41 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
 
-    # Not a method here, so that only callbacks that have it pay for it:
-    # def inside_step(self, grads, updates, state) -> dict[str, Array]
-    #     Traced into the compiled step. `grads` and `updates` are shaped like the
-    #     trained leaves of the model, `state` is the new TrainState; what is
-    #     returned appears in the step's `metrics` under the same names.
-    # def wrap_optimizer(self, optimizer) -> optax.GradientTransformationExtraArgs
-    #     What the trainer uses in its place, asked for once, by `Trainer(...)`. Its
-    #     state is placed, donated, saved and loaded like the optimizer's own.
-    # def evaluated_state(self, state) -> TrainState
-    #     The state whose weights validation, `test`, `predict` and `trainer.model`
-    #     take, made of arrays in `state`; training goes on with those of `state`.
+    def bar_note(self) -> str:
+        """What the progress bar shows beside the numbers; "" for nothing."""
+        return ""
+
+    # What has a part in the compiled step. One that is not overridden costs nothing.
+
+    def step_options(self, options: StepOptions) -> StepOptions:
+        """`options` as this callback needs them, by `options._replace(...)`. Asked for
+        at the start of a fit, and by `plan`."""
+        return options
+
+    def inside_step(
+        self, grads: PyTree, updates: PyTree, state: Any
+    ) -> dict[str, Array]:
+        """Traced into the compiled step; its values are among the step's `metrics`.
+
+        Args:
+            grads: of the trained leaves of the model, in their shapes.
+            updates: what the optimizer adds to them.
+            state: the new `TrainState`.
+        """
+        return {}
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """The optax transformation that the trainer uses in the optimizer's place.
+
+        Asked for once, by `Trainer(...)`. Its state is placed, donated, saved and
+        loaded like the optimizer's own.
+        """
+        return optimizer
+
+    def evaluated_state(self, state: Any) -> Any:
+        """The state whose weights validation, `test`, `predict` and `trainer.model`
+        take, made of arrays in `state`; training goes on with those of `state`."""
+        return state
 
 
 class Hooks:
@@ -203,50 +234,53 @@ class Hooks:
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer as callbacks want it."""
         for callback in self.callbacks:
-            if hasattr(callback, "wrap_optimizer"):
-                optimizer = getattr(callback, "wrap_optimizer")(optimizer)  # noqa: B009
+            optimizer = callback.wrap_optimizer(optimizer)
         return optimizer
+
+    def step_options(self) -> StepOptions:
+        """How the train step is to be compiled."""
+        options = StepOptions()
+        for callback in self.callbacks:
+            options = callback.step_options(options)
+        return options
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
         """The function that says which weights are evaluated, if a callback has one."""
-        found = [c for c in self.callbacks if hasattr(c, "evaluated_state")]
+        found = [c for c in self.callbacks if _overrides(c, "evaluated_state")]
         if len(found) > 1:
             names = " and ".join(type(callback).__name__ for callback in found)
             raise ValueError(
                 f"`callbacks`: {names} each say which weights are evaluated; pass one."
             )
-        return getattr(found[0], "evaluated_state") if found else None  # noqa: B009
+        return found[0].evaluated_state if found else None
 
     def next_stop(self, trainer: Any) -> int | None:
         """The earliest step that any callback must see the state at, or None."""
         stops = (callback.next_stop(trainer) for callback in self.callbacks)
         return min((stop for stop in stops if stop is not None), default=None)
 
-    @property
-    def look_inside_blocks(self) -> bool:
-        """Whether any callback may want the state between the steps of a block."""
-        return any(
-            callback.looks_inside_blocks
-            and (
-                _overrides(callback, "on_train_batch_start")
-                or _overrides(callback, "on_train_batch_end")
-            )
-            for callback in self.callbacks
-        )
+    def who_looks_inside_blocks(self) -> str | None:
+        """A callback that may want the state between steps that run as one, by name."""
+        hooks = "on_train_batch_start", "on_train_batch_end"
+        for callback in self.callbacks:
+            looks = any(_overrides(callback, name) for name in hooks)
+            if callback.looks_inside_blocks and looks:
+                return type(callback).__name__
+        return None
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
         return tuple(
-            getattr(callback, "inside_step")  # noqa: B009
+            callback.inside_step
             for callback in self.callbacks
-            if hasattr(callback, "inside_step")
+            if _overrides(callback, "inside_step")
         )
 
 
 def _has_part(callback: Callback) -> bool:
     """Whether a callback has a part in the compiled step."""
     names = "inside_step", "wrap_optimizer", "evaluated_state"
-    return any(hasattr(callback, name) for name in names)
+    return any(_overrides(callback, name) for name in names)
 
 
 def _overrides(callback: Callback, name: str) -> bool:

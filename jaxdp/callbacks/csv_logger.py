@@ -96,9 +96,9 @@ class CSVLogger(Logger):
         self._path, self._run = path, weakref.ref(trainer)
         epoch_names = [
             name if name.startswith(VALIDATION) else EPOCH + name
-            for name in trainer.logged_names
+            for name in trainer.run.logged_names
         ]
-        self._widen([*trainer.metric_names, *epoch_names])
+        self._widen([*trainer.run.metric_names, *epoch_names])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._widen(values)
@@ -172,7 +172,7 @@ class CSVLogger(Logger):
         from ..plan.page import SUFFIX
 
         self._columns, self._rows, self._last = [], 0, None
-        is_own = self._restored is not None and _run_of(path) in (None, trainer.run_id)
+        is_own = self._restored is not None and _run_of(path) in (None, trainer.run.id)
         columns, rows, torn = _read(path) if is_own else ([], [], False)
         if columns[:2] != ["epoch", "step"]:
             kept = free_name(path)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ..basics.console import warn
+from ..engine import StepOptions
 from .base import Callback
 
 _CHOICES: Final = ("state", "all", "none")
@@ -47,8 +48,10 @@ class DonateBuffers(Callback):
         self.report: dict[str, Any] | None = None
         self._checked = False
 
+    def step_options(self, options: StepOptions) -> StepOptions:
+        return options._replace(donate=self.what)
+
     def setup(self, trainer: Any) -> None:
-        trainer.donate = self.what
         self.report, self._checked = None, False
 
     def on_train_batch_end(
@@ -60,7 +63,7 @@ class DonateBuffers(Callback):
         compiled = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
             return  # An engine of the user's own, which need not be XLA's.
-        arrays = trainer.state_arrays() if self.what != "none" else {}
+        arrays = trainer.run.state_arrays() if self.what != "none" else {}
         self.report = _report(compiled, arrays)
         if missing := self.report["not_aliased"]:
             warn(

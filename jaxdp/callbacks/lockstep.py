@@ -87,32 +87,37 @@ class Lockstep(Callback):
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
-        self.set_limits()
-        if trainer.is_fitting:
+        self._set_limits()
+        if trainer.run.is_fitting:
             if (line := distributed.lifeline()) is not None:
                 line.begin_fit()
             self._start_watching()
         facts = dict(_facts_of(trainer))
         if not self._has_compared_model:
-            facts |= _facts_of_model(trainer.arguments["model"])
+            facts |= _facts_of_model(trainer.run.arguments["model"])
             self._has_compared_model = True
         self._meet(trainer, "the start of a fit", facts)
 
-    def set_limits(self) -> None:
+    def on_pass_start(self, trainer: Any) -> None:
+        self._set_limits()
+
+    def _set_limits(self) -> None:
         """From now on all that processes wait for each other with keeps to these."""
         here = meetings.here()
         here.timeout, here.warn_after = self.timeout, self.warn_after
         here.every = self.every_n_steps
 
     def on_fit_start(self, trainer: Any) -> None:
-        rows = {f"rows of a {k} batch": str(n) for k, n in trainer.batch_sizes.items()}
+        rows = {
+            f"rows of a {k} batch": str(n) for k, n in trainer.run.batch_sizes.items()
+        }
         self._meet(trainer, "the first step", rows)
 
     def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
-        rows["rows before it"] = str(trainer.examples_seen)
+        rows["rows before it"] = str(trainer.run.examples_seen)
         if coordination.is_there():
             meetings.here().step(where, self._facts(trainer, where, rows))
 
@@ -173,7 +178,7 @@ class Lockstep(Callback):
         """What to compare, and the programs if there are others than before."""
         if (line := distributed.lifeline()) is not None:
             line.where = f"at {where}"
-        found, programs = dict(facts or {}), trainer.program_digests
+        found, programs = dict(facts or {}), trainer.run.program_digests
         if programs is not self._programs:
             self._programs = programs
             found["the compiled programs"] = ", ".join(programs)
@@ -215,7 +220,7 @@ def _facts_of(trainer: Any) -> Iterator[tuple[str, str]]:
     for name, version in versions().items():
         yield f"the version of {name}", version
     for name in _ARGUMENTS:
-        yield f"`{name}`", repr(trainer.arguments[name])
+        yield f"`{name}`", repr(trainer.run.arguments[name])
     for name in ("max_epochs", "max_steps"):
         yield f"`{name}`", repr(getattr(trainer, name))
     yield "steps done", str(trainer.global_step)

@@ -168,10 +168,10 @@ class Logger(Callback):
         if self._active:
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
-            if trainer.last_values:
+            if trainer.run.last_values:
                 is_new = trainer.batch_idx == 0  # the next epoch, which has not begun
                 epoch = max(0, trainer.current_epoch - is_new)
-                self.log(epoch, trainer.global_step, trainer.last_values)
+                self.log(epoch, trainer.global_step, trainer.run.last_values)
             self._log_history(trainer)
             self.close()
         self._active = False
@@ -279,7 +279,7 @@ class TensorBoardLogger(Logger):
         writer_type, self._event, self._summary, self._tensor = _tensorboard()
         self._step = trainer.global_step
         self._folder_of_events = folder
-        self._suffix = f".jaxdp-{trainer.run_id}"
+        self._suffix = f".jaxdp-{trainer.run.id}"
         if self._restored is not None and "sizes" in self._restored:
             self._take_back(self._restored["sizes"])
         self._move_others(trainer)

@@ -158,12 +158,12 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Any) -> None:
         """Takes the folder, so that one that can't be written to is found now."""
-        self._dir, self._processes = self.folder(trainer), trainer.processes
+        self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone = False
-        if self._run_id not in (None, trainer.run_id) and not self._is_restored:
+        if self._run_id not in (None, trainer.run.id) and not self._is_restored:
             self._score, self._is_fresh, self._kept_for_resuming = None, False, None
-        self._run_id = trainer.run_id
+        self._run_id = trainer.run.id
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         self._scores = dict(
             self._processes.first(
@@ -263,7 +263,7 @@ class ModelCheckpoint(Callback):
     def _save_if_due(self, trainer: Any) -> None:
         # After the last step of an epoch its validation comes first: that is what the
         # checkpoint is judged by, and need not be repeated when it is resumed.
-        if self._is_due and not trainer.is_at_epoch_end:
+        if self._is_due and not is_at_epoch_end(trainer):
             self._is_due = False
             self._save(trainer)
 
@@ -369,13 +369,13 @@ class ModelCheckpoint(Callback):
             step: score
             for step, score in self._scores.items()
             # None: damaged, or older than these names.
-            if step in there and self._run_of(step) in (None, trainer.run_id)
+            if step in there and self._run_of(step) in (None, trainer.run.id)
         }
         strangers = self._dir.impostors()
         for step in sorted(there - set(scores)):
             is_now = step == trainer.global_step
             is_past = step <= trainer.global_step
-            is_ours = is_past and self._run_of(step) == trainer.run_id
+            is_ours = is_past and self._run_of(step) == trainer.run.id
             score = self._score_in(step, trainer) if is_ours else None
             if score is not None and not self._is_restored:
                 scores[step] = math.nan if self.monitor else score
@@ -431,3 +431,38 @@ def _ranked(scores: dict[int, float], mode: str) -> list[int]:
         return unjudged, 0 if unjudged else score if mode == "min" else -score, -step
 
     return sorted(scores, key=rank)
+
+
+def savers_of(trainer: Any) -> list[ModelCheckpoint]:
+    """Those of a trainer's callbacks that save checkpoints."""
+    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def last_checkpoint(trainer: Any, before: int) -> str | None:
+    """The path of the newest checkpoint of fewer than `before` steps, if there is one.
+
+    Of those that the callbacks of `trainer` have saved.
+    """
+    savers = savers_of(trainer)
+    for saver in savers:
+        saver.finish_saving()  # it may remove older ones then
+    folders = [saver.folder(trainer) for saver in savers]
+
+    def newest() -> str | None:
+        found = [
+            (step, place, folder.path_of(step))
+            for place, folder in enumerate(folders)
+            for step in folder.steps()
+            if step < before
+        ]
+        return max(found)[2] if found else None
+
+    return trainer.run.processes.first("the last checkpoint", newest)
+
+
+def is_at_epoch_end(trainer: Any) -> bool:
+    """Whether all steps of the epoch are done, and what ends it is still to come:
+    validation, history, `on_train_epoch_end`."""
+    total, done = trainer.num_training_batches, trainer.batch_idx
+    is_over = total is not None and 0 < total <= done
+    return is_over and not trainer.run.progress.epoch_ended

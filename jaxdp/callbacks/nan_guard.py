@@ -13,7 +13,9 @@ from ..basics.arguments import check_count, check_number
 from ..basics.console import warn
 from ..basics.json_checks import each, fields, number, row, whole
 from ..basics.tree import leaf_path
+from ..engine import StepOptions
 from .base import Callback, RollBack
+from .model_checkpoint import last_checkpoint
 from .monitor import LateReads
 
 _FLAGS = "nonfinite_gradients"
@@ -96,8 +98,10 @@ class NanGuard(Callback):
         self._late = LateReads()
         self._failed = False
 
+    def step_options(self, options: StepOptions) -> StepOptions:
+        return options._replace(skip_nonfinite=True)
+
     def setup(self, trainer: Any) -> None:
-        trainer.skip_nonfinite = True
         self._trainer = trainer
 
     def inside_step(
@@ -201,7 +205,7 @@ class NanGuard(Callback):
                 f"`NanGuard`: {place}. The fit was rolled back {self.rollbacks} times"
                 f" before, and `max_rollbacks`={self.max_rollbacks}."
             )
-        path = trainer.last_checkpoint(before=where.step)
+        path = last_checkpoint(trainer, before=where.step)
         if path is None:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. There is no checkpoint from before that step to"

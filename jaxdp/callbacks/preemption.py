@@ -44,7 +44,7 @@ class Preemption(Callback):
 
     def setup(self, trainer: Any) -> None:
         self.received = None
-        trainer.stop_on(*self.signals, returns=self.action == "return")
+        trainer.run.stop_on(*self.signals, returns=self.action == "return")
 
     def on_exception(self, trainer: Any, exception: BaseException) -> None:
         self.received = getattr(exception, "signal", None)

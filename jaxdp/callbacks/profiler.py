@@ -125,7 +125,7 @@ class Profiler(Callback):
             )
 
     def _start(self, trainer: Any) -> None:
-        jax.block_until_ready(trainer.state_arrays())  # waits for the device
+        jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = int(self.python)
         try:
@@ -146,7 +146,7 @@ class Profiler(Callback):
         self._done = True
         first, steps = self._first, trainer.global_step - (self._first or 0)
         try:
-            jax.block_until_ready(trainer.state_arrays())  # waits for the device
+            jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
         finally:
             jax.profiler.stop_trace()
         if steps == 0:

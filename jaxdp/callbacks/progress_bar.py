@@ -98,7 +98,7 @@ class ProgressBar(Callback):
         if not self._fitting:
             self.setup(trainer)
         self._train.pause()
-        total = trainer.num_val_batches if self._fitting else None
+        total = trainer.run.num_val_batches if self._fitting else None
         self._validation = _Pass("validating", total)
         self._open(self._validation)
         self._next = time.perf_counter() + self._interval
@@ -121,7 +121,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
-        self._train.examples = trainer.examples_seen
+        self._train.examples = trainer.run.examples_seen
         seconds = self._train.seconds(now)
         facts = [_clock(seconds), *self._train.rates(now)]
         facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
@@ -141,7 +141,7 @@ class ProgressBar(Callback):
     def _show_training(self, trainer: Any) -> None:
         now = time.perf_counter()
         run = self._train
-        run.examples = trainer.examples_seen
+        run.examples = trainer.run.examples_seen
         if run.first is None:
             # Rates and the time left count from here: the first step may compile.
             run.start(now)
@@ -277,8 +277,7 @@ def _name(trainer: Any) -> str:
 
 def _notes(trainer: Any) -> list[str]:
     """What other callbacks have to say beside the numbers."""
-    notes = getattr(trainer, "bar_notes", {})
-    return [text for note in notes.values() if (text := note())]
+    return [text for each in trainer.callbacks if (text := each.bar_note())]
 
 
 def _total(trainer: Any) -> int | None:

@@ -22,8 +22,8 @@ def run_facts(trainer: Any, hyperparameters: Mapping[str, Any] | None) -> Facts:
         hyperparameters: the user's own, which come first.
     """
     own = {name: plain(value) for name, value in (hyperparameters or {}).items()}
-    found = {name: plain(value) for name, value in trainer.arguments.items()}
-    found["optimizer"] = optimizer_text(trainer.optimizer.update)
+    found = {name: plain(value) for name, value in trainer.run.arguments.items()}
+    found["optimizer"] = optimizer_text(trainer.run.optimizer.update)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             found[name] = getattr(trainer, name)

@@ -3,14 +3,24 @@
 import itertools
 import math
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .base import Callback
 
 
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks by class, the second of a class as `Name:1`, in any list."""
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        count = counts[name] = counts.get(name, -1) + 1
+        yield f"{name}:{count}" if count else name, callback
+
+
 def identities(trainer: Any) -> dict[str, str]:
     """What a checkpoint tells of each callback beside its state, by name."""
-    return {name: c.identity(trainer) for name, c in trainer.named_callbacks()}
+    return {name: c.identity(trainer) for name, c in named(trainer.callbacks)}
 
 
 def saved_states(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +51,7 @@ def saved_state(trainer: Any, meta: dict[str, Any], callback: Callback) -> Any:
 
 def name_of(trainer: Any, callback: Callback) -> str:
     """What the trainer calls one of its callbacks."""
-    return next(name for name, each in trainer.named_callbacks() if each is callback)
+    return next(name for name, each in named(trainer.callbacks) if each is callback)
 
 
 def _class(name: str) -> str:

@@ -26,8 +26,8 @@ class Stopwatch:
     """Accounts for the time of the main thread, phase by phase.
 
     A phase inside another one takes the time from it, so that the seconds add up to
-    the time that has passed. A callback that sets `trainer.stopwatch` in its `setup`
-    has the fit measured; without one nothing is wrapped, and nothing is paid.
+    the time that has passed. A callback that calls `trainer.run.measure_phases` in its
+    `setup` has the fit measured; without one nothing is wrapped, and nothing is paid.
 
     Attributes:
         seconds: so far, by phase; `read` brings them up to date.
@@ -88,6 +88,29 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[self._stack[-1]] += now - self._last
         self._last = now
+
+
+class _NoStopwatch(Stopwatch):
+    """Measures nothing, and wraps nothing."""
+
+    def read(self) -> dict[Phase, float]:
+        return dict(self.seconds)
+
+    def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
+        return items
+
+    def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
+        return function
+
+    def methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
+        return owner
+
+
+NO_STOPWATCH: Final = _NoStopwatch()
+"""Where no callback has asked for one."""
 
 
 class _Timed(Iterator[Any]):

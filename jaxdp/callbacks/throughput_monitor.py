@@ -111,8 +111,7 @@ class ThroughputMonitor(Callback):
         self._start = self._last = self._mark()
 
     def setup(self, trainer: Any) -> None:
-        self._stopwatch = trainer.stopwatch = Stopwatch()
-        trainer.bar_notes["throughput"] = self._note
+        self._stopwatch = trainer.run.measure_phases()
         self._flops = None
         self._begin()
 
@@ -124,13 +123,13 @@ class ThroughputMonitor(Callback):
             self._flops = self._find_flops(trainer, batch)
             self._peak = self._find_peak(trainer)
             self._begin()  # what was traced just now is no part of the run
-        self._seen = trainer.examples_seen
+        self._seen = trainer.run.examples_seen
 
     def on_train_batch_end(
         self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._steps += 1
-        self._examples += trainer.examples_seen - self._seen
+        self._examples += trainer.run.examples_seen - self._seen
         if trainer.global_step % trainer.log_every_n_steps == 0:
             now = self._mark()
             values = self._between(self._last, now)
@@ -141,13 +140,12 @@ class ThroughputMonitor(Callback):
             self._last = now
 
     def on_fit_end(self, trainer: Any) -> None:
-        trainer.bar_notes.pop("throughput", None)
         now = self._mark()
         if not now.steps:
             return
         values = self._between(self._start, now)
         self.summary = {"steps": now.steps, **values}
-        trainer.last_values |= {
+        trainer.run.last_values |= {
             f"throughput/{name}": value
             for name, value in self._between(self._last, now).items()
             if name not in _RATES
@@ -165,6 +163,7 @@ class ThroughputMonitor(Callback):
         if "others" in values:
             text.append(f"waiting for other processes {values['others']:.0%}")
         announce(trainer, "ThroughputMonitor", ", ".join(text))
+        self._begin()  # the bar of a later pass has nothing of this fit
 
     def _slowest(self, own: dict[str, float]) -> dict[str, float]:
         """What the process that waits least has told the last time, and tells others.
@@ -211,8 +210,8 @@ class ThroughputMonitor(Callback):
             values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
         return values
 
-    def _note(self) -> str:
-        """What the progress bar shows: of the steps since the last logged one."""
+    def bar_note(self) -> str:
+        """What bounds the steps since the last logged one."""
         now = self._mark()
         start = self._last if now.steps > self._last.steps else self._start
         if now.steps == start.steps:
@@ -225,7 +224,7 @@ class ThroughputMonitor(Callback):
     def _find_flops(self, trainer: Any, batch: Any) -> float:
         if self.flops_per_example is not None:
             return self.flops_per_example
-        return trainer.flops_per_example(batch)
+        return trainer.run.flops_per_example(batch)
 
     def _find_peak(self, trainer: Any) -> float | None:
         devices = trainer.state.step.sharding.device_set

@@ -2,6 +2,7 @@
 
 from .engine import Block, Engine, wait
 from .hyperparams import RATES
+from .options import StepOptions
 from .programs import Kind
 
 __all__ = [
@@ -9,5 +10,6 @@ __all__ = [
     "Engine",
     "Kind",
     "RATES",
+    "StepOptions",
     "wait",
 ]

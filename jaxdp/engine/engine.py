@@ -45,6 +45,7 @@ from ..strategies.base import replicated, with_auto_axes
 from .blocks import BlockSize
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .hyperparams import read_only, written_to
+from .options import StepOptions
 from .programs import WHAT, Kind, Program, Programs, rows_in
 from .row_counts import Counts
 from .state_arrays import Flat
@@ -100,9 +101,7 @@ class Engine:
         facts: what tracing has told of each kind of step.
         packers: what packs the batches of each kind.
         in_flight: what bounds how far the host runs ahead.
-        ahead: how many steps of the newest block nobody has counted yet.
-        can_rewind: whether a block's start is kept, for `rewind`, at the cost of a
-            second state in memory.
+        one_by_one: whether a dispatch takes one step, whatever was asked for.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
 
@@ -123,11 +122,10 @@ class Engine:
         self._is_abstract = abstract
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
-        self.ahead = 0
-        self.can_rewind = False
+        self.one_by_one = False
+        self._told: set[str] = set()
         self.steps_per_epoch: int | None = None
         self._convolves: bool | None = None
-        self._start: tuple[list[Array], Block] | None = None
         self._counts = Counts()
         self._as_asked = strategy, steps_per_execution, in_order
         self._work(steps, debugging())
@@ -248,7 +246,7 @@ class Engine:
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
-        return self._block_size.steps
+        return 1 if self.one_by_one else self._block_size.steps
 
     def check_state(self) -> None:
         """Raises where a step that failed has taken the state along."""
@@ -268,7 +266,7 @@ class Engine:
         self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self._arrays = self._flat.placed(leaves)
-        self._start, self.ahead, self._whole = None, 0, (self._arrays, state)
+        self._whole = self._arrays, state
         self._handed_out = None
 
     def _placed(self, kind: Kind, packed: Packed, compiled: Program) -> Sequence[Group]:
@@ -342,6 +340,8 @@ class Engine:
 
         All processes must call it; `gather` is then a matter of each.
         """
+        if jax.process_count() == 1:
+            return
         state = self.evaluated
         parts = state.params, state.buffers, state.model_state
         if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
@@ -357,19 +357,19 @@ class Engine:
         params, buffers = as_own((params, buffers), self._own)
         return eqx.combine(params, buffers, self.programs.steps.static), model_state
 
-    def set_options(self, donate: str, skip_nonfinite: bool, can_rewind: bool) -> None:
-        """What callbacks decide before compilation.
+    def tell(self, note: str) -> None:
+        """Says it, unless it was said before."""
+        if note not in self._told:
+            say(note)
+        self._told.add(note)
 
-        Args:
-            donate: what the train step may overwrite: "state", "all" or "none".
-            skip_nonfinite: whether a step that is not finite keeps the old state.
-            can_rewind: whether the start of a block of steps is kept.
-        """
-        self.can_rewind = can_rewind
+    def set_options(self, options: StepOptions) -> None:
+        """How train steps are compiled from now on."""
         programs = self.programs
-        if (donate, skip_nonfinite) != (programs.donate, programs.steps.skip_nonfinite):
-            programs.donate = donate
-            programs.set(skip_nonfinite=skip_nonfinite)
+        present = StepOptions(programs.donate, programs.steps.skip_nonfinite)
+        if options != present:
+            programs.donate = options.donate
+            programs.set(skip_nonfinite=options.skip_nonfinite)
             programs.forget_training()
 
     @property
@@ -450,14 +450,8 @@ class Engine:
             return True
         return False
 
-    def train(self, block: Block, window: list[Batch] | None = None) -> list[Metrics]:
-        """Takes the steps of `block`, in one dispatch; returns each one's metrics.
-
-        If `window` is given and not the block's first, the block was begun, and
-        rewound: then it is one step, over that window.
-        """
-        if window is not None and window is not block.windows[0]:
-            block = self._single(window)
+    def train(self, block: Block) -> list[Metrics]:
+        """Takes the steps of `block`, in one dispatch; returns each one's metrics."""
         packed = block.packed
         compiled = self.compiled_for("train", packed)
         facts, steps = self.facts["train"], len(packed.rows)
@@ -467,16 +461,12 @@ class Engine:
         if self._handed_out is not None:
             self.check_handed_out()
             self._handed_out = None
-        before = self._arrays
-        started = time.perf_counter() if self._block_size.is_on_trial else 0
-        self._arrays, (means, inside) = compiled(before, groups)
-        self.ahead = steps
+        is_on_trial = self._block_size.is_on_trial and not self.one_by_one
+        started = time.perf_counter() if is_on_trial else 0
+        self._arrays, (means, inside) = compiled(self._arrays, groups)
         if self._whole is not None:
-            kept = self.programs.donate == "none" or steps > 1 and self.can_rewind
-            kept = kept or not self.strategy.compiles
-            self._outdate(kept)
+            self._outdate(self.programs.donate == "none" or not self.strategy.compiles)
         if steps > 1:
-            self._start = (before, block) if self.can_rewind else None
             self.in_flight.add(means, BLOCKS_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
         self.in_flight.add(means)
@@ -494,18 +484,6 @@ class Engine:
             self.steps_per_epoch,
             lambda: self._loops_well(packed),
         )
-
-    def rewind(self) -> None:
-        """Back to the last counted step inside the newest block.
-
-        The steps up to there are taken again from the block's start, one by one, which
-        gives the same bits.
-        """
-        assert self._start is not None
-        (self._arrays, block), self._start = self._start, None
-        for window in block.windows[: len(block.windows) - self.ahead]:
-            self.train(self._single(window))
-        self.ahead = 0
 
     def _outdate(self, kept: bool) -> None:
         """Deletes the small leaves of a state handed out, if its large ones are gone.
@@ -619,18 +597,14 @@ class Engine:
 
     def compiled_for(self, kind: Kind, packed: Packed) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""
-        # Blocks of steps that nobody rewinds may overwrite what they start from.
-        keeps = self.can_rewind and len(packed.rows) > 1
-        compiled = self.programs.find(kind, packed, keeps=keeps)
+        compiled = self.programs.find(kind, packed)
         if compiled is not None:
             return compiled
         inputs = self.evaluated.weights
         if kind == "train":
             inputs = self._flat, list(self._arrays)
         try:
-            return self.programs.compile(
-                kind, packed, self._shapes(packed), inputs, keeps=keeps
-            )
+            return self.programs.compile(kind, packed, self._shapes(packed), inputs)
         except Exception:
             self._unpad(kind)
             if not self.programs.has(kind):

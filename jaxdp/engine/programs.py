@@ -43,7 +43,7 @@ WHAT: Final[dict[Kind, str]] = {
 Program = Callable[..., Any]
 """What `DataParallel.compile` returned: a `jax.stages.Compiled`, or what stands in."""
 
-_Key = tuple[Kind, Hashable, bool]
+_Key = tuple[Kind, Hashable]
 
 
 class TrainProgram(NamedTuple):
@@ -94,15 +94,9 @@ class Programs:
         """Replaces some fields of `steps`, for what is compiled from now on."""
         self.steps = self.steps._replace(**fields)
 
-    def find(self, kind: Kind, packed: Packed, *, keeps: bool) -> Program | None:
-        """The step for batches of this shape, if it was compiled.
-
-        Args:
-            kind: of the step.
-            packed: a batch as it will be called with.
-            keeps: whether the state that it is given has to stay as it is.
-        """
-        return self._compiled.get((kind, packed.shape, keeps))
+    def find(self, kind: Kind, packed: Packed) -> Program | None:
+        """The step for batches of this shape, if it was compiled."""
+        return self._compiled.get((kind, packed.shape))
 
     def compile(
         self,
@@ -110,8 +104,6 @@ class Programs:
         packed: Packed,
         groups: list[Group],
         inputs: tuple[Flat, list[Any]] | Weights,
-        *,
-        keeps: bool,
     ) -> Program:
         """Compiles what `find` will give.
 
@@ -120,11 +112,10 @@ class Programs:
             packed: a batch, or its shapes.
             groups: the same of all processes.
             inputs: what crosses besides: of a train step the state, else the weights.
-            keeps: as for `find`.
         """
         before = self._compilations.seconds
         try:
-            compiled = self._compile(kind, packed, groups, inputs, keeps)
+            compiled = self._compile(kind, packed, groups, inputs)
         except Exception:
             if self._objective_is_inferred and not self._compiled:
                 self.set(objective=None)
@@ -134,7 +125,7 @@ class Programs:
                 if note not in self._told:
                     say(note)
                 self._told.add(note)
-        key = kind, packed.shape, keeps
+        key = kind, packed.shape
         self._compiled[key] = compiled
         if kind == "train" and self.strategy.compiles:
             watched = isinstance(compiled, Watched)
@@ -145,7 +136,7 @@ class Programs:
                 len(packed.rows),
                 rows_in(groups),
                 sum(len(group.counts) for group in groups),
-                bool(self._donated(keeps)) and not watched,
+                bool(self._donated()) and not watched,
                 self._compilations.seconds - before,
             )
         return compiled
@@ -183,13 +174,12 @@ class Programs:
             return jax.make_jaxpr(train)(state, packed.groups)
 
     def _compile(
-        self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any, keeps: bool
+        self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any
     ) -> Program:
         def compiled() -> Program:
             if kind == "train":
                 flat, arrays = inputs
-                donate = self._donated(keeps)
-                return self._train(flat, arrays, groups, packed, donate)
+                return self._train(flat, arrays, groups, packed, self._donated())
             if kind == "evaluate":
                 return self._evaluate(inputs, groups, packed.split)
             return self._predict(inputs, groups, packed.split)
@@ -354,9 +344,9 @@ class Programs:
             )
         return compiled
 
-    def _donated(self, keeps: bool) -> tuple[int, ...]:
+    def _donated(self) -> tuple[int, ...]:
         """Which arguments of a train step may be overwritten."""
-        return () if keeps else {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
+        return {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
 
 
 def rows_in(groups: list[Group]) -> int:

@@ -1,9 +1,6 @@
 """A fit, from its first batch to its last checkpoint."""
 
-from .limits import Limits
-from .progress import Progress
+from .limits import Wanted
+from .run import Run
 
-__all__ = [
-    "Limits",
-    "Progress",
-]
+__all__ = ["Run", "Wanted"]

@@ -1,7 +1,7 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,12 +11,60 @@ import optax
 from jaxtyping import PyTree
 
 from .. import losses
+from ..basics.arguments import check_choice, check_count, check_is_local, check_number
 from ..basics.console import listed
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
 from ..distributed import find_processes
-from ..step import CriterionObjective, LossFnObjective, Objective
-from ..strategies import DataParallel
+from ..step import CriterionObjective, LossFnObjective, Objective, check_remat
+from ..strategies import DataParallel, Sharded
+from ..strategies.bitwise import Bitwise
+
+
+def checked(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `Trainer`, with defaults for those that are None.
+
+    Raises:
+        TypeError, ValueError: for one that can't be.
+    """
+    found = dict(arguments)
+    if found["optimizer"] is None:
+        found["optimizer"] = optax.adamw(1e-3)
+    if found["strategy"] is None:
+        found["strategy"] = Sharded()
+
+    check_model(found["model"], must_be_callable=found["loss_fn"] is None)
+    check_state(found["model"], found["state"])
+    check_optimizer(found["optimizer"])
+    check_strategy_argument(found["strategy"])
+    check_choice("reproducible", found["reproducible"], (None, "bitwise"))
+    check_choice("data", found["data"], ("global", "local"))
+    for name in ("accumulate_grad_batches", "log_every_n_steps"):
+        check_count(name, found[name])
+    if found["steps_per_execution"] != "auto":
+        count = found["steps_per_execution"]
+        check_count("steps_per_execution", count, or_else=" or 'auto'")
+    check_count("seed", found["seed"], least=0, most=2**63 - 1)
+    check_remat(found["remat"])
+    if (norm := found["gradient_clip_val"]) is not None:
+        none = ", or None for no clipping"
+        check_number("gradient_clip_val", norm, above=0, or_else=none)
+    check_is_local("default_root_dir", found["default_root_dir"])
+
+    strategy = found["strategy"]
+    if found["reproducible"]:
+        strategy = Bitwise(strategy)  # refuses now what it can't keep
+    check_processes(strategy, found["data"], found["reproducible"])
+    return found
+
+
+def with_clipping(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
+    """The optimizer, after what clips the gradients if that is wanted."""
+    norm = arguments["gradient_clip_val"]
+    if norm is None:
+        return arguments["optimizer"]
+    clip = optax.clip_by_global_norm(float(norm))
+    return optax.chain(clip, arguments["optimizer"])
 
 
 def check_model(model: Any, *, must_be_callable: bool) -> None:
@@ -99,23 +147,6 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 " element must be an instance of a jaxdp.callbacks.Callback subclass."
             )
     return callbacks
-
-
-def step_options(
-    callbacks: Sequence[Callback], donate: str, skip_nonfinite: bool
-) -> tuple[str, bool]:
-    """What our own callbacks would set in `setup` of what the train step depends on.
-
-    Their `setup` itself is for a fit: it makes folders and opens files.
-    """
-    from ..callbacks import DonateBuffers, NanGuard
-
-    for callback in callbacks:
-        if isinstance(callback, DonateBuffers):
-            donate = callback.what
-        if isinstance(callback, NanGuard):
-            skip_nonfinite = True
-    return donate, skip_nonfinite
 
 
 def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> None:
@@ -222,11 +253,10 @@ def check_state(model: PyTree, state: Any) -> None:
         )
 
 
-def choose_objective(
-    loss: Any, loss_fn: Any, metrics: Any, state: Any
-) -> Objective | None:
+def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     """The objective that the arguments name; None is decided by the first batch."""
-    criteria = losses.find_metrics(metrics)
+    loss, loss_fn = arguments["loss"], arguments["loss_fn"]
+    state, criteria = arguments["state"], losses.find_metrics(arguments["metrics"])
     if loss_fn is None:
         return (
             None

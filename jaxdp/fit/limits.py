@@ -1,10 +1,36 @@
 """How long a fit runs, and when it validates: `fit`'s arguments, checked."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..basics.arguments import check_count
 from ..data import Source, capped, check_share
+
+
+class Wanted(NamedTuple):
+    """What `Trainer.fit` was asked for: its arguments of the same names."""
+
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    max_time: Any = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    check_val_every_n_epoch: int = 1
+    val_check_interval: int | float | None = None
+    fast_dev_run: bool | int = False
+    overfit_batches: int | float | None = None
+
+    def of_fast_dev_run(self, epoch: int) -> "Wanted":
+        """One epoch of as many batches as `fast_dev_run` says, and a validation."""
+        batches = int(self.fast_dev_run)
+        return self._replace(
+            max_epochs=epoch + 1,
+            max_steps=None,
+            limit_train_batches=batches,
+            limit_val_batches=batches,
+            check_val_every_n_epoch=1,
+            val_check_interval=None,
+        )
 
 
 class Limits:
@@ -13,29 +39,21 @@ class Limits:
     Args:
         train: where training batches come from.
         val: where validation batches come from.
-        others: the arguments of `Trainer.fit` of the same names.
+        wanted: what was asked for.
+        accumulate: batches per optimizer step.
     """
 
     def __init__(
-        self,
-        train: Source,
-        val: Source | None,
-        *,
-        max_epochs: int | None,
-        max_steps: int | None,
-        max_time: Any,
-        limit_train_batches: int | float | None,
-        limit_val_batches: int | float | None,
-        check_val_every_n_epoch: int,
-        val_check_interval: int | float | None,
-        accumulate: int,
+        self, train: Source, val: Source | None, wanted: Wanted, accumulate: int
     ):
+        max_epochs, max_steps, max_time = wanted[:3]
+        every_n_epoch = wanted.check_val_every_n_epoch
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None and value != -1:
                 check_count(name, value, least=0)
-        check_count("check_val_every_n_epoch", check_val_every_n_epoch)
+        check_count("check_val_every_n_epoch", every_n_epoch)
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
         self.seconds: float | None = None
@@ -44,20 +62,20 @@ class Limits:
 
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
-        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.check_val_every_n_epoch = every_n_epoch
         self.val_limit = self.val_batches = None
         if val is not None:
             self.val_limit = capped(
-                "limit_val_batches", limit_val_batches, val.num_batches
+                "limit_val_batches", wanted.limit_val_batches, val.num_batches
             )
             self.val_batches = _least(val.sure_batches, self.val_limit)
         self.skips_validation = self.val_limit == 0
         self.train_batches = capped(
-            "limit_train_batches", limit_train_batches, train.num_batches
+            "limit_train_batches", wanted.limit_train_batches, train.num_batches
         )
         per_epoch = _least(train.num_batches, self.train_batches)
         self._whole = _least(train.sure_batches, self.train_batches)
-        self.val_interval = self._interval(val_check_interval, per_epoch)
+        self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
         self._periods = 0
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch

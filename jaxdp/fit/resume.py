@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from .. import checkpoint
 from ..basics.console import say, warn
-from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
 
@@ -52,7 +52,7 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
         trainer.load(where)
         say(f"resumed {_place(trainer)} from {os.path.abspath(where)}")
         return
-    savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    savers = savers_of(trainer)
     if not savers:
         raise ValueError(
             f"`ckpt_path`={where!r} looks where the ModelCheckpoint callback saves, and"
@@ -65,7 +65,7 @@ def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
                 "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
-    paths, faults = trainer.processes.first(
+    paths, faults = trainer.run.processes.first(
         "which checkpoint to resume from",
         lambda: _paths(trainer, where, savers),
         CheckpointCorrupt,
@@ -98,26 +98,6 @@ def taking_up(
             f" has of it: {type(error).__name__}: {error}. Nothing was changed. It may"
             " be damaged, or of another class of that name; take another checkpoint."
         ) from error
-
-
-def last_checkpoint(trainer: Any, before: int) -> str | None:
-    """The newest checkpoint of fewer than `before` steps that its callbacks saved."""
-    folders = []
-    for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            callback.finish_saving()  # it may remove older ones then
-            folders.append(callback.folder(trainer))
-
-    def newest() -> str | None:
-        found = [
-            (step, place, folder.path_of(step))
-            for place, folder in enumerate(folders)
-            for step in folder.steps()
-            if step < before
-        ]
-        return max(found)[2] if found else None
-
-    return trainer.processes.first("the last checkpoint", newest)
 
 
 def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list[str]]:

@@ -430,7 +430,7 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
             return compiled
 
     trainer = linear_trainer(CSVLogger(tmp_path))
-    trainer = Trainer(**trainer.arguments | {"strategy": Engine()})
+    trainer = Trainer(**trainer.run.arguments | {"strategy": Engine()})
     history = trainer.fit(batches(8, 8))
     assert len(history["loss"]) == 1
     assert "CSVLogger: the plan could not be read: " in caplog.text

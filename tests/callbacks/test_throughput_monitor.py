@@ -14,7 +14,7 @@ from toys import batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer, checkpoint
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
-from jaxdp.callbacks.stopwatch import Stopwatch
+from jaxdp.callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks.throughput_monitor import peak_flops
 from jaxdp.engine.engine import wait
 from jaxdp.step.jaxprs import matmul_flops
@@ -111,7 +111,7 @@ def test_shares_of_the_time_are_of_what_took_it(tmp_path, clock):
     assert float(second["throughput/data"]) == pytest.approx(6 / 8)
     assert float(second["throughput/steps_per_s"]) == pytest.approx(2 / 8)
     assert float(second["throughput/examples_per_s"]) == pytest.approx(16 / 8)
-    flops = trainer.flops_per_example(batches(8)[0])
+    flops = trainer.run.flops_per_example(batches(8)[0])
     assert float(second["throughput/flops_per_s"]) == pytest.approx(2 * flops)
     assert float(second["throughput/mfu"]) == pytest.approx(2 * flops / 1e4)
     assert monitor.summary["validation"] * monitor.summary["seconds"] == 20
@@ -148,14 +148,14 @@ def test_the_bar_says_what_the_fit_waits_for(clock, capsys):
     )
     trainer.fit(Slow(batches(*[8] * 6), clock, 3.0))
     assert "input-bound 100%" in capsys.readouterr().err
-    assert trainer.bar_notes == {}
 
 
 def test_nothing_is_measured_without_a_monitor():
     trainer = make_trainer()
     trainer.fit(batches(8, 8))
-    assert trainer.stopwatch is None
-    assert trainer._timed(trainer._hooks) is trainer._hooks
+    stopwatch = trainer.run.stopwatch
+    assert stopwatch is NO_STOPWATCH
+    assert stopwatch.methods("callbacks", trainer.run.hooks, ()) is trainer.run.hooks
 
 
 def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path):
@@ -168,7 +168,7 @@ def test_waits_for_the_device_count_where_a_fit_begins_at_an_epochs_end(tmp_path
     make_trainer(Save()).fit(data)
     trainer = make_trainer(ThroughputMonitor())
     trainer.fit(data, max_epochs=3, ckpt_path=tmp_path / "4")
-    assert trainer._engine.in_flight.wait is not wait
+    assert trainer.run.engine.in_flight.wait is not wait
 
 
 def test_a_short_run_and_generators_are_measured_too():
@@ -197,7 +197,7 @@ def test_flops_of_a_perceptron_are_those_counted_by_hand(strategy, accumulate, r
     )
     data = batches(8, 8, 8)
     window = data if accumulate > 1 else data[0]
-    assert trainer.flops_per_example(window) == mlp_flops()
+    assert trainer.run.flops_per_example(window) == mlp_flops()
 
 
 def test_flops_of_convolutions_scans_and_branches():

@@ -101,8 +101,8 @@ class Run:
     def all(self):
         """What a `load` may change, but for the arrays, which are new ones then."""
         trainer = self.trainer
-        owners = trainer._progress, trainer.history, *trainer.callbacks
-        return repr((trainer.run_id, trainer._padded_rows, *map(vars, owners)))
+        owners = trainer.run.progress, trainer.history, *trainer.callbacks
+        return repr((trainer.run.id, trainer.run.padded_rows, *map(vars, owners)))
 
 
 @pytest.fixture(scope="module")

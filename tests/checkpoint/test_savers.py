@@ -12,6 +12,7 @@ from toys import Mlp, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+from jaxdp.callbacks.model_checkpoint import is_at_epoch_end
 from jaxdp.callbacks.states import saved_states
 
 DATA = batches(16, 16, 5)
@@ -25,7 +26,7 @@ class Kill(Callback):
         self.step = step
 
     def on_boundary(self, trainer):
-        if trainer.global_step == self.step and not trainer.is_at_epoch_end:
+        if trainer.global_step == self.step and not is_at_epoch_end(trainer):
             raise OSError("killed")
 
 

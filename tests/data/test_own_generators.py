@@ -510,7 +510,7 @@ def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
     """What comes of each process, too; and before anything is replaced."""
     trainer = make()
     trainer.fit(DataLoader(DATA, 6), max_steps=2)
-    progress = trainer._progress
+    progress = trainer.run.progress
     saved = progress.state_dict(ALL)
     for forgery in FORGERIES[name]:
         for value in forgery, {"by_process": [None, forgery]}, {"of_each": [forgery]}:

@@ -173,7 +173,7 @@ def leave(trainer):
 
 
 def skip(trainer):
-    trainer._progress.epoch += 1
+    trainer.run.progress.epoch += 1
 
 
 def linger(trainer):
@@ -182,7 +182,7 @@ def linger(trainer):
 
 def drift(trainer):
     """One bit of what this process holds a copy of is not that of the others."""
-    engine = trainer._engine
+    engine = trainer.run.engine
     place = max(range(len(engine._arrays)), key=lambda i: engine._arrays[i].size)
     array = engine._arrays[place]
     copies = []

@@ -362,7 +362,7 @@ def decisions(into):
         tell(early_stopping=run.global_step)
         run = trainer(callbacks=[Slow()], steps_per_execution="auto")
         run.fit(arrays()[:3] * 4, max_epochs=1)
-        tell(auto=run._ready().steps_per_execution, run_id=run.run_id)
+        tell(auto=run.run.engine.steps_per_execution, run_id=run.run.id)
 
 
 def bad_batches(into):

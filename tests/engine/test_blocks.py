@@ -79,7 +79,7 @@ def same(a, b):
     assert np.array(losses).tobytes() == np.array(other_losses).tobytes()
     assert bits(one.state) == bits(other.state)
     assert one.global_step == other.global_step
-    assert one.examples_seen == other.examples_seen
+    assert one.run.examples_seen == other.run.examples_seen
     assert one.history.state_dict() == other.history.state_dict()
 
 
@@ -162,6 +162,8 @@ def test_rows_that_interact_run_at_their_size_in_blocks():
 class Log(Callback):
     """Every hook with where it was called."""
 
+    looks_inside_blocks = False
+
     def __init__(self):
         self.events = []
 
@@ -175,7 +177,7 @@ class Log(Callback):
         self.events.append(("val", trainer.global_step, metrics["val_loss"]))
 
     def on_train_epoch_end(self, trainer, metrics):
-        self.events.append(("epoch", trainer.global_step, trainer.examples_seen))
+        self.events.append(("epoch", trainer.global_step, trainer.run.examples_seen))
 
 
 @pytest.mark.parametrize(
@@ -208,11 +210,36 @@ class At(Callback):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
-@pytest.mark.parametrize("step", [4, 5, 6, 8])
-def test_the_state_is_that_of_the_step_whose_hook_looks(step, hook):
-    looks = [At(step, lambda trainer: bits(trainer.state), hook) for _ in range(2)]
+def test_where_a_hook_may_look_steps_are_taken_one_by_one(hook, caplog):
+    looks = [At(5, lambda trainer: bits(trainer.state), hook) for _ in range(2)]
     same(train(1, looks[0]), train(4, looks[1]))
     assert looks[0].seen == looks[1].seen is not None
+    assert caplog.text.count("1 at a time, because At may look at the state") == 1
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
+@pytest.mark.parametrize("name", ["state", "model", "hyperparams"])
+def test_who_said_he_would_not_look_is_told_where_to(name, hook):
+    look = At(6, lambda trainer: getattr(trainer, name), hook)
+    look.looks_inside_blocks = False
+    with pytest.raises(RuntimeError, match=f"`trainer.{name}` was .*`on_boundary`"):
+        train(4, look)
+
+
+def test_counters_fit_the_state_where_a_hook_fails_between_steps_that_run_as_one():
+    def fail(trainer):
+        raise RuntimeError("six")
+
+    trainer = in_blocks(4, failing := At(6, fail))
+    failing.looks_inside_blocks = False
+    with pytest.raises(RuntimeError, match="six"):
+        trainer.fit(batches(*[8] * 12))
+    assert trainer.global_step == int(trainer.state.step) == 8
+    trainer.callbacks.remove(failing)
+    trainer.fit(batches(*[8] * 12))
+    whole = in_blocks(4)
+    whole.fit(batches(*[8] * 12))
+    assert bits(trainer.state) == bits(whole.state)
 
 
 def test_a_hook_that_stops_the_fit_stops_it_at_its_step():
@@ -225,46 +252,6 @@ def test_a_hook_that_stops_the_fit_stops_it_at_its_step():
     for _, trainer in (one, other):  # and the rest is not lost
         trainer.fit(batches(*RAGGED))
     same(one, other)
-
-
-def test_a_hook_that_raises_leaves_the_state_of_its_step():
-    def fail(trainer):
-        raise RuntimeError("six")
-
-    trainers = []
-    for steps in (1, 4):
-        trainer = Trainer(
-            Mlp(jax.random.key(0)),
-            loss="cross_entropy",
-            strategy=SingleDevice(),
-            steps_per_execution=steps,
-            callbacks=[At(6, fail)],
-            enable_progress_bar=False,
-        )
-        with pytest.raises(RuntimeError, match="six"):
-            trainer.fit(batches(*RAGGED))
-        trainers.append(trainer)
-    one, other = trainers
-    assert bits(one.state) == bits(other.state)
-    assert one.global_step == other.global_step == 6
-    assert one.examples_seen == other.examples_seen
-
-
-def test_a_save_inside_a_block_resumes_as_the_same_run(tmp_path):
-    path = tmp_path / "six"
-    whole = train(4, At(6, lambda trainer: trainer.save(str(path))))
-    resumed = Trainer(
-        Mlp(jax.random.key(1)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        steps_per_execution=4,
-        callbacks=[Recorder(), At(6, lambda trainer: None)],
-        enable_progress_bar=False,
-    )
-    resumed.load(str(path))
-    resumed.fit(batches(*RAGGED))
-    assert bits(whole[1].state) == bits(resumed.state)
 
 
 def test_steps_by_hand_may_look_at_every_one():
@@ -331,7 +318,7 @@ def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
     )
     trainer.fit(batches(*[16] * 4))
     step = trainer.compiled_train_step()
-    held = sum(x.nbytes for x in trainer.state_arrays().values())
+    held = sum(x.nbytes for x in trainer.run.state_arrays().values())
     assert step.memory_analysis().alias_size_in_bytes == held
 
 

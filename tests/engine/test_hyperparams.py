@@ -318,7 +318,7 @@ def test_a_state_handed_out_is_a_tree_like_any_other():
     params = jax.tree.map(np.zeros_like, state.params)
     mine = copy.deepcopy(state.opt_state)
     mine.inner_opt_state[1].hyperparams["learning_rate"] = 0.5  # its owner's to write
-    updates, _ = trainer.optimizer.update(params, mine, state.params)
+    updates, _ = trainer.run.optimizer.update(params, mine, state.params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 

@@ -1,0 +1,29 @@
+"""The callbacks that a trainer has without being given any."""
+
+from collections.abc import Iterable
+
+from .base import Callback
+from .lockstep import Lockstep
+from .progress_bar import ProgressBar
+
+
+def with_defaults(
+    callbacks: Iterable[Callback], *, progress_bar: bool, in_lockstep: bool
+) -> list[Callback]:
+    """`callbacks`, and what they lack.
+
+    Args:
+        callbacks: the user's own.
+        progress_bar: whether there is to be one.
+        in_lockstep: whether several processes train together.
+    """
+    found = list(callbacks)
+    if progress_bar and not any(isinstance(each, ProgressBar) for each in found):
+        # First, so that it has cleared its line before the others print.
+        found.insert(0, ProgressBar())
+    if in_lockstep:
+        # Before the others, so that processes meet before anything happens at a hook.
+        guards = [each for each in found if isinstance(each, Lockstep)]
+        others = [each for each in found if not isinstance(each, Lockstep)]
+        found = (guards or [Lockstep()]) + others
+    return found

@@ -1,0 +1,152 @@
+"""The batches of an epoch, as many at a time as a dispatch takes."""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..basics.console import say
+from ..callbacks.base import Hooks
+from ..data import Source
+from ..engine import Block, wait
+from .limits import Limits
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+    from .run import Run
+
+
+class Feed:
+    """What is to be trained on, packed for the compiled step.
+
+    Args:
+        trainer: whose steps.
+        source: of the batches.
+        hooks: of the fit; they say at which steps somebody looks at the state.
+        limits: of the fit, or None if its caller has the loop.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        source: Source,
+        hooks: Hooks,
+        limits: Limits | None = None,
+    ):
+        self._trainer, self._run = trainer, trainer.run
+        self._source, self._hooks, self._limits = source, hooks, limits
+        self._begun: Iterator[Block] | None = None
+
+    def begin(self) -> None:
+        """Reads the first batch and compiles for it; `epoch` goes on from there."""
+        run = self._run
+        self._set_up_engine()
+
+        blocks = self._blocks()
+        first = next(blocks, None)
+        if first is None and run.progress.done:
+            return self._begin_next_epoch()
+        if first is None:
+            raise ValueError(self._source.gave_nothing())
+
+        try:
+            engine = run.engine_for(first.windows[0][0])
+            self._begun = itertools.chain(engine.prepare_training(first), blocks)
+        except Exception as wrong:
+            if not run.engine.strategy.compiles:  # the step has run
+                wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
+            run.progress.begin()
+            raise
+
+    def epoch(self) -> Iterator[Block]:
+        """What is left of the present epoch."""
+        blocks, self._begun = self._begun or self._blocks(), None
+        return self._without_left_out(blocks) if self._run.progress.left_out else blocks
+
+    def _set_up_engine(self) -> None:
+        """Has the engine compile what the callbacks of this fit need."""
+        engine, limits = self._run.engine, self._limits
+        engine.check_state()
+        engine.in_flight.wait = self._run.stopwatch.function("device", wait)
+        engine.set_options(self._hooks.step_options())
+        engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
+
+        who = self._hooks.who_looks_inside_blocks()
+        engine.one_by_one = limits is None or who is not None
+        if engine.one_by_one and self._run.steps_per_execution != 1:
+            engine.tell(
+                "`steps_per_execution`: 1 at a time, because "
+                + (
+                    "the loop is the caller's"
+                    if who is None
+                    else f"{who} may look at the state after each. If it does not, set"
+                    " its `looks_inside_blocks = False`; `on_boundary` is the place to"
+                    " look"
+                )
+            )
+
+    def _begin_next_epoch(self) -> None:
+        """An earlier fit stopped at the end of an epoch of unknown length, or this one
+        has a smaller loader."""
+        progress = self._run.progress
+        limit = None if self._limits is None else self._limits.train_batches
+        is_cut = limit is not None and limit <= progress.done
+        last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
+        say(
+            f"epoch {progress.epoch} is over: of `train_loader` {progress.done} batches"
+            f" are done, and {last}"
+        )
+        progress.next_epoch()
+        self.begin()
+
+    def _blocks(self) -> Iterator[Block]:
+        run, source = self._run, self._source
+        progress, engine = run.progress, run.engine
+        limit = None if self._limits is None else self._limits.train_batches
+        steps = progress.steps(source, run.accumulate_grad_batches, limit)
+        steps = run.stopwatch.iterator("data", steps)
+        error = None
+        while error is None:
+            # Of a loader that fails, the batches before it are trained on first.
+            found, error = progress.take(steps, self._room())
+            if not found and error is None:
+                return
+            try:
+                yield from engine.blocks(found)
+            except Exception as wrong:
+                progress.begin()  # the wrong batch does not come again
+                wrong.add_note(place(run))
+                raise
+        raise error
+
+    def _room(self) -> int:
+        """How many steps may run as one, before somebody must see the state."""
+        most, progress = self._run.engine.steps_per_execution, self._run.progress
+        if most == 1 or progress.left_out or not self._source.may_read_ahead:
+            return 1
+        stop = self._hooks.next_stop(self._trainer)
+        rooms = [most] if stop is None else [most, stop - progress.global_step]
+        if self._limits is not None:
+            left = self._limits.steps_until_stop(progress.global_step, progress.done)
+            rooms += [] if left is None else [left]
+        return max(1, min(rooms))
+
+    def _without_left_out(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        """All but the batches that a roll-back leaves out, each a block of its own."""
+        progress = self._run.progress
+        for block in blocks:
+            if (progress.epoch, self._run.batch_idx) not in progress.left_out:
+                yield block
+                continue
+            for window in block.windows:
+                progress.begin()
+                progress.pass_over(window)
+
+
+def place(run: "Run") -> str:
+    """Where the next step's batches are, for messages."""
+    first, size = run.progress.done, run.accumulate_grad_batches
+    those = f"batch {first}"
+    if size > 1:
+        those = f"one of the batches {first} to {first + size - 1}"
+    return f"in {those} of epoch {run.progress.epoch} of `train_loader`"

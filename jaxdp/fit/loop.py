@@ -1,0 +1,406 @@
+"""A fit, told in the order things happen: epochs, steps, validations, and its end."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..basics.arguments import check_count
+from ..basics.console import say, warn
+from ..callbacks.base import HOOKS, Hooks, RollBack
+from ..callbacks.stopwatch import NO_STOPWATCH
+from ..data import Source, read_only, shown
+from ..distributed import Preempted, tell
+from ..engine import Block
+from ..step import Batch, Metrics
+from . import evaluation, resume
+from .feed import Feed, place
+from .limits import Limits, Wanted
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+    from .run import Run
+
+
+def fit(
+    trainer: "Trainer",
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None,
+    wanted: Wanted,
+    ckpt_path: Any,
+) -> None:
+    """`Trainer.fit`: a fit, and another one from a checkpoint for each roll-back."""
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    while True:
+        trainer.run.renew_hooks(trainer.callbacks)
+        if ckpt_path is not None:
+            resume.resume(trainer, ckpt_path)
+        trainer.run.progress.left_out |= left_out
+
+        loop = Loop(trainer, train_loader, val_loader, wanted)
+        if loop.has_nothing_to_do():
+            return loop.clean_up() if ckpt_path is not None else None
+
+        rolled_back = loop.run()
+        if rolled_back is None:
+            return None
+        if hasattr(train_loader, "__next__"):
+            raise RuntimeError(
+                "`train_loader` is an iterator, which can't go back to the batches"
+                f" after {rolled_back.path}; pass an iterable that can start"
+                " again, such as a DataLoader."
+            )
+        left_out, ckpt_path = rolled_back.left_out, rolled_back.path
+        wanted = wanted._replace(max_time=loop.limits.time_left())
+
+
+class Loop:
+    """One fit, from its first batch to its last hook.
+
+    Args:
+        trainer: whose fit it is.
+        train_loader, val_loader, wanted: as for `Trainer.fit`.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        wanted: Wanted,
+    ):
+        self.trainer, self._run = trainer, trainer.run
+        self.progress = trainer.run.progress
+        self._rolled_back: RollBack | None = None
+
+        train = trainer.run.open(train_loader, "train_loader", "train")
+        val = None
+        if val_loader is not None:
+            val = trainer.run.open(val_loader, "val_loader", "evaluate")
+
+        if not isinstance(wanted.fast_dev_run, bool):
+            count = wanted.fast_dev_run
+            check_count("fast_dev_run", count, least=0, or_else=", or bool")
+        if wanted.fast_dev_run:
+            if self.progress.done:
+                self.progress.leave_epoch()
+            wanted = wanted.of_fast_dev_run(self.progress.epoch)
+        if wanted.overfit_batches:
+            train = Source(train.first(wanted.overfit_batches), train.argument)
+
+        self.limits = Limits(train, val, wanted, trainer.accumulate_grad_batches)
+        self.train, self.val = train, None if self.limits.skips_validation else val
+        self.hooks = Hooks(
+            callback
+            for callback in trainer.callbacks
+            if not (wanted.fast_dev_run and callback.skip_in_fast_dev_run)
+        )
+        self.feed: Feed
+
+    def run(self) -> RollBack | None:
+        """Trains until a limit is reached, or a callback asks for a roll-back."""
+        self._announce()
+        with self._ending_well():
+            self._start()
+
+            while self._goes_on():
+                self.hooks.on_train_epoch_start(self.trainer)
+
+                for _ in self._steps():  # the device works on them; nothing here waits
+                    self._validate_if_an_interval_is_up()
+                if not self.progress.done:
+                    self._warn_of_no_batches()
+                    break
+
+                if self.val is not None and self.limits.epoch_is_due(self._epoch):
+                    self._validate()
+                self._end_epoch()
+
+            self._run.engine.fetch()
+        return self._rolled_back
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether the limits, which are totals, were reached before; says so."""
+        limits, step = self.limits, self.progress.global_step
+        if not limits.done(step, self._epoch) or self._lacks_its_end():
+            return False
+        warn(
+            f"`fit` has nothing to do: {self._epoch} epochs and {step} steps are done,"
+            f" and `max_epochs`={limits.max_epochs}, `max_steps`={limits.max_steps} are"
+            " totals, earlier fits counted in. Raise them to train on.",
+            stacklevel=4,
+        )
+        return True
+
+    def clean_up(self) -> None:
+        """Removes what a kill at the very end of a fit may have left."""
+        self.hooks = self._run.hooks
+        with self._ending_well():
+            self.hooks.setup(self.trainer)
+
+    # The beginning.
+
+    def _start(self) -> None:
+        """Reads the first batch, places the state and compiles the step."""
+        trainer, run = self.trainer, self._run
+        self.hooks = set_up(trainer, self.hooks)
+
+        self.progress.go_on_with(self.train, self.val)
+        self.feed = Feed(trainer, self.train, self.hooks, self.limits)
+        self.feed.begin()
+        evaluation.compile_ahead(trainer, self.val)
+        run.interrupts.check()
+
+        run.metric_names = names = run.engine.facts["train"].names
+        of_validation = tuple(f"val_{name}" for name in names)
+        run.logged_names = names + (of_validation if self.val is not None else ())
+        self.hooks.on_fit_start(trainer)
+        self.limits.start_clock()
+        self.limits.was_validated(self.progress.validated_at)
+
+    def _announce(self) -> None:
+        """What callbacks may read of the fit to come."""
+        trainer, run, limits = self.trainer, self._run, self.limits
+        if self.progress.done:
+            say(
+                f"going on in epoch {self._epoch}, after batch {self.progress.done} of"
+                " it, where the last fit stopped"
+            )
+        trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
+        trainer.num_training_batches = limits.steps_per_epoch
+        run.num_val_batches = None if self.val is None else limits.val_batches
+
+        if run.padded_rows is None:
+            return
+        steps, sizes, *saved = run.padded_rows
+        now = limits.steps_by(*saved or [run.accumulate_grad_batches])
+        if steps == now:
+            run.engine.pad_as(sizes)  # the same loader, resumed
+        elif steps and self.progress.done:
+            warn(
+                f"an epoch of `train_loader` had {steps} steps when this run was saved,"
+                f" and has {now} now. As ever, the {self.progress.done} batches that"
+                " were trained on are left out of the present epoch; with another batch"
+                " size these are other rows.",
+                stacklevel=5,
+            )
+        run.padded_rows = None
+
+    # An epoch.
+
+    def _steps(self) -> Iterator[Metrics]:
+        """Takes what is left of the epoch, until the fit is to stop."""
+        self._validate_if_an_interval_is_up()  # due where the run stopped
+        steps = take(self.trainer, self.feed.epoch(), self.hooks)
+        with contextlib.closing(steps):
+            while not self._is_done() and (metrics := next(steps, None)) is not None:
+                yield metrics
+
+    def _validate_if_an_interval_is_up(self) -> None:
+        """Validates if `val_check_interval` asks for it here."""
+        done = self.progress.done
+        if self.val is not None and self.limits.interval_is_up(self._epoch, done):
+            self._validate()
+
+    def _validate(self) -> None:
+        """A validation within a fit; the epoch's metrics have the last one's."""
+        assert self.val is not None
+        with self._run.stopwatch.phase("validation"):
+            self.progress.val_metrics = evaluation.evaluate(
+                self.trainer, self.val, "val", self.limits.val_limit, self.hooks
+            )
+        self.progress.validated_at = self.progress.done
+
+    def _end_epoch(self) -> None:
+        """History and hooks. An epoch cut short stays current, for a later fit."""
+        run, progress = self._run, self.progress
+        with run.stopwatch.phase("device"):
+            metrics = run.engine.epoch_means() | progress.val_metrics
+        self.trainer.history.append(progress.epoch, metrics)
+
+        progress.is_whole = run.epoch_is_over or self.limits.is_whole(progress.done)
+        progress.epoch_ended = True
+        self.hooks.on_train_epoch_end(self.trainer, metrics)
+        if progress.is_whole:
+            progress.next_epoch()
+        progress.is_whole = run.epoch_is_over = False
+        self.hooks.on_boundary(self.trainer)
+
+    # When it ends.
+
+    @property
+    def _epoch(self) -> int:
+        return self.progress.epoch
+
+    def _goes_on(self) -> bool:
+        """Whether there is another epoch, or the end of one."""
+        return not self._is_done(between_epochs=True) or self._lacks_its_end()
+
+    def _is_done(self, between_epochs: bool = False) -> bool:
+        if self._run.ahead:
+            return False  # not before the end of the dispatch
+        stops = self.trainer.should_stop or self.limits.time_is_up()
+        if self._run.processes.count > 1:
+            # What one process wants, all do: at once between epochs, within them a
+            # fraction of a second later.
+            stops = bool(self._run.wishes.beat(stops or None, now=between_epochs))
+            self.trainer.should_stop = stops or self.trainer.should_stop
+        return stops or self.limits.done(self.progress.global_step, self._epoch)
+
+    def _lacks_its_end(self) -> bool:
+        """Whether a killed run took the last step of an epoch, but did not end it."""
+        most, progress = self.limits.max_epochs, self.progress
+        is_inside = most is None or progress.epoch < most
+        return is_inside and progress.done > 0 and not progress.epoch_ended
+
+    def _warn_of_no_batches(self) -> None:
+        if not self.trainer.should_stop and not self.limits.time_is_up():
+            warn(
+                f"`train_loader` gave no batches in epoch {self._epoch}: a generator"
+                " can be iterated only once. The fit ends here.",
+                stacklevel=5,
+            )
+
+    @contextlib.contextmanager
+    def _ending_well(self) -> Iterator[None]:
+        """Whatever happens inside: callbacks hear of it, and may close their files.
+
+        Then the passes over the loaders end.
+        """
+        trainer, run, hooks = self.trainer, self._run, self.hooks
+        trainer.should_stop, run.is_fitting = False, True
+        run.interrupts.saves_first = True
+        try:
+            with run.interrupts:
+                yield
+                run.interrupts.check(now=True)
+        except RollBack as request:
+            # The fit ends here, and is resumed like any other.
+            hooks.on_fit_end(trainer)
+            self._rolled_back = request
+        except BaseException as exception:
+            with _noting(exception):
+                hooks.on_exception(trainer, exception)
+            with _noting(exception):
+                hooks.on_fit_end(trainer)
+            tell(exception)
+            if not (isinstance(exception, Preempted) and run.returns_when_preempted):
+                raise
+        else:
+            hooks.on_fit_end(trainer)
+        finally:
+            run.is_fitting = run.epoch_is_over = self.progress.is_whole = False
+            run.interrupts.saves_first = False
+            for source in (self.train, self.val):
+                if source is not None:
+                    source.close()
+
+
+@contextlib.contextmanager
+def _noting(exception: BaseException) -> Iterator[None]:
+    """Keeps a second exception from hiding the first."""
+    try:
+        yield
+    except Exception as second:
+        text = f"{type(second).__name__}: {second}"
+        exception.add_note(f"and after that: {text}")
+        if isinstance(exception, Preempted):  # whose notes nobody gets to see
+            say(f"{exception.signal}: {text}")
+
+
+def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
+    """Calls `setup` of the callbacks; returns their hooks, timed if one has asked."""
+    run = trainer.run
+    run.stopwatch, run.last_values = NO_STOPWATCH, {}
+    hooks.setup(trainer)
+    return run.stopwatch.methods("callbacks", hooks, HOOKS)
+
+
+def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
+    """`Trainer.steps`: one epoch, whose loop is the caller's."""
+    run = trainer.run
+    run.renew_hooks(trainer.callbacks)
+    source = run.open(train_loader, "train_loader", "train")
+    with contextlib.closing(source):
+        run.progress.start_with(source)
+        trainer.num_training_batches = run.padded_rows = None
+        hooks = set_up(trainer, run.hooks)
+
+        feed = Feed(trainer, source, hooks)
+        feed.begin()
+        steps = take(trainer, feed.epoch(), hooks)
+        while True:
+            with run.interrupts:  # not while the caller's code runs
+                metrics = next(steps, None)
+            if metrics is None:
+                break
+            yield metrics
+    run.progress.next_epoch()
+
+
+def take(
+    trainer: "Trainer", dispatches: Iterable[Block], hooks: Hooks
+) -> Generator[Metrics, None, None]:
+    """Takes the steps of each dispatch, calls their hooks, and never waits for one."""
+    run = trainer.run
+    engine, progress = run.engine, run.progress
+    if progress.done == 0:
+        engine.start_epoch()
+        progress.begin_epoch()
+    run.epoch_is_over = False
+
+    shows_batches = hooks.has("on_train_batch_start")
+    for dispatch in dispatches:
+        last, results = len(dispatch.windows) - 1, iter(())
+        try:
+            for number, window in enumerate(dispatch.windows):
+                batch_idx = run.batch_idx
+                if shows_batches:
+                    hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
+
+                progress.begin()
+                if number == 0:
+                    results = iter(_dispatched(run, dispatch))
+                progress.count(window, dispatch.packed.rows[number])
+                run.ahead = last - number
+
+                metrics = next(results)
+                hooks.on_train_batch_end(trainer, metrics, batch_idx)
+                if number == last:
+                    hooks.on_boundary(trainer)
+                    run.interrupts.check()
+                yield metrics
+        finally:
+            if run.ahead:
+                _catch_up(run, dispatch)
+    run.epoch_is_over = True
+
+
+def _dispatched(run: "Run", dispatch: Block) -> list[Metrics]:
+    """The lazy metrics of all the steps of a dispatch, which the device now has."""
+    try:
+        return run.engine.train(dispatch)
+    except ValueError as wrong:
+        wrong.add_note(place(run))
+        raise
+    except Exception as wrong:
+        wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
+        raise
+
+
+def _catch_up(run: "Run", dispatch: Block) -> None:
+    """Counts the steps of a dispatch that was left before its last hook.
+
+    The state has them, and a fit that goes on must not take them again.
+    """
+    rest = list(zip(dispatch.windows, dispatch.packed.rows, strict=True))[-run.ahead :]
+    run.ahead = 0
+    for window, rows in rest:
+        run.progress.begin()
+        run.progress.count(window, rows)
+
+
+def _shown(run: "Run", window: list[Batch]) -> Any:
+    """What batch hooks are given: the rows that are here."""
+    batches = [read_only(shown(batch)) for batch in window]
+    return batches[0] if run.accumulate_grad_batches == 1 else batches

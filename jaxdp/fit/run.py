@@ -1,0 +1,274 @@
+"""What a trainer works with, made when it is first needed."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from .. import losses
+from ..basics.console import say
+from ..callbacks.base import Callback, Hooks
+from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
+from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
+from ..distributed import Interrupts, Pulse, find_processes
+from ..engine import Engine, Kind
+from ..step import (
+    Batch,
+    CriterionObjective,
+    Objective,
+    Steps,
+    find_precision,
+    split_pair,
+)
+from ..strategies import DataParallel
+from ..strategies.bitwise import Bitwise
+from ..strategies.cpu_options import keep_freed_memory
+from . import checks
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+class Run:
+    """The engine of a trainer, how far it is, and what it hears.
+
+    A callback finds here, as `trainer.run`, what only few of them need.
+
+    Args:
+        arguments: what the trainer was made from, checked, by name.
+        callbacks: those that may have a part in the compiled step.
+
+    Attributes:
+        arguments: as given.
+        id: tells the checkpoints of this run, resumed or not, from those of others.
+        processes: all of them.
+        interrupts: what signals wait in until a fit can answer them.
+        hooks: those of the callbacks.
+        progress: how far the run is.
+        optimizer: with what callbacks have put around it.
+        ahead: how many steps of the present dispatch have no hooks called yet.
+        is_fitting: whether `fit` is running.
+        epoch_is_over: whether no batch of the epoch is left, while it is being ended.
+        stopwatch: measures the phases of a fit, if a callback has asked for it.
+        last_values: what is logged once more at the end of a fit, by name.
+        padded_rows: what a checkpoint says of how batches were padded.
+        metric_names: of the metrics of a step.
+        logged_names: these, and those of validation.
+        num_val_batches: batches of a validation, None if not known.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
+        self.arguments = arguments
+        self.model, self.model_state = arguments["model"], arguments["state"]
+        self.strategy: DataParallel = arguments["strategy"]
+        self.reproducible = arguments["reproducible"]
+        self.seed, self.data = int(arguments["seed"]), arguments["data"]
+        self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
+        self.steps_per_execution = arguments["steps_per_execution"]
+
+        self.processes = find_processes()
+        self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self.interrupts = Interrupts(self.processes)
+        self.wishes = Pulse(self.processes, "whether to stop")
+        self.hooks = Hooks(callbacks)
+        self.optimizer = optax.with_extra_args_support(
+            self.hooks.wrap_optimizer(checks.with_clipping(arguments))
+        )
+        self.progress = Progress()
+
+        self.ahead = 0
+        self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
+        self.stopwatch: Stopwatch = NO_STOPWATCH
+        self.last_values: dict[str, float] = {}
+        self.padded_rows: Any = None
+        self.num_val_batches: int | None = None
+        self.metric_names: tuple[str, ...] = ()
+        self.logged_names: tuple[str, ...] = ()
+
+        self._parts = checks.split_model(self.model, arguments["filter_spec"])
+        self._criteria = losses.find_metrics(arguments["metrics"])
+        self._objective = checks.choose_objective(arguments)
+        self._precision = find_precision(arguments["precision"])
+        self._engine: Engine | None = None
+        self._planned: tuple[Any, Plan | None] | None = None
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the state was placed already."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, its state placed."""
+        if self._engine is None:
+            checks.check_has_arrays(self.model)
+            if jax.default_backend() == "cpu":
+                keep_freed_memory()
+            self._engine = self.new_engine(self.reproducibly(self.strategy))
+        return self._engine
+
+    def engine_for(self, batch: Batch) -> Engine:
+        """The engine, its loss decided: the first batch does it if nobody else has."""
+        if self.engine.programs.steps.objective is None:
+            self.engine.programs.infer(self._inferred(batch))
+        return self.engine
+
+    def objective_for(self, batch: Batch) -> Objective:
+        """The loss and metrics, for a step that is only looked at."""
+        known = self._engine and self._engine.programs.steps.objective
+        return known or self._objective or self._inferred(batch)
+
+    def new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
+        """Another engine, with the state of a trainer that has not been trained."""
+        return Engine(
+            self._parts,
+            self.model_state,
+            Steps(
+                self._parts[2],
+                self._objective,
+                self.optimizer,
+                self.hooks.inside_step(),
+                remat=self.arguments["remat"],
+                precision=self._precision,
+            ),
+            strategy,
+            seed=self.seed,
+            micro_batches=self.accumulate_grad_batches,
+            steps_per_execution=1 if abstract else self.steps_per_execution,
+            view=self.hooks.evaluated_state(),
+            in_order=self.data == "global",
+            abstract=abstract,
+        )
+
+    def reproducibly(self, strategy: DataParallel) -> DataParallel:
+        """`strategy`, with the same bits on any number of devices if that is wanted."""
+        return Bitwise(strategy) if self.reproducible else strategy
+
+    def open(self, loader: Any, argument: str, kind: Kind) -> Source:
+        """What a user passed as `argument`, shared out to the processes."""
+        if self._engine is not None and not self.is_fitting:
+            self._engine.follow_settings()
+        return open_loader(loader, argument, self.seed, self.share(kind))
+
+    def share(self, kind: Kind) -> Share:
+        """What of all batches comes to this process."""
+        if self.processes.count == 1:
+            return ALL
+        if self.data == "local":
+            return LocalShare(self.processes)
+        return GlobalShare(self.processes, lambda: self.engine.packers[kind])
+
+    def settled_engine(self, wanted: str) -> Engine:
+        """The engine, whose state is that of the last step that hooks have seen.
+
+        Args:
+            wanted: what it is wanted for, for messages: "`trainer.model`".
+
+        Raises:
+            RuntimeError: if steps that run as one are past that one already; or where
+                code has written into a state that it was handed.
+        """
+        if self.ahead:
+            raise RuntimeError(
+                f"{wanted} was used between steps that run as one"
+                f" (`steps_per_execution`={self.steps_per_execution}), and those after"
+                " it are done already. Use it in `on_boundary` (with `next_stop` at the"
+                " steps you need) or at the end of an epoch; or leave"
+                " `looks_inside_blocks` of the callback True."
+            )
+        self.engine.check_handed_out()
+        return self.engine
+
+    def check_is_free(self, method: str) -> None:
+        """Raises if a fit is running, of which another one would know nothing."""
+        if self.is_fitting:
+            raise RuntimeError(
+                f"`{method}` was called while a fit of the same trainer is running,"
+                " from a callback perhaps; use a Trainer of its own."
+            )
+
+    def renew_hooks(self, callbacks: Sequence[Callback]) -> None:
+        """Callbacks may have been added since the last time, or taken out."""
+        checks.check_callbacks(callbacks)
+        self.hooks = self.hooks.renewed(callbacks)
+
+    # For callbacks: what to set in `setup`, and what to ask for.
+
+    def measure_phases(self) -> Stopwatch:
+        """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
+        if self.stopwatch is NO_STOPWATCH:
+            self.stopwatch = Stopwatch()
+        return self.stopwatch
+
+    def stop_on(self, *signals: str, returns: bool = False) -> None:
+        """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
+
+        Args:
+            signals: their names; `"SIGTERM"` and `"SIGHUP"` by default.
+            returns: whether `fit` returns then, instead of exiting with code 143.
+        """
+        self.interrupts.listen(signals)
+        self.returns_when_preempted = returns
+
+    @property
+    def batch_idx(self) -> int:
+        """Optimizer steps done of the present epoch: the number of the next one."""
+        return -(-self.progress.done // self.accumulate_grad_batches)
+
+    @property
+    def examples_seen(self) -> int:
+        """Real rows of the present epoch that steps have had."""
+        return self.progress.examples
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """How many rows batches are padded to: of training, validation, prediction."""
+        return self.engine.sizes
+
+    @property
+    def program_digests(self) -> tuple[str, ...]:
+        """Of the programs compiled so far, in a job of several processes."""
+        return () if self._engine is None else self._engine.strategy.program_digests
+
+    def flops_per_example(self, batch: Batch) -> float:
+        """Matrix operations per row of a training step: products and convolutions.
+
+        Of the forward and backward pass, without what `remat` computes again and
+        without what is element by element. Traces the step once more.
+
+        Args:
+            batch: as `on_train_batch_start` has it.
+        """
+        window = [batch] if self.accumulate_grad_batches == 1 else batch
+        return self.engine_for(window[0]).flops_per_row(window)
+
+    def state_arrays(self) -> dict[str, jax.Array]:
+        """The arrays that the compiled step takes of the state, in its order.
+
+        Small leaves cross in one array, whose name lists their paths.
+        """
+        return self.engine.arrays()
+
+    def compiled_train_step(self) -> jax.stages.Compiled | None:
+        """The compiled train step, or None before there is one."""
+        program = None if self._engine is None else self._engine.programs.of_training()
+        return None if program is None else program.compiled
+
+    def plan(self) -> "Plan | None":
+        """The plan of the compiled train step, or None before there is one."""
+        from ..plan.plan import of_running
+
+        compiled = self.compiled_train_step()
+        if self._engine is None or compiled is None:
+            return None
+        if self._planned is None or self._planned[0] is not compiled:
+            self._planned = compiled, of_running(self._engine)
+        return self._planned[1]
+
+    def _inferred(self, batch: Batch) -> Objective:
+        name, reason = losses.infer_loss(split_pair(shown(batch))[1])
+        say(f"`loss` is not given: {name!r}, because {reason}")
+        return CriterionObjective(losses.LOSSES[name], self._criteria)

@@ -1,0 +1,99 @@
+"""What a checkpoint keeps of a trainer, and how it is taken up."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .. import checkpoint
+from ..basics.console import warn
+from ..callbacks.states import identities, named, saved_states
+from ..checkpoint import undone_if_it_fails
+from .checks import check_json
+from .resume import taking_up
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+
+def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
+    """Begins to write the state of now, which the next step may overwrite."""
+    run = trainer.run
+    with run.interrupts.whole():
+        run.renew_hooks(trainer.callbacks)
+        state = run.settled_engine("`save`").state
+        meta = {
+            "run_id": run.id,
+            **run.progress.state_dict(run.share("train")),
+            "seed": run.seed,
+            "history": trainer.history.state_dict(),
+            "callbacks": {
+                name: check_json(name, callback.state_dict())
+                for name, callback in named(trainer.callbacks)
+            },
+            "identities": identities(trainer),
+            "padded_rows": run.padded_rows
+            or [
+                trainer.num_training_batches,
+                run.engine.sizes,
+                run.accumulate_grad_batches,
+            ],
+            "strategy": repr(run.strategy),
+            "devices": len(state.step.sharding.device_set),
+        }
+
+        def saved(path: str) -> None:
+            run.hooks.on_save_checkpoint(trainer, path)
+
+        with run.stopwatch.phase("checkpoints"):
+            return checkpoint.start_saving(
+                path, state, meta, saved, lambda: run.stopwatch.phase("checkpoints")
+            )
+
+
+def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
+    """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
+    run = trainer.run
+    with run.interrupts.whole():
+        with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
+            state, meta = checkpoint.restore(
+                path, run.engine.state, lambda meta: _take_up(trainer, path, meta)
+            )
+            state = run.engine.strategy.place(state)
+
+        run.engine.state = state
+        run.engine.pad_as({})  # larger batches since then are none of that run's
+        run.id = meta.get("run_id", run.id)
+        run.padded_rows = meta.get("padded_rows")
+        run.epoch_is_over = False
+
+
+def _take_up(
+    trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
+) -> None:
+    """The counters, history and callbacks of a checkpoint."""
+    run = trainer.run
+    take_up: Callable[..., None] = run.progress.load_state_dict
+    with taking_up(path, "the loaders' positions", take_up):
+        run.progress.check(meta)
+        take_up(meta, run.share("train"))
+    trainer.history.load_state_dict(meta["history"])
+
+    if meta["seed"] != run.seed:
+        warn(
+            f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
+            f" has `seed`={run.seed}, which decides the order of data.",
+            stacklevel=6,
+        )
+
+    saved = saved_states(trainer, meta)
+    for name, callback in named(trainer.callbacks):
+        if name in saved:
+            take_up = callback.load_state_dict
+            with taking_up(path, f"the callback {name}", take_up):
+                take_up(saved[name])
+        elif callback.state_dict():
+            warn(
+                f"`load`: {path} has no state for the callback {name}; it keeps its"
+                " own.",
+                stacklevel=6,
+            )
