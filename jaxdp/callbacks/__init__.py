@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .learning_rate_monitor import LearningRateMonitor
     from .live_plot import LivePlot
     from .lockstep import Lockstep
-    from .loggers import Logger, TensorBoardLogger
+    from .loggers import Logger
     from .mlflow_logger import MLFlowLogger
     from .model_checkpoint import ModelCheckpoint
     from .nan_guard import NanGuard
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .progress_bar import ProgressBar
     from .reduce_lr_on_plateau import ReduceLROnPlateau
     from .stall_watch import StallWatch
+    from .tensorboard_logger import TensorBoardLogger
     from .throughput_monitor import ThroughputMonitor
     from .timer import Timer
     from .wandb_logger import WandbLogger
@@ -69,7 +70,7 @@ _MODULES: Final = {
     "ProgressBar": "progress_bar",
     "ReduceLROnPlateau": "reduce_lr_on_plateau",
     "StallWatch": "stall_watch",
-    "TensorBoardLogger": "loggers",
+    "TensorBoardLogger": "tensorboard_logger",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "WandbLogger": "wandb_logger",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..basics.files import append_whole, naming, write_whole
-from ..basics.json_checks import read_json
+from ..basics.json_checks import by_name, maybe, read_json, text, whole
 from .loggers import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
@@ -39,6 +39,8 @@ class CSVLogger(Logger):
         name: file name of the table.
         hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
+
+    own_form = {"rows": whole(), "last": maybe(by_name(text()))}
 
     def __init__(
         self,
@@ -156,12 +158,9 @@ class CSVLogger(Logger):
             self._file.close()
         self._file = None
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state is self._restored:
-            return state
+    def own_state(self) -> dict[str, Any]:
         # With the last row a torn one is mended.
-        return state | {"rows": self._rows, "last": self._last}
+        return {"rows": self._rows, "last": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -182,10 +181,8 @@ class CSVLogger(Logger):
                     os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
-        restored = self._restored or {}
-        count, last = restored.get("rows"), restored.get("last")
-        if count is None:  # of an older version
-            count = sum(_step_of(row) <= trainer.global_step for row in rows)
+        assert self._restored is not None
+        count, last = self._restored["rows"], self._restored["last"]
         found = [_dict(columns, row) for row in rows[:count]]
         if len(found) == count - 1 and last is not None:
             found.append(last)
@@ -256,13 +253,6 @@ def _kind(column: str) -> int:
     if column.startswith(EPOCH):
         return 2
     return 3 if column.startswith(VALIDATION) else 1
-
-
-def _step_of(row: list[str]) -> float:
-    try:
-        return float(row[1])
-    except (IndexError, ValueError):
-        return float("inf")
 
 
 def _run_of(table: Path) -> str | None:

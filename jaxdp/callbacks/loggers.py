@@ -1,10 +1,7 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
-import contextlib
 import os
 import sys
-import time
-import warnings
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,25 +10,14 @@ from typing import Any, Final
 import numpy as np
 
 from ..basics.console import warn
-from ..basics.files import naming
-from ..basics.json_checks import by_name, fields, maybe, number, row, text, whole
-from ..reports import layout, to_png
+from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
+from ..reports import layout
 from .base import Callback
 from .monitor import LateReads, announce
-from .run_facts import Facts, flat, markdown, run_facts
+from .run_facts import Facts, run_facts
 
 VALIDATION: Final = "val_"
 EPOCH: Final = "epoch_"
-
-_SIZES: Final = fields({}, {"sizes": by_name(whole())})
-_SAVED: Final = fields(
-    {},
-    {
-        "validation": maybe(row(whole(), by_name(number()))),
-        "rows": whole(),
-        "last": maybe(by_name(text())),
-    },
-)
 
 Number = int | float
 
@@ -58,10 +44,11 @@ class Logger(Callback):
     """
 
     looks_inside_blocks = False
-
     skip_in_fast_dev_run = True
-
     fit_end_order = 2
+
+    own_form: Mapping[str, Form] = {}
+    """How each value of `own_state` must look to be taken back."""
 
     def __init__(
         self,
@@ -191,10 +178,15 @@ class Logger(Callback):
                 self._log_steps(self._late.drain())
         except OSError as error:  # a full disk of logs costs no checkpoint
             warn(f"{error}. These rows are missing.", stacklevel=2)
-        return {"validation": self._validation}
+        return {"validation": self._validation, **self.own_state()}
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of a subclass beside that: JSON values only."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
+        validation = maybe(row(whole(), by_name(number())))
+        fields(self.own_form, {"validation": validation})(state, "state")
         self._restored = state
 
     def _folder(self, trainer: Any) -> Path:
@@ -237,166 +229,6 @@ class Logger(Callback):
             step, values = self._validation
             self.log(trainer.current_epoch, step, values)
         self._validation = None
-
-
-class TensorBoardLogger(Logger):
-    """Logs for TensorBoard: `tensorboard --logdir <dirpath>`.
-
-    Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
-    horizontal axis is the number of optimizer steps. What the run is made of and its
-    plan are under TEXT, the curves of the epochs under IMAGES. Needs the extra
-    `loggers`.
-
-    Args:
-        dirpath: folder of the event files; None means `trainer.default_root_dir`.
-        hyperparameters: your own, by name, to record beside the trainer's arguments.
-    """
-
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        hyperparameters: Mapping[str, Any] | None = None,
-    ):
-        super().__init__(dirpath, hyperparameters)
-        self._writer: Any = None
-        self._step = 0
-        self._folder_of_events: Path | None = None
-        self._suffix = ""
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        _tensorboard()
-        folder = str(self._folder(trainer))
-        try:
-            folder.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"`TensorBoardLogger`: the name of the folder {folder!r} is not UTF-8,"
-                " which tensorboard asks for. Pass another `dirpath`."
-            ) from error
-
-    def open(self, trainer: Any, folder: Path) -> None:
-        writer_type, self._event, self._summary, self._tensor = _tensorboard()
-        self._step = trainer.global_step
-        self._folder_of_events = folder
-        self._suffix = f".jaxdp-{trainer.run.id}"
-        if self._restored is not None and "sizes" in self._restored:
-            self._take_back(self._restored["sizes"])
-        self._move_others(trainer)
-        self._writer = writer_type(str(folder), filename_suffix=self._suffix)
-
-    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        self._step = max(step, self._step)
-        tagged = [
-            self._summary.Value(tag=tag, simple_value=value)
-            for tag, value in {"epoch": epoch, **values}.items()
-        ]
-        self._write(step, tagged)
-
-    def log_run(self, facts: Facts) -> None:
-        self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
-        rest = {k: v for k, v in flat(facts).items() if "/" in k}
-        self.log_text("environment", markdown(rest))
-
-    def log_plan(self, plan: Any) -> None:
-        self.log_text("plan", f"```\n{plan}\n```")
-
-    def log_text(self, name: str, text: str) -> None:
-        """Shows a text as Markdown under `name`; during a fit."""
-        metadata = {"plugin_data": {"plugin_name": "text"}}
-        tensor = self._tensor(
-            dtype="DT_STRING",
-            string_val=[text.encode()],
-            tensor_shape={"dim": [{"size": 1}]},
-        )
-        value = self._summary.Value(tag=name, metadata=metadata, tensor=tensor)
-        self._write(self._step, [value])
-
-    def log_figure(self, name: str, figure: Any) -> None:
-        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
-        width, height = map(int, figure.get_size_inches() * figure.dpi)
-        image = self._summary.Image(
-            width=width,
-            height=height,
-            colorspace=4,
-            encoded_image_string=to_png(figure),
-        )
-        self._write(self._step, [self._summary.Value(tag=name, image=image)])
-
-    def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._naming():
-                writer.close()
-
-    def _write(self, step: int, values: list[Any]) -> None:
-        if self._writer is None:
-            raise RuntimeError(
-                "`TensorBoardLogger` writes during a fit only: between the hooks"
-                " `on_fit_start` and `on_fit_end`."
-            )
-        summary = self._summary(value=values)
-        event = self._event(wall_time=time.time(), step=step, summary=summary)
-        with self._naming():
-            self._writer.add_event(event)
-
-    def _naming(self) -> contextlib.AbstractContextManager[None]:
-        assert self._folder_of_events is not None
-        return naming(self._folder_of_events, "TensorBoardLogger")
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state is self._restored:
-            return state
-        if self._writer is not None:
-            try:
-                with self._naming():
-                    self._writer.flush()
-            except OSError as error:
-                warn(f"{error}. These events are missing.", stacklevel=2)
-        return state | {"sizes": {p.name: p.stat().st_size for p in self._files()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SIZES(state, "state")
-        super().load_state_dict(state)
-
-    def _take_back(self, sizes: Mapping[str, int]) -> None:
-        """Cuts the files of this run to what they held when it was saved."""
-        for path in self._files():
-            if path.name not in sizes:
-                path.unlink()
-            elif path.stat().st_size > sizes[path.name]:
-                os.truncate(path, sizes[path.name])
-
-    def _move_others(self, trainer: Any) -> None:
-        """Event files of another run would be shown as one with this run's."""
-        others = [path for path in self._files(True) if path not in self._files()]
-        if others:
-            folder = free_name(others[0].with_name("before"))
-            folder.mkdir()
-            for path in others:
-                path.rename(folder / path.name)
-            announce(
-                trainer,
-                "TensorBoardLogger",
-                f"{others[0].parent} had events of another run; they are now in"
-                f" {folder}.",
-            )
-
-    def _files(self, of_all: bool = False) -> list[Path]:
-        """The event files of this run, or of all runs that this class wrote."""
-        if self._folder_of_events is None or not self._folder_of_events.is_dir():
-            return []
-        mark = ".jaxdp-" if of_all else self._suffix
-        # By comparing names: a pattern might match more than it should.
-        return [
-            path
-            for path in sorted(self._folder_of_events.iterdir())
-            if path.name.startswith("events.")
-            and (mark in path.name if of_all else path.name.endswith(mark))
-            and path.is_file()
-            and not path.is_symlink()
-        ]
 
 
 def comes_of_reading(error: Exception) -> bool:
@@ -448,20 +280,3 @@ def free_name(path: Path) -> Path:
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return free
-
-
-def _tensorboard() -> tuple[Any, Any, Any, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError as error:
-        raise ImportError(
-            "`TensorBoardLogger` needs tensorboard, which is not installed; run"
-            ' `pip install "jaxdp[loggers]"`.'
-        ) from error
-    events: Any = event_pb2
-    summaries: Any = summary_pb2
-    tensors: Any = tensor_pb2
-    return EventFileWriter, events.Event, summaries.Summary, tensors.TensorProto

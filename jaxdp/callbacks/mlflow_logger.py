@@ -8,18 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.json_checks import fields, maybe, text
+from ..basics.extras import import_extra
+from ..basics.json_checks import maybe, text
 from ..plan.page import page
 from .loggers import Logger, Number
 from .monitor import announce
 from .run_facts import Facts, flat
-
-_SAVED = fields(
-    {
-        "run_id": maybe(text(r"\w[\w-]{0,255}", "an id as MLflow has them")),
-        "tracking_uri": maybe(text()),
-    }
-)
 
 
 class MLFlowLogger(Logger):
@@ -47,6 +41,11 @@ class MLFlowLogger(Logger):
         tracking_uri: where it is.
     """
 
+    own_form = {
+        "run_id": maybe(text(r"\w[\w-]{0,255}", "an id as MLflow has them")),
+        "tracking_uri": maybe(text()),
+    }
+
     def __init__(
         self,
         experiment_name: str = "jaxdp",
@@ -72,14 +71,14 @@ class MLFlowLogger(Logger):
         _mlflow()
 
     def open(self, trainer: Any, folder: Path) -> None:
-        mlflow, artifacts = _mlflow(), None
+        artifacts = None
         if self.tracking_uri is None:
             self.tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
             self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             artifacts = (folder / "mlartifacts").resolve().as_uri()
         with _quietly():
-            self._client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+            self._client = _mlflow().MlflowClient(tracking_uri=self.tracking_uri)
             if self.run_id is not None and self._goes_on(trainer):
                 return
             found = self._client.get_experiment_by_name(self.experiment_name)
@@ -140,14 +139,10 @@ class MLFlowLogger(Logger):
                 self._client.set_terminated(self.run_id, status)
         self._client = None
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state is self._restored:
-            return state
-        return state | {"run_id": self.run_id, "tracking_uri": self.tracking_uri}
+    def own_state(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "tracking_uri": self.tracking_uri}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
         super().load_state_dict(state)
         self.run_id = state["run_id"]
         # Only told of: a checkpoint does not decide where anything is sent or written.
@@ -181,14 +176,4 @@ def _quietly() -> Iterator[None]:
 
 
 def _mlflow() -> Any:
-    try:
-        with _quietly():
-            import mlflow
-            import mlflow.entities
-            import mlflow.exceptions
-    except ImportError as error:
-        raise ImportError(
-            "`MLFlowLogger` needs mlflow, which is not installed; run"
-            ' `pip install "jaxdp[mlflow]"`.'
-        ) from error
-    return mlflow
+    return import_extra("mlflow", "`MLFlowLogger`", "mlflow")

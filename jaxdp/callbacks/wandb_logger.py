@@ -2,20 +2,16 @@
 
 import io
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.json_checks import fields, maybe, text
+from ..basics.extras import import_extra
+from ..basics.json_checks import maybe, text
 from ..plan.page import page
 from ..reports import to_png
 from .loggers import Logger, Number
 from .run_facts import Facts, flat
-
-_SAVED = fields(
-    {"id": maybe(text(r"[^/\\#?%:\x00-\x1f]{1,128}", "an id as W&B has them"))}
-)
 
 
 class WandbLogger(Logger):
@@ -40,6 +36,10 @@ class WandbLogger(Logger):
         run: the `wandb.Run`, during a fit.
         id: of the latest run.
     """
+
+    own_form = {
+        "id": maybe(text(r"[^/\\#?%:\x00-\x1f]{1,128}", "an id as W&B has them"))
+    }
 
     def __init__(
         self,
@@ -110,24 +110,13 @@ class WandbLogger(Logger):
             self.run.finish(exit_code=0 if self._error is None else 1)
         self.run = None
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state if state is self._restored else state | {"id": self.id}
+    def own_state(self) -> dict[str, Any]:
+        return {"id": self.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
         super().load_state_dict(state)
         self.id = state["id"]
 
 
 def _wandb() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import wandb
-    except ImportError as error:
-        raise ImportError(
-            "`WandbLogger` needs wandb, which is not installed; run"
-            ' `pip install "jaxdp[wandb]"`.'
-        ) from error
-    return wandb
+    return import_extra("wandb", "`WandbLogger`", "wandb")

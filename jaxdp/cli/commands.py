@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..basics.environment import versions
+from ..basics.extras import import_extra
 from ..basics.files import replacing
 from .planning import ScriptEnded, plan_script
 
@@ -182,7 +183,10 @@ def _export(options: argparse.Namespace) -> None:
     path = Path(os.path.abspath(options.output))
     if path.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
-    save = _safetensors().save_file if path.suffix == ".safetensors" else None
+    save = None
+    if path.suffix == ".safetensors":
+        who = "a .safetensors file"
+        save = import_extra("safetensors.numpy", who, "safetensors").save_file
     arrays: dict[str, Any] = {
         name: np.ascontiguousarray(array)
         for name, array in read_weights(options.checkpoint).items()
@@ -196,14 +200,3 @@ def _export(options: argparse.Namespace) -> None:
                 np.savez(file, **arrays)
     count = sum(array.size for array in arrays.values())
     print(f"{path}: {len(arrays)} arrays, {count:,} numbers")
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "a .safetensors file needs safetensors, which is not installed; run"
-            ' `pip install "jaxdp[safetensors]"`, or export to .npz.'
-        ) from error
-    return safetensors.numpy

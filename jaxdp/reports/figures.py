@@ -6,10 +6,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from ..basics.extras import import_extra
 from ..basics.files import naming, replacing
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def draw(
     Raises:
         ImportError: without matplotlib; it says how to install it.
     """
-    figure_type, integer_ticks = _matplotlib()
+    matplotlib = functools.partial(import_extra, who="Drawing curves", extra="plots")
+    figure_type = matplotlib("matplotlib.figure").Figure
+    ticks = matplotlib("matplotlib.ticker").MaxNLocator
     count = max(len(charts), 1)
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
@@ -80,7 +83,9 @@ def draw(
         _draw_chart(axes, curves)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(name.replace("_", " "), parse_math=False)
-        axes.xaxis.set_major_locator(integer_ticks())
+        axes.xaxis.set_major_locator(
+            ticks(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1)
+        )
         if limits is not None:
             low, high = limits
             margin = 0.03 * (high - low) or 0.6
@@ -160,17 +165,3 @@ def _smoothed(values: Sequence[float]) -> np.ndarray:
     first = np.maximum(place - count // 20, 0)
     last = np.minimum(place + count // 20, count - 1)
     return (sums[last + 1] - sums[first]) / (last + 1 - first)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            "Drawing curves needs matplotlib, which is not installed; run"
-            ' `pip install "jaxdp[plots]"`.'
-        ) from error
-    return Figure, functools.partial(
-        MaxNLocator, integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1
-    )

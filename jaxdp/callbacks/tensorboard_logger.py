@@ -1,0 +1,183 @@
+"""Logging for TensorBoard."""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..basics.console import warn
+from ..basics.extras import import_extra
+from ..basics.files import naming
+from ..basics.json_checks import by_name, whole
+from ..reports import to_png
+from .loggers import Logger, Number, free_name
+from .monitor import announce
+from .run_facts import Facts, flat, markdown
+
+
+class TensorBoardLogger(Logger):
+    """Logs for TensorBoard: `tensorboard --logdir <dirpath>`.
+
+    Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
+    horizontal axis is the number of optimizer steps. What the run is made of and its
+    plan are under TEXT, the curves of the epochs under IMAGES. Needs the extra
+    `loggers`.
+
+    Args:
+        dirpath: folder of the event files; None means `trainer.default_root_dir`.
+        hyperparameters: your own, by name, to record beside the trainer's arguments.
+    """
+
+    own_form = {"sizes": by_name(whole())}
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(dirpath, hyperparameters)
+        self._writer: Any = None
+        self._step = 0
+        self._folder_of_events: Path | None = None
+        self._suffix = ""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _tensorboard("summary.writer.event_file_writer")
+        folder = str(self._folder(trainer))
+        try:
+            folder.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`TensorBoardLogger`: the name of the folder {folder!r} is not UTF-8,"
+                " which tensorboard asks for. Pass another `dirpath`."
+            ) from error
+
+    def open(self, trainer: Any, folder: Path) -> None:
+        self._step = trainer.global_step
+        self._folder_of_events = folder
+        self._suffix = f".jaxdp-{trainer.run.id}"
+        if self._restored is not None:
+            self._take_back(self._restored["sizes"])
+        self._move_others(trainer)
+        writer = _tensorboard("summary.writer.event_file_writer").EventFileWriter
+        self._writer = writer(str(folder), filename_suffix=self._suffix)
+
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        self._step = max(step, self._step)
+        make = _proto("Summary").Value
+        tagged = [
+            make(tag=tag, simple_value=value)
+            for tag, value in {"epoch": epoch, **values}.items()
+        ]
+        self._write(step, tagged)
+
+    def log_run(self, facts: Facts) -> None:
+        self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
+        rest = {k: v for k, v in flat(facts).items() if "/" in k}
+        self.log_text("environment", markdown(rest))
+
+    def log_plan(self, plan: Any) -> None:
+        self.log_text("plan", f"```\n{plan}\n```")
+
+    def log_text(self, name: str, text: str) -> None:
+        """Shows a text as Markdown under `name`; during a fit."""
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        tensor = _proto("TensorProto")(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape={"dim": [{"size": 1}]},
+        )
+        value = _proto("Summary").Value(tag=name, metadata=metadata, tensor=tensor)
+        self._write(self._step, [value])
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
+        width, height = map(int, figure.get_size_inches() * figure.dpi)
+        image = _proto("Summary").Image(
+            width=width,
+            height=height,
+            colorspace=4,
+            encoded_image_string=to_png(figure),
+        )
+        self._write(self._step, [_proto("Summary").Value(tag=name, image=image)])
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._naming():
+                writer.close()
+
+    def _write(self, step: int, values: list[Any]) -> None:
+        if self._writer is None:
+            raise RuntimeError(
+                "`TensorBoardLogger` writes during a fit only: between the hooks"
+                " `on_fit_start` and `on_fit_end`."
+            )
+        summary, now = _proto("Summary")(value=values), time.time()
+        event = _proto("Event")(wall_time=now, step=step, summary=summary)
+        with self._naming():
+            self._writer.add_event(event)
+
+    def _naming(self) -> contextlib.AbstractContextManager[None]:
+        assert self._folder_of_events is not None
+        return naming(self._folder_of_events, "TensorBoardLogger")
+
+    def own_state(self) -> dict[str, Any]:
+        if self._writer is not None:
+            try:
+                with self._naming():
+                    self._writer.flush()
+            except OSError as error:
+                warn(f"{error}. These events are missing.", stacklevel=2)
+        return {"sizes": {p.name: p.stat().st_size for p in self._files()}}
+
+    def _take_back(self, sizes: Mapping[str, int]) -> None:
+        """Cuts the files of this run to what they held when it was saved."""
+        for path in self._files():
+            if path.name not in sizes:
+                path.unlink()
+            elif path.stat().st_size > sizes[path.name]:
+                os.truncate(path, sizes[path.name])
+
+    def _move_others(self, trainer: Any) -> None:
+        """Event files of another run would be shown as one with this run's."""
+        others = [path for path in self._files(True) if path not in self._files()]
+        if others:
+            folder = free_name(others[0].with_name("before"))
+            folder.mkdir()
+            for path in others:
+                path.rename(folder / path.name)
+            announce(
+                trainer,
+                "TensorBoardLogger",
+                f"{others[0].parent} had events of another run; they are now in"
+                f" {folder}.",
+            )
+
+    def _files(self, of_all: bool = False) -> list[Path]:
+        """The event files of this run, or of all runs that this class wrote."""
+        if self._folder_of_events is None or not self._folder_of_events.is_dir():
+            return []
+        mark = ".jaxdp-" if of_all else self._suffix
+        # By comparing names: a pattern might match more than it should.
+        return [
+            path
+            for path in sorted(self._folder_of_events.iterdir())
+            if path.name.startswith("events.")
+            and (mark in path.name if of_all else path.name.endswith(mark))
+            and path.is_file()
+            and not path.is_symlink()
+        ]
+
+
+def _tensorboard(module: str) -> Any:
+    return import_extra(f"tensorboard.{module}", "`TensorBoardLogger`", "loggers")
+
+
+def _proto(name: str) -> Any:
+    """The class of a message in an event file."""
+    module = {"Event": "event", "Summary": "summary", "TensorProto": "tensor"}[name]
+    return getattr(_tensorboard(f"compat.proto.{module}_pb2"), name)
