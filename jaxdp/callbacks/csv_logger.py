@@ -60,7 +60,7 @@ class CSVLogger(Logger):
         self._record: dict[str, Any] = {}
         self._path: Path | None = None
         self._file: IO[bytes] | None = None
-        self._run: weakref.ref[Any] | None = None
+        self._trainer: weakref.ref[Any] | None = None
         self._columns: list[str] = []
         self._rows = 0
         self._last: dict[str, str] | None = None  # row, by column
@@ -90,12 +90,12 @@ class CSVLogger(Logger):
 
     def open(self, trainer: Any, folder: Path) -> None:
         path = folder / self.name
-        latest = None if self._run is None else self._run()
+        latest = None if self._trainer is None else self._trainer()
         if not path.exists():
             self._columns, self._rows, self._last = [], 0, None
         elif (path, latest, path.stat().st_ino) != (self._path, trainer, self._inode):
             self._take_over(trainer, path)
-        self._path, self._run = path, weakref.ref(trainer)
+        self._path, self._trainer = path, weakref.ref(trainer)
         epoch_names = [
             name if name.startswith(VALIDATION) else EPOCH + name
             for name in trainer.run.logged_names
@@ -118,9 +118,9 @@ class CSVLogger(Logger):
         self._last = dict(zip(self._columns, map(str, rows[-1]), strict=True))
 
     def log_run(self, facts: Facts) -> None:
-        trainer = None if self._run is None else self._run()
-        run_id = getattr(trainer, "run_id", None)
-        self._record = {**facts, "run_id": run_id, "started": _now()}
+        trainer = None if self._trainer is None else self._trainer()
+        assert trainer is not None  # it is what calls this
+        self._record = {**facts, "run_id": trainer.run.id, "started": _now()}
         self._record |= {"ended": None, "status": "running"}
         self._write_record()
 
