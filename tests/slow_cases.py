@@ -18,11 +18,6 @@ faults/test_damage.py::test_the_newest_whole_one_is_used[auto]
 distributed/test_failures.py::test_a_failing_callback_ends_all[0]
 distributed/test_failures.py::test_a_killed_process_ends_the_others[0]
 distributed/test_failures.py::test_an_error_that_all_have_and_catch_ends_nobody
-distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start[seed]
-distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start[weights]
-distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start[rows]
-distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start[model]
-distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start[length]
 distributed/test_together.py::test_a_signal_to_one_stops_all[SIGINT-1-on_train_batch_end-130]
 distributed/test_together.py::test_all_see_a_bad_batch
 distributed/test_together.py::test_plans_know_what_each_process_has

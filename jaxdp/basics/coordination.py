@@ -46,15 +46,6 @@ def put(key: str, text: str) -> None:
     _client().key_value_set(key, text, allow_overwrite=True)
 
 
-def get(key: str, timeout: float) -> str:
-    """The text of a key, waited for.
-
-    Args:
-        timeout: seconds.
-    """
-    return _client().blocking_key_value_get(key, max(1, int(timeout * 1000)))
-
-
 def remove(key: str) -> None:
     """Takes a text away that nobody reads any more."""
     _client().key_value_delete(key)

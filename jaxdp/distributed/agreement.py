@@ -7,8 +7,6 @@ Every process must come to the same calls in the same order.
 
 import builtins
 import functools
-import hashlib
-import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,52 +73,33 @@ class _Several(Processes):
     def __init__(self) -> None:
         self.index = coordination.index()
         self.count = coordination.count()
-        self._calls = itertools.count()
-        self._keys: list[str] = []
+        self._key: str | None = None
 
     def step(self, where: str) -> None:
         meetings.here().step(where)
 
     def all(self, what: str, value: Any) -> list[Any]:
-        here, old = meetings.here(), self._keys
-        self._keys, folder = [], f"all/{here.number}"
-        self._set(f"{folder}/{self.index}", value)
-        here.meet(what)
-        texts = coordination.read_all(f"jaxdp/{folder}")
-        for key in old:  # whoever has come here has read them
-            coordination.remove(key)
-        return [json.loads(texts[str(index)]) for index in range(self.count)]
+        return self._exchange(what, value)
 
     def first(
         self, what: str, function: Callable[[], Any], *errors: type[Exception]
     ) -> Any:
-        key = f"first/{next(self._calls)}"
+        told, raised = None, None
         if self.index == 0:
             try:
-                value = function()
+                told = ["", function()]
             except Exception as error:
-                self._set(key, [what, type(error).__name__, str(error)])
-                raise
-            self._set(key, [what, "", value])
-            return value
-        text = coordination.get(f"jaxdp/{key}", _LIMIT)
-        where, kind, value = json.loads(text)
-        if where != what:
-            raise RuntimeError(
-                "the processes are in different places of the program: process 0 at"
-                f" {where!r}, process {self.index} at {what!r}. All must call the same"
-                " methods of the trainer in the same order, also those that only one"
-                " of them needs."
-            )
-        if not kind:
-            return value
-        raise _error_of(kind, errors)(f"{value} (said process 0)")
+                told, raised = [type(error).__name__, str(error)], error
+        patience = 0.0 if self.index == 0 else _LIMIT
+        kind, value = self._exchange(what, told, patience)[0]
+        if raised is not None:
+            raise raised
+        if kind:
+            raise _error(kind, f"{value} (said process 0)", errors)
+        return value
 
     def same(self, what: str, values: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in values.items()}
-        digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-        if len(set(self.all(what, digest))) == 1:
-            return
         by_process = self.all(what, texts)
         for name in by_process[0] | by_process[-1]:
             found = [each.get(name, "nothing") for each in by_process]
@@ -138,9 +117,17 @@ class _Several(Processes):
         wrong = [f"process {i}: {text}" for i, text in found if text is not None]
         return "; ".join(wrong) or None
 
-    def _set(self, key: str, value: Any) -> None:
-        coordination.put(f"jaxdp/{key}", json.dumps(value))
-        self._keys.append(f"jaxdp/{key}")
+    def _exchange(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
+        """Every process's `value`, waiting for so many seconds at least."""
+        here, old = meetings.here(), self._key
+        folder = f"jaxdp/all/{here.number}"
+        self._key = f"{folder}/{self.index}"
+        coordination.put(self._key, json.dumps(value))
+        here.meet(what, patience)
+        texts = coordination.read_all(folder)
+        if old is not None:  # whoever has come here has read it
+            coordination.remove(old)
+        return [json.loads(texts[str(index)]) for index in range(self.count)]
 
 
 def find_processes() -> Processes:
@@ -202,9 +189,12 @@ class Pulse:
         return max(1, min(int(pause / each), 4 * self._beats))
 
 
-def _error_of(kind: str, errors: Sequence[type[Exception]]) -> type[Exception]:
+def _error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:
+    """One of `errors`, or of Python's own, by its name; else a RuntimeError."""
     known = {error.__name__: error for error in errors}
-    found = known.get(kind) or getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception):
-        return found if found is not UnicodeDecodeError else RuntimeError
-    return RuntimeError
+    found: Any = known.get(kind) or getattr(builtins, kind, None)
+    try:
+        error = found(text)
+    except TypeError:  # there is none, or it needs more than a text
+        return RuntimeError(text)
+    return error if isinstance(error, Exception) else RuntimeError(text)

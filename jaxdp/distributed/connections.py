@@ -21,8 +21,6 @@ MOST_STRANGERS: Final = 64
 _SILENCE: Final = 5.0
 """Seconds in which a card must have been shown; ours do it at once."""
 
-_SHORTAGES: Final = errno.EMFILE, errno.ENFILE
-
 _OTHER_FILES: Final = 32
 """That JAX may need, beside one for each process."""
 
@@ -73,16 +71,6 @@ class Connection:
             self.sock.close()
 
 
-def accepted(listener: socket.socket, count: int) -> Connection | None:
-    """Who calls process 0 of so many; None if it has given up meanwhile."""
-    try:
-        return Connection(listener.accept()[0])
-    except OSError as error:
-        if error.errno in _SHORTAGES:
-            raise _no_room(0, count, error, "no more of the files") from error
-        return None
-
-
 def hang_up(selector: selectors.BaseSelector, most: int) -> None:
     """Closes connections of those who call and show no card, or are too many.
 
@@ -105,34 +93,32 @@ def check_room(process: int, count: int) -> None:
     Each connection is one, and JAX ends a process that lacks some without saying why.
 
     Args:
-        process: which one this is. Process 0 is connected to all others twice.
+        process: which one this is. Process 0 is connected to all others twice, and has
+            room for strangers.
         count: how many there are.
     """
-    needed = _OTHER_FILES + (0 if process else 2 * count)
+    needed = _OTHER_FILES + (0 if process else 2 * count + MOST_STRANGERS)
     opened: list[int] = []
     try:
         for _ in range(needed):
             opened.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        if error.errno not in _SHORTAGES:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        few = f"{len(opened)} of the {needed} files"
-        raise _no_room(process, count, error, few) from error
+        raise OSError(
+            error.errno,
+            f"process {process} of {count} can open {len(opened)} of the {needed} files"
+            f" that it needs to be connected to the others ({error.strerror});"
+            f" {_limit()}. Raise the limit before it starts, with `ulimit -n 65536` in"
+            " its shell or LimitNOFILE of its service.",
+        ) from error
     finally:
         for each in opened:
             os.close(each)
 
 
-def _no_room(process: int, count: int, error: OSError, few: str) -> OSError:
-    limit = ""
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
+def _limit() -> str:
+    import resource  # which Windows has not, nor such limits
 
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = f"; its limit is {soft}, and may be raised to {hard}"
-    return OSError(
-        error.errno,
-        f"process {process} of {count} can open {few} that it needs to be connected to"
-        f" the others ({error.strerror}){limit}. Raise the limit before it starts, with"
-        " `ulimit -n 65536` in its shell or LimitNOFILE of its service.",
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"its limit is {soft}, and may be raised to {hard}"

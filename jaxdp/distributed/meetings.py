@@ -61,11 +61,12 @@ class Meetings:
         if self._steps >= self.every:
             self.meet()
 
-    def meet(self, what: str = "") -> None:
+    def meet(self, what: str = "", patience: float = 0.0) -> None:
         """Waits for all others to come, having noted the same since the last time.
 
         Args:
             what: they meet for, where it is nothing that has been noted.
+            patience: seconds to wait for them where that is longer than `timeout`.
 
         Raises:
             RuntimeError: if they have not, or somebody does not come.
@@ -77,7 +78,7 @@ class Meetings:
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
         if not coordination.barrier(f"jaxdp.meet/{self.number}/{digest}", _FAST):
-            self._ask(digest, entries, started)
+            self._ask(digest, entries, started, max(patience, self.timeout))
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
 
@@ -88,7 +89,9 @@ class Meetings:
         card = {"number": self.number, "text": text}
         coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
 
-    def _ask(self, digest: str, entries: Sequence[Entry], started: float) -> None:
+    def _ask(
+        self, digest: str, entries: Sequence[Entry], started: float, timeout: float
+    ) -> None:
         mine = {"number": self.number, "digest": digest, "entries": entries}
         coordination.put(f"jaxdp.meet/come/{coordination.index()}", json.dumps(mine))
         everyone = set(range(coordination.count()))
@@ -106,7 +109,7 @@ class Meetings:
             if not missing and not differing:
                 return
             waited = time.monotonic() - started
-            is_late = waited > self.timeout
+            is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"

@@ -5,6 +5,7 @@ a port is taken, so these are found here, and named. Like JAX's own service it a
 no credentials: the network must be trusted.
 """
 
+import contextlib
 import errno
 import os
 import selectors
@@ -19,7 +20,6 @@ from .connections import (
     MOST_STRANGERS,
     Connection,
     Message,
-    accepted,
     check_room,
     hang_up,
 )
@@ -144,9 +144,8 @@ def _who_calls(
     hang_up(selector, place.num_processes + MOST_STRANGERS)
     for key, _ in selector.select(seconds):
         if key.data is None:  # the listener
-            if caller := accepted(
-                cast(socket.socket, key.fileobj), place.num_processes
-            ):
+            with contextlib.suppress(OSError):  # who called has given up meanwhile
+                caller = Connection(cast(socket.socket, key.fileobj).accept()[0])
                 selector.register(caller.sock, selectors.EVENT_READ, caller)
             continue
         connection: Connection = key.data

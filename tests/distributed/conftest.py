@@ -1,5 +1,6 @@
-"""A crew for each test."""
+"""A crew for each test, or for those of a module."""
 
+import contextlib
 import os
 import pathlib
 
@@ -15,22 +16,35 @@ def compiled(tmp_path_factory):
 
 
 @pytest.fixture
-def crew(tmp_path, monkeypatch, compiled):
+def crew(tmp_path, compiled):
+    with crews(tmp_path, compiled) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_crew(tmp_path_factory, compiled):
+    with crews(tmp_path_factory.mktemp("shared"), compiled) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def crews(folder, compiled):
+    """A function that starts crews, which are ended when this is left."""
     pytest.importorskip("torch")
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(HERE), str(HERE.parents[1]), before]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    from crew import Crew
-
     started = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        from crew import Crew
 
-    def start(*arguments, **options):
-        started.append(
-            Crew(tmp_path / str(len(started)), compiled, *arguments, **options)
-        )
-        return started[-1]
+        def start(*arguments, **options):
+            started.append(
+                Crew(folder / str(len(started)), compiled, *arguments, **options)
+            )
+            return started[-1]
 
-    yield start
+        yield start
     for each in started:
         print(each.all_outputs())  # shown if the test has failed
         each.close()

@@ -59,6 +59,13 @@ def find(task):
     return getattr(importlib.import_module(module or __name__), name)
 
 
+def in_turn(tasks):
+    """Several tasks in one job."""
+    for name, options in tasks.items():
+        say("part", name)
+        find(name)(**options)
+
+
 def say(*text):
     print(*text, flush=True)
 
@@ -151,6 +158,16 @@ def fit(
     )
     trainer.fit(loader, loader if validates else None, max_epochs=epochs)
     tell_end(trainer)
+
+
+def fit_in_turn(cases):
+    """One `fit` after the other, whatever comes of it."""
+    for name, options in cases.items():
+        say("case", name)
+        try:
+            fit(**options)
+        except (RuntimeError, ValueError) as error:
+            say("found", error)
 
 
 # What `At` may do.

@@ -26,14 +26,16 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_scripts_are_found_at_the_start(crew, what):
-    options, text = DIFFERENT[what]
-    codes, outputs = crew("fit", **options).join()
-    assert codes == [1, 1]
+def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
+    cases = {name: options for name, (options, _) in DIFFERENT.items()}
+    codes, outputs = crew("fit_in_turn", cases=cases | {"none": {}}).join()
+    assert codes == [0, 0]
     for output in outputs:
-        assert text in output
-        assert "done 1\n" not in output
+        told = dict(re.findall(r"^case (\w+)\n(.*?)(?=^case |\Z)", output, re.M | re.S))
+        for name, (_, text) in DIFFERENT.items():
+            assert text in told[name]
+            assert "done 1\n" not in told[name]
+        assert "ended 16 " in told["none"]  # they can go on together
 
 
 def test_a_process_in_another_phase_is_found(crew):

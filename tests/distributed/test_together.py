@@ -12,6 +12,9 @@ pytest.importorskip("torch")
 
 import together
 
+SIZES = [41, 13]
+"""Rows that each of two processes has of its own."""
+
 
 def told(outputs):
     """What each process told, in order."""
@@ -19,6 +22,26 @@ def told(outputs):
         [json.loads(line) for line in re.findall(r"^told (.*)$", text, re.M)]
         for text in outputs
     ]
+
+
+@pytest.fixture(scope="module")
+def parts(shared_crew, tmp_path_factory):
+    """What each process told in the parts of one job, by the part's name."""
+    into = tmp_path_factory.mktemp("parts")
+    tasks = {
+        "together.local": {"sizes": SIZES},
+        "together.decisions": {},
+        "together.plateaus": {},
+        "together.files": {"into": str(into / "files")},
+        "drawing.resumes": {"into": str(into / "drawing")},
+    }
+    job = shared_crew("in_turn", start={"devices": 2}, tasks=tasks)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    by_process = [re.split(r"^part (\S+)$", text, flags=re.M)[1:] for text in outputs]
+    found = [zip(each[::2], told(each[1::2]), strict=True) for each in by_process]
+    first, second = map(dict, found)
+    return {name: (first[name], second[name]) for name in tasks}
 
 
 @pytest.fixture(scope="module")
@@ -120,19 +143,15 @@ def test_workers_fetch_the_rows_of_their_process(crew, capsys):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
 
 
-def test_loaders_of_their_own_may_end_at_different_times(crew):
-    sizes = [41, 13]
-    job = crew("together.local", start={"devices": 2}, sizes=sizes)
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    first, second = told(outputs)
-    x, y = together.rows(sum(sizes))
+def test_loaders_of_their_own_may_end_at_different_times(parts):
+    first, second = parts["together.local"]
+    x, y = together.rows(sum(SIZES))
     alone = together.trainer("SingleDevice")
     expected = alone.validate([(x, y)])
     for name, value in expected.items():
         assert first[0]["before"][name] == pytest.approx(value, rel=1e-5)
     assert first[0]["before"] == second[0]["before"]
-    assert [first[0]["own"], second[0]["own"]] == sizes
+    assert [first[0]["own"], second[0]["own"]] == SIZES
     everyone = float(alone.predict([(x, y)]).sum())
     own = first[0]["sums"][0] + second[0]["sums"][0]
     assert own == pytest.approx(everyone, rel=1e-4)
@@ -231,11 +250,8 @@ def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
     assert ends[0]["step"] in steps_in(folder)
 
 
-def test_what_one_decides_all_do(crew, tmp_path):
-    job = crew("together.decisions", into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    first, second = told(outputs)
+def test_what_one_decides_all_do(parts):
+    first, second = parts["together.decisions"]
     assert first == second
     found = {name: value for each in first for name, value in each.items()}
     assert 3 <= found["one_wants_to_stop"] < 2000
@@ -243,10 +259,8 @@ def test_what_one_decides_all_do(crew, tmp_path):
     assert found["early_stopping"] == 8
 
 
-def test_hyperparameters_are_set_on_all(crew):
-    codes, outputs = (job := crew("together.plateaus")).join()
-    assert codes == [0, 0], job.all_outputs()
-    first, second = told(outputs)
+def test_hyperparameters_are_set_on_all(parts):
+    first, second = parts["together.plateaus"]
     assert first == second
     assert first[0]["rate"] == first[1]["rate"] == 0.25
     message = "values in `set_hyperparams`: learning_rate is 0.1 in process 0"
@@ -265,11 +279,8 @@ def test_all_see_a_bad_batch(crew, tmp_path):
     assert "FloatingPointError" in found["stopped"] and "step 6" in found["stopped"]
 
 
-def test_files_are_saved_and_refused_together(crew, tmp_path):
-    job = crew("together.files", start={"devices": 2}, into=str(tmp_path))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for (found,) in told(outputs):
+def test_files_are_saved_and_refused_together(parts):
+    for (found,) in parts["together.files"]:
         assert found["same"]
         assert "FileExistsError" in found["there already"]
         assert "FileNotFoundError" in found["nothing there"]
@@ -294,11 +305,8 @@ def test_one_process_speaks_for_all(crew, tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
-    job = crew("drawing.resumes", start={"devices": 2}, into=str(tmp_path / "saved"))
-    codes, outputs = job.join()
-    assert codes == [0, 0], job.all_outputs()
-    for own in told(outputs):
+def test_generators_of_their_own_go_on_in_every_process(parts):
+    for own in parts["drawing.resumes"]:
         assert len(own) == 8
         for each in own:
             assert each.get("found") == each.get("expected")

@@ -342,7 +342,7 @@ def spoilt(step):
     return batches
 
 
-def decisions(into):
+def decisions():
     """What one process decides, or all by what they see: all do it together."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
