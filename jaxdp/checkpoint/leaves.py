@@ -57,6 +57,15 @@ def flat(named: Named) -> dict[str, Any]:
     }
 
 
+def nested(leaves: Mapping[str, Any]) -> Named:
+    """The inverse of `flat`."""
+    named: Named = {}
+    for full, leaf in leaves.items():
+        field, _, path = full.partition(": ")
+        named.setdefault(field, {})[path] = leaf
+    return named
+
+
 def arrays_of(state: TrainState) -> dict[str, Any]:
     """The arrays that a checkpoint of `state` would have, by name."""
     return flat(with_elements(name_leaves(state)))

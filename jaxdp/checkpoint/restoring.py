@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..basics.console import some_of
 from ..basics.environment import versions
@@ -21,6 +22,7 @@ from .leaves import (
     first_lines,
     flat,
     name_leaves,
+    nested,
     shapes,
     unname_leaves,
     with_elements,
@@ -76,22 +78,25 @@ def restore(
 
 
 def restore_leaves(
-    path: str | os.PathLike[str], meta: Mapping[str, Any], leaves: Named
-) -> Named:
+    path: str | os.PathLike[str],
+    meta: Mapping[str, Any],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, Any]:
     """Reads some of the arrays of a checkpoint, and only those.
 
     Args:
         path: the folder.
         meta: what `read_meta` gives for it.
-        leaves: for each the shape, dtype and sharding that it has or is to get; they
-            must be those of `meta["leaves"]`.
+        leaves: by the names that `meta["leaves"]` has for them, of the shapes and
+            dtypes that it says, with the shardings that they are to get.
     """
+    path, wanted = os.path.abspath(path), with_elements(nested(leaves))
     if leaves:
-        _check_seal(os.path.abspath(path), meta["leaves"])
-    read = _read_arrays(path, with_elements(leaves), meta)
+        _check_seal(path, meta["leaves"])
+    read = flat(_read_arrays(path, wanted, meta))
     return {
-        field: {name: read.get(field, {}).get(name, leaf) for name, leaf in of.items()}
-        for field, of in leaves.items()
+        name: read[name] if name in read else jnp.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in leaves.items()
     }
 
 
@@ -207,9 +212,7 @@ def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
         raise _corrupt(path, f"not what was saved, or missing, is {some_of(changed)}")
 
 
-def _read_arrays(
-    path: str | os.PathLike[str], wanted: Named, meta: Mapping[str, Any]
-) -> Named:
+def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
     """The arrays of `wanted`, laid out like it, their fingerprints checked.
 
     Their files have been looked at before.
@@ -218,7 +221,6 @@ def _read_arrays(
 
     if not wanted:
         return {}
-    path = os.path.abspath(path)
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)

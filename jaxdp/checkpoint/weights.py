@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ..basics.console import say
 from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
-from .leaves import Named, differences, first_lines, plain, shape_text, unplain
+from .leaves import differences, first_lines, plain, shape_text, unplain
 from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
@@ -123,12 +123,10 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
     return {
         leaf_path(path) or "value": leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if eqx.is_array_like(leaf) and hasattr(leaf, "dtype") or _is_shape(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        or eqx.is_array_like(leaf)
+        and hasattr(leaf, "dtype")
     }
-
-
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
@@ -175,30 +173,25 @@ Reader = Callable[[dict[str, Any]], dict[str, Any]]
 def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
     """Shapes by name in the model, and how to read some of them."""
     meta = read_meta(path)
-    places: dict[str, tuple[str, str]] = {}
+    full_names: dict[str, str] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
         if field in ("params", "buffers"):
-            places[name] = field, name
+            full_names[name] = full
         elif field == "model_state":
-            places[full] = field, name
-    shapes = {n: meta["leaves"][f"{f}: {p}"] for n, (f, p) in places.items()}
+            full_names[full] = full
+    shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
 
     def read(found: dict[str, Any]) -> dict[str, Any]:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        named: Named = {}
+        wanted = {}
         for name, leaf in found.items():
-            field, place = places[name]
             leaf = plain(leaf)
-            named.setdefault(field, {})[place] = jax.ShapeDtypeStruct(
+            wanted[full_names[name]] = jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding
             )
-        stored = restore_leaves(path, meta, named)
-        values = {name: stored[places[name][0]][places[name][1]] for name in found}
-        return {
-            name: jnp.zeros(x.shape, x.dtype) if _is_shape(x) else x  # no elements
-            for name, x in values.items()
-        }
+        stored = restore_leaves(path, meta, wanted)
+        return {name: stored[full_names[name]] for name in found}
 
     return shapes, read
 

@@ -132,6 +132,7 @@ class Lifeline:
             for process, connection in self._connections.items():
                 selector.register(connection.sock, selectors.EVENT_READ, process)
             while self._connections:
+                # What others tell.
                 for key, _ in selector.select(interval):
                     messages = self._connections[key.data].receive()
                     for message in messages or ():
@@ -139,10 +140,14 @@ class Lifeline:
                     if messages is None:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, "its connection was closed")
+
+                # What this process does.
                 now = time.monotonic()
                 if now - spoke > interval:
                     spoke = now
                     self._tell({"at": self.where})
+
+                # Who tells nothing any more.
                 for process, connection in list(self._connections.items()):
                     silent = now - connection.heard
                     if silent > self.timeout and process not in self._done:
@@ -158,10 +163,13 @@ class Lifeline:
         if "at" in message:
             self._heard_at[process] = time.monotonic(), str(message["at"])
             return
+
+        # Process 0 passes the rest on.
         if self.place.process_id == 0:
             for other, connection in list(self._connections.items()):
                 if other != process:
                     connection.send(message)
+
         name = self.names[process]
         if "dead" in message:
             self._end(message["dead"], message.get("text", ""))

@@ -11,14 +11,13 @@ alone, the same script trains alone.
 """
 
 import contextlib
-import importlib.metadata
 import multiprocessing
 import os
-import platform
 from collections.abc import Iterator, Sequence
 
 import jax
 
+from ..basics.environment import versions
 from .ending import abandon, end_with_the_others, first_line, put_off_aborts
 from .launchers import Place, choose_place, find_place
 from .lifeline import Lifeline
@@ -166,13 +165,10 @@ def _is_being_imported_by_a_worker() -> bool:
 
 def _facts() -> dict[str, str]:
     """What must be the same everywhere for processes to understand each other."""
-    version = importlib.metadata.version
-    return {
-        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-        "the version of jax": version("jax"),
-        "the version of jaxlib": version("jaxlib"),
-        "the version of jaxdp": version("jaxdp"),
-    }
+    found = versions()
+    python = found["python"].rpartition(".")[0]
+    packages = {f"the version of {n}": found[n] for n in ("jax", "jaxlib", "jaxdp")}
+    return {"the version of Python": python, **packages}
 
 
 def _local_devices(

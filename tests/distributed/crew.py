@@ -49,9 +49,9 @@ class Crew:
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
 
-    def join(self, but=()):
+    def join(self, but=(), limit=LIMIT):
         """The exit codes and outputs of all, when they have come to their ends."""
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + limit
         for index, process in enumerate(self.processes):
             if index not in but:
                 process.join(max(0.0, end - time.monotonic()))

@@ -44,7 +44,7 @@ def resumes(into):
             run.fit(loader, val, max_epochs=2, **options)
             return [*recorder.losses, *run.history["val_loss"]]
 
-        saves = Saves(f"{into}/{kind}", (2, 5, 7))
+        saves = Saves(f"{into}/{kind}", (2, 7))
         whole = fit(Recorder(), saves)
         tell(kind=kind, whole=whole)
         for path, step in saves.paths.items():

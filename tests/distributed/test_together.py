@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import together
+from crew import LIMIT
 
 SIZES = [41, 13]
 """Rows that each of two processes has of its own."""
@@ -33,10 +34,9 @@ def parts(shared_crew, tmp_path_factory):
         "together.decisions": {},
         "together.plateaus": {},
         "together.files": {"into": str(into / "files")},
-        "drawing.resumes": {"into": str(into / "drawing")},
     }
     job = shared_crew("in_turn", start={"devices": 2}, tasks=tasks)
-    codes, outputs = job.join()
+    codes, outputs = job.join(limit=LIMIT * len(tasks))
     assert codes == [0, 0], job.all_outputs()
     by_process = [re.split(r"^part (\S+)$", text, flags=re.M)[1:] for text in outputs]
     found = [zip(each[::2], told(each[1::2]), strict=True) for each in by_process]
@@ -305,8 +305,11 @@ def test_one_process_speaks_for_all(crew, tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_generators_of_their_own_go_on_in_every_process(parts):
-    for own in parts["drawing.resumes"]:
-        assert len(own) == 8
+def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
+    job = crew("drawing.resumes", start={"devices": 2}, into=str(tmp_path / "saved"))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for own in told(outputs):
+        assert len(own) == 6
         for each in own:
             assert each.get("found") == each.get("expected")
