@@ -1,5 +1,6 @@
 """Saving and loading the whole trainer."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from toys import Mlp, Recorder, batches
 
 import jaxdp
 from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import checkpoint as checkpoints
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
@@ -469,3 +471,21 @@ def test_a_checkpoint_is_there_before_those_that_were_begun_after_it(tmp_path):
     small.save(tmp_path / "second")
     assert (tmp_path / "first").is_dir()
     first.finish()
+
+
+def test_the_wait_for_the_disk_is_inside_of_what_the_caller_gives(tmp_path):
+    trainer, done = make(SingleDevice()), []
+    meta = checkpoints.read_meta(trainer.save(tmp_path / "first"))
+
+    @contextlib.contextmanager
+    def waiting():
+        done.append(saving.is_done)
+        yield
+        done.append(saving.is_done)
+
+    saving = checkpoints.start_saving(
+        tmp_path / "second", trainer.state, meta, waiting=waiting
+    )
+    assert done == []
+    saving.finish()
+    assert len(done) == 2 and done[1]
