@@ -1,10 +1,11 @@
 """From what a user passes as a loader to padded batches."""
 
-from .conversion import check_labels, leaf_name, read_only, rows_of
+from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
+from .conversion import check_labels
 from .loader_state import check_place, check_state, checksum
 from .loaders import open_loader
-from .padding import Packed, Packer, taken, windows
-from .shares import GlobalShare, LocalShare, PortionPacker, Share, inputs_of, shown
+from .padding import Packed, Packer
+from .shares import GlobalShare, LocalShare, Share
 from .source import ALL, Source, capped, check_share
 
 __all__ = [
@@ -13,7 +14,6 @@ __all__ = [
     "LocalShare",
     "Packed",
     "Packer",
-    "PortionPacker",
     "Share",
     "Source",
     "capped",

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..step import Batch
+from .batches import Portion, leaf_name
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -35,6 +36,8 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         ValueError: for leaves that disagree on rows, and values that do not fit into
             32 bits.
     """
+    if isinstance(batch, Portion):  # of an earlier pass
+        return batch
     if type(batch) is list:
         batch = tuple(batch)
     leaves, treedef = jax.tree.flatten(batch)
@@ -66,12 +69,6 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     return treedef.unflatten(arrays)
 
 
-def leaf_name(batch: Any, index: int) -> str:
-    """How a user would write the leaf number `index`: `batch[0]['image']`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
-    return "batch" + jax.tree_util.keystr(paths[index][0])
-
-
 def check_labels(batch: Batch, num_classes: int) -> None:
     """Raises when an integer label of `(x, y)` batches is no class of the model.
 
@@ -89,20 +86,6 @@ def check_labels(batch: Batch, num_classes: int) -> None:
                 else " (Rows to be ignored need a `loss_fn` that leaves them out.)"
             )
         )
-
-
-def rows_of(batch: Batch) -> int:
-    """How many rows a host batch has."""
-    return len(jax.tree.leaves(batch)[0])
-
-
-def read_only(batch: Batch) -> Batch:
-    """A host batch over the same memory that can't be written to."""
-    leaves, treedef = jax.tree.flatten(batch)
-    views = [leaf.view() for leaf in leaves]
-    for view in views:
-        view.flags.writeable = False
-    return jax.tree.unflatten(treedef, views)
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:

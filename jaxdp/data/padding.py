@@ -3,14 +3,17 @@
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 
+from ..distributed import RowBlocks
 from ..step import Batch, Group
-from .conversion import leaf_name, rows_of
+from .batches import Portion, counts_of, leaf_name, shown
+
+_ONE_BLOCK: Final = RowBlocks()
 
 
 class Packed(NamedTuple):
@@ -28,24 +31,40 @@ class Packed(NamedTuple):
 class Packer:
     """Stacks and pads batches so that one compiled shape serves them all.
 
-    Where rows are independent, short batches are padded to the size of the largest
-    seen, with copies of their own first row (zeros or NaN could poison gradients).
-    Where rows interact, batches keep their size, and one that the devices do not divide
-    is worked on whole by each of them.
+    Where rows are independent, every block of a short batch is padded to the size of
+    the largest seen, with copies of its own first row (zeros or NaN could poison
+    gradients). Where rows interact, batches keep their size, and one that the devices
+    do not divide is worked on whole by each of them.
 
     Args:
-        num_shards: sizes are rounded up to a multiple of it.
+        num_shards: of all processes; sizes are rounded up to a multiple of it.
         what: which batches, for messages: "training".
+        blocks: the blocks of rows that this process loads.
+        in_order: whether portions fill the blocks in turn, so that all padding is at
+            the end. The compiled step is then that of one process.
+        collect: from leaves `(micro_batches, rows of own blocks, ...)` to the same on
+            the host with the rows of all blocks; all processes call it.
 
     Attributes:
-        size: rows of a padded batch; 0 before the first.
+        size: rows of a padded batch, of all processes; 0 before the first.
     """
 
-    def __init__(self, num_shards: int, what: str):
+    def __init__(
+        self,
+        num_shards: int,
+        what: str,
+        blocks: RowBlocks = _ONE_BLOCK,
+        in_order: bool = True,
+        collect: Callable[[list[np.ndarray]], list[np.ndarray]] = list,
+    ):
         self.num_shards = num_shards
         self.what = what
+        self.blocks = blocks
         self.rows_interact = False
         self.size = 0
+        self._in_order = in_order
+        self._collect = collect
+        self._full: tuple[int, ...] = ()
         self._usual: Hashable = None
         self._expected: tuple[Any, ...] = ()
         self._form: tuple[Any, ...] = ()
@@ -65,28 +84,57 @@ class Packer:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        micros = [self._checked_leaves(batch) for batch in micro_batches]
-        rows = len(micros[0][0])
-        if slots == 1 and rows == self.size and not self.rows_interact:
+        micros = [self._checked_leaves(shown(batch)) for batch in micro_batches]
+        counts = [counts_of(batch) for batch in micro_batches]
+        if slots == 1 and counts[0] == self._full and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
-            group = self._as_group([leaf[None] for leaf in micros[0]], (rows,))
-            return Packed([group], True, [rows], self._usual)
-        sizes = tuple([len(leaves[0]) for leaves in micros])
-        each = slots // steps
-        sums = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
+            return Packed([self._group(micros, counts)], True, [self.size], self._usual)
+
+        sizes = [sum(each) for each in counts]
+        of_step = slots // steps
+        rows = [sum(sizes[i : i + of_step]) for i in range(0, slots, of_step)]
+
         split = True
-        if self.rows_interact:
-            split = all(size % self.num_shards == 0 for size in sizes)
-        else:
-            micros, sizes = self._padded(micros, sizes, slots)
+        if not self.rows_interact:
+            micros, counts = self._padded(micros, counts, slots)
+            sizes = [self.size] * slots
+        elif not all(map(self._fills_shards, counts)):
+            split = False
+            micros = [self._whole(m, c) for m, c in zip(micros, counts, strict=True)]
+            counts = [(size,) for size in sizes]
+
         groups, shapes, start = [], [], 0
-        for stop in range(1, len(micros) + 1):
-            if stop == len(micros) or len(micros[stop][0]) != len(micros[start][0]):
-                group = self._stacked(micros[start:stop], sizes[start:stop])
-                groups.append(group)
-                shapes.append((stop - start, len(micros[start][0])))
-                start = stop
-        return Packed(groups, split, sums, (split, steps, tuple(shapes)))
+        for size, run in itertools.groupby(sizes[: len(micros)]):
+            stop = start + len(list(run))
+            groups.append(self._group(micros[start:stop], counts[start:stop]))
+            shapes.append((stop - start, size))
+            start = stop
+        return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+
+    def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
+        """Values of the rows that are no padding, on the host.
+
+        Args:
+            leaf: values for all rows of the packed `batch`, on the devices.
+            batch: what was packed.
+            own: whether those of this process's blocks are enough.
+        """
+        if not isinstance(batch, Portion):
+            return np.asarray(leaf)[: counts_of(batch)[0]]
+        each = len(leaf) // self.blocks.count
+        blocks = self.blocks.own if own else range(self.blocks.count)
+        if own and not leaf.is_fully_replicated:
+            shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
+            found = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
+            starts = range(0, len(found), each)
+        else:
+            found, starts = np.asarray(leaf), [block * each for block in blocks]
+        return np.concatenate(
+            [
+                found[start : start + batch.counts[block]]
+                for start, block in zip(starts, blocks, strict=True)
+            ]
+        )
 
     def can_stack(self, micro_batches: Sequence[Batch], slots: int, first: int) -> bool:
         """Whether all these would be one group, of the sizes that they have one by one.
@@ -96,16 +144,12 @@ class Packer:
             slots: how many places the group has.
             first: how many of the places are the first step's.
         """
-        sizes = [rows_of(batch) for batch in micro_batches]
-        if not self.rows_interact:
-            return self._pads_alike(sizes, first)
-        return len({*sizes}) == 1 and len(micro_batches) == slots
-
-    def _pads_alike(self, sizes: list[int], first: int) -> bool:
-        """Whether the first step needs as many rows as any after it, or has had more.
-
-        Last bits may depend on the number of padded rows.
-        """
+        counts = [counts_of(batch) for batch in micro_batches]
+        if self.rows_interact:
+            return len({*counts}) == 1 and len(micro_batches) == slots
+        # The first step must need as many rows as any after it, or have had more: last
+        # bits may depend on the number of padded rows.
+        sizes = [max(each) * self.blocks.count for each in counts]
         return max(sizes) <= max(self.size, self._rounded(max(sizes[:first])))
 
     def _rounded(self, rows: int) -> int:
@@ -113,42 +157,84 @@ class Packer:
 
     def forget(self) -> None:
         """Takes the next batch for the first."""
-        self.size, self._usual = 0, None
+        self.start_from(0)
         self._expected = self._form = ()
 
     def start_from(self, rows: int) -> None:
         """Pads as if this had been the size of the largest batch so far; 0 is none."""
-        self.size, self._usual = 0, None
+        self.size, self._full, self._usual = 0, (), None
         self.pad_to(rows)
 
     def pad_to(self, rows: int) -> None:
         """From now on batches get so many rows, or a few more, at least."""
         if rows > self.size:
             self.size = self._rounded(rows)
+            self._full = (self.size // self.blocks.count,) * self.blocks.count
             self._usual = (True, 1, ((1, self.size),))
 
     def _padded(
-        self, micros: list[list[np.ndarray]], sizes: tuple[int, ...], slots: int
-    ) -> tuple[list[list[np.ndarray]], tuple[int, ...]]:
+        self,
+        micros: list[list[np.ndarray]],
+        counts: list[tuple[int, ...]],
+        slots: int,
+    ) -> tuple[list[list[np.ndarray]], list[tuple[int, ...]]]:
         """All of one size, the largest so far, and as many as there are slots."""
-        largest = max(sizes)
-        self.pad_to(largest)
-        missing = slots - len(micros)
-        padded = [pad(leaves, self.size) for leaves in micros]
+        self.pad_to(max(map(max, counts)) * self.blocks.count)
+        size, missing = self._full[0], slots - len(micros)
+        padded = [
+            self._with_padding(leaves, each, size)
+            for leaves, each in zip(micros, counts, strict=True)
+        ]
         # The last is of the step that lacks some: NaN in another's stays there.
-        return padded + padded[-1:] * missing, sizes + (0,) * missing
+        nothing = (0,) * self.blocks.count
+        return padded + padded[-1:] * missing, counts + [nothing] * missing
 
-    def _stacked(
-        self, micros: list[list[np.ndarray]], counts: tuple[int, ...]
+    def _with_padding(
+        self, leaves: list[np.ndarray], counts: tuple[int, ...], size: int
+    ) -> list[np.ndarray]:
+        """The rows of this process's blocks, each block padded to `size`."""
+        own = [counts[block] for block in self.blocks.own]
+        if own == [size] * len(own):
+            return leaves
+        firsts = [leaf[:1] for leaf in leaves]
+        parts, start = [], 0
+        for count in own:
+            part = [leaf[start : start + count] for leaf in leaves]
+            parts.append(_pad(part, size, firsts))
+            start += count
+        if len(parts) == 1:
+            return parts[0]
+        return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+    def _fills_shards(self, counts: tuple[int, ...]) -> bool:
+        """Whether blocks of so many rows need no padding."""
+        shards = self.num_shards // self.blocks.count
+        return len(set(counts)) == 1 and counts[0] % shards == 0
+
+    def _whole(
+        self, leaves: list[np.ndarray], counts: tuple[int, ...]
+    ) -> list[np.ndarray]:
+        """The real rows of all processes: where rows interact and do not divide."""
+        if self.blocks.count == 1:
+            return leaves
+        shards = self.num_shards // self.blocks.count
+        size = math.ceil(max(counts) / shards) * shards
+        local = self._with_padding(leaves, counts, size)
+        collected = self._collect([leaf[None] for leaf in local])
+        starts = range(0, self.blocks.count * size, size)
+        real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
+        return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
+
+    def _group(
+        self, micros: list[list[np.ndarray]], counts: list[tuple[int, ...]]
     ) -> Group:
+        """Micro-batches of one size, stacked."""
         if len(micros) == 1:
             stacked = [leaf[None] for leaf in micros[0]]
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        return self._as_group(stacked, counts)
-
-    def _as_group(self, stacked: list[np.ndarray], counts: tuple[int, ...]) -> Group:
-        return Group(jax.tree.unflatten(self._expected[0], stacked), _counts(counts))
+        batch = jax.tree.unflatten(self._expected[0], stacked)
+        return Group(batch, _counts(tuple(counts), self._in_order))
 
     def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:
         """The leaves of a batch that is like the first one but for its rows."""
@@ -187,41 +273,25 @@ class Packer:
         )
 
 
-def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Lists of `size` batches; the last may be shorter."""
-    batches = iter(batches)
-    while window := list(itertools.islice(batches, size)):
-        yield window
-
-
-def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
-    """The next so many, or those before the one that raises, and what it raises."""
-    found: list[Any] = []
-    try:
-        found.extend(itertools.islice(iterator, most))
-    except Exception as error:
-        return found, error
-    return found, None
-
-
-def pad(
-    leaves: list[np.ndarray], size: int, rows: list[np.ndarray] | None = None
+def _pad(
+    leaves: list[np.ndarray], size: int, firsts: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """`leaves` with `size` rows: copies of their first, or of the one of `rows`."""
+    """`leaves` with `size` rows: those that lack are copies of the one in `firsts`."""
     missing = size - len(leaves[0])
     if missing == 0:
         return leaves
-    firsts = rows or [leaf[:1] for leaf in leaves]
     return [
-        np.concatenate([leaf, np.broadcast_to(row, (missing, *leaf.shape[1:]))])
-        for leaf, row in zip(leaves, firsts, strict=True)
+        np.concatenate([leaf, np.broadcast_to(first, (missing, *leaf.shape[1:]))])
+        for leaf, first in zip(leaves, firsts, strict=True)
     ]
 
 
 @functools.lru_cache
-def _counts(counts: tuple[int, ...]) -> np.ndarray:
+def _counts(counts: tuple[tuple[int, ...], ...], in_order: bool) -> np.ndarray:
     """Made once for each of the few there are in a run."""
-    array = np.asarray(counts, np.int32)[:, None]
+    array = np.asarray(counts, np.int32)
+    if in_order:
+        array = array.sum(axis=1, keepdims=True, dtype=np.int32)
     array.flags.writeable = False
     return array
 

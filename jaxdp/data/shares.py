@@ -1,188 +1,23 @@
-"""A batch that several processes have between them: each has some of its rows.
-
-A batch's rows are cut into equal blocks, in order; which of them a process loads, its
-devices decide (`processes.RowBlocks`). A block has real rows first, then its padding.
-"""
+"""How the batches of a loader come to several processes: each has some of the rows."""
 
 import collections
 import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
 import numpy as np
 
-from ..distributed import Processes, RowBlocks
-from ..step import Batch, Group
-from .conversion import rows_of
-from .padding import Packed, Packer, pad
+from ..distributed import Processes
+from ..step import Batch
+from .batches import Portion, rows_of
+from .padding import Packer
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""
-
-
-class Portion:
-    """What one process has of a batch.
-
-    Attributes:
-        own: the rows of its own blocks. If it has none, one row to fill them with.
-        counts: how many real rows each block has, of all processes.
-    """
-
-    __slots__ = ("counts", "own")
-
-    def __init__(self, own: Batch, counts: tuple[int, ...]):
-        self.own = own
-        self.counts = counts
-
-
-def shown(batch: Any) -> Batch:
-    """What of a batch is here, as callbacks see it."""
-    return batch.own if type(batch) is Portion else batch
-
-
-def inputs_of(batch: Any) -> Any:
-    """What is predicted from: `x` of an `(x, y)` batch."""
-    if type(batch) is Portion:
-        return Portion(inputs_of(batch.own), batch.counts)
-    return batch[0] if isinstance(batch, tuple) else batch
-
-
-class PortionPacker(Packer):
-    """Packs portions: every block is padded to one size, on the process that has it.
-
-    Args:
-        num_shards: as for `Packer`, of all processes together.
-        what: which batches, for messages: "training".
-        blocks: the blocks that this process loads.
-        in_order: whether portions fill the blocks in turn, so that all padding is at
-            the end. The compiled step is then that of one process.
-        collect: from leaves `(micro_batches, rows of own blocks, ...)` to the same on
-            the host with the rows of all blocks; all processes call it.
-    """
-
-    def __init__(
-        self,
-        num_shards: int,
-        what: str,
-        blocks: RowBlocks,
-        in_order: bool,
-        collect: Callable[[list[np.ndarray]], list[np.ndarray]],
-    ):
-        super().__init__(num_shards, what)
-        self.blocks = blocks
-        self._in_order = in_order
-        self._collect = collect
-
-    def pack(
-        self, micro_batches: Sequence[Any], slots: int = 1, steps: int = 1
-    ) -> Packed:
-        micros = [self._checked_leaves(portion.own) for portion in micro_batches]
-        counts = [portion.counts for portion in micro_batches]
-        sizes = [sum(each) for each in counts]
-        each = slots // steps
-        rows = [sum(sizes[start : start + each]) for start in range(0, slots, each)]
-        if not self.rows_interact:
-            self.pad_to(max(map(max, counts)) * self.blocks.count)
-            size = self.size // self.blocks.count
-            micros = [
-                self._with_padding(leaves, each, size)
-                for leaves, each in zip(micros, counts, strict=True)
-            ]
-            missing = slots - len(micros)
-            micros += micros[-1:] * missing  # of the step that lacks some
-            counts += [(0,) * self.blocks.count] * missing
-            groups = [self._group(micros, counts)]
-            return Packed(groups, True, rows, (True, steps, ((slots, self.size),)))
-        split = all(map(self._can_split, counts))
-        if not split:
-            micros = [self._whole(m, c) for m, c in zip(micros, counts, strict=True)]
-            counts = [(size,) for size in sizes]
-        groups, shapes = [], []
-        for size, run in itertools.groupby(range(len(micros)), sizes.__getitem__):
-            places = list(run)
-            groups.append(
-                self._group([micros[i] for i in places], [counts[i] for i in places])
-            )
-            shapes.append((len(places), size))
-        return Packed(groups, split, rows, (split, steps, tuple(shapes)))
-
-    def real_rows(self, leaf: Any, portion: Portion, *, own: bool) -> np.ndarray:
-        """Values of the rows that are no padding, on the host.
-
-        Args:
-            leaf: values for all rows of the packed `portion`, on the devices.
-            portion: what was packed.
-            own: whether those of this process's blocks are enough.
-        """
-        each = len(leaf) // self.blocks.count
-        blocks = self.blocks.own if own else range(self.blocks.count)
-        if own and not leaf.is_fully_replicated:
-            shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
-            found = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
-            starts = range(0, len(found), each)
-        else:
-            found, starts = np.asarray(leaf), [block * each for block in blocks]
-        return np.concatenate(
-            [
-                found[start : start + portion.counts[block]]
-                for start, block in zip(starts, blocks, strict=True)
-            ]
-        )
-
-    def can_stack(self, micro_batches: Sequence[Any], slots: int, first: int) -> bool:
-        counts = [portion.counts for portion in micro_batches]
-        if not self.rows_interact:
-            return self._pads_alike(
-                [max(each) * self.blocks.count for each in counts], first
-            )
-        return len({*counts}) == 1 and len(micro_batches) == slots
-
-    def _can_split(self, counts: tuple[int, ...]) -> bool:
-        """Whether blocks of so many rows need no padding."""
-        shards = self.num_shards // self.blocks.count
-        return len(set(counts)) == 1 and counts[0] % shards == 0
-
-    def _with_padding(
-        self, leaves: list[np.ndarray], counts: tuple[int, ...], size: int
-    ) -> list[np.ndarray]:
-        own = [counts[block] for block in self.blocks.own]
-        if own == [size] * len(own):
-            return leaves
-        parts, start = [], 0
-        for count in own:
-            part = [leaf[start : start + count] for leaf in leaves]
-            parts.append(pad(part, size, [leaf[:1] for leaf in leaves]))
-            start += count
-        return [np.concatenate(part) for part in zip(*parts, strict=True)]
-
-    def _whole(
-        self, leaves: list[np.ndarray], counts: tuple[int, ...]
-    ) -> list[np.ndarray]:
-        """The real rows of all processes: where rows interact and do not divide."""
-        shards = self.num_shards // self.blocks.count
-        size = math.ceil(max(counts) / shards) * shards
-        local = self._with_padding(leaves, counts, size)
-        collected = self._collect([leaf[None] for leaf in local])
-        starts = range(0, self.blocks.count * size, size)
-        real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
-        return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
-
-    def _group(
-        self, micros: list[list[np.ndarray]], counts: list[tuple[int, ...]]
-    ) -> Group:
-        if len(micros) == 1:
-            stacked = [leaf[None] for leaf in micros[0]]
-        else:
-            stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        batch = jax.tree.unflatten(self._expected[0], stacked)
-        real = np.asarray(counts, np.int32)
-        if self._in_order:
-            real = real.sum(axis=1, keepdims=True, dtype=np.int32)
-        return Group(batch, real)
 
 
 class Share:
@@ -238,7 +73,7 @@ class GlobalShare(Share):
 
     Args:
         processes: all of them.
-        packer: gives the `PortionPacker` of the batches, when an epoch begins.
+        packer: gives the `Packer` of the batches, when an epoch begins.
     """
 
     def __init__(self, processes: Processes, packer: Callable[[], Any]):
@@ -357,7 +192,7 @@ def _is_by_process(states: Any) -> bool:
 class _Cut:
     """Where batches are cut: as one process would have padded them at the end."""
 
-    def __init__(self, packer: PortionPacker):
+    def __init__(self, packer: Packer):
         self.blocks = packer.blocks
         self._packer = packer
         self._size = packer.size

@@ -14,7 +14,7 @@ from ..step import Batch
 from .conversion import to_host
 from .loader_state import OwnState, checksum, generators_of, own_state
 from .own_generators import Found, Search
-from .shares import Portion, Share
+from .shares import Share
 
 END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""
@@ -350,8 +350,7 @@ class Source:
                 batch = next(batches, END)
                 if batch is END:
                     return
-                is_ready = ready or type(batch) is Portion
-                host = batch if is_ready else to_host(batch, copy=copy)
+                host = batch if ready else to_host(batch, copy=copy)
                 if own is not None:
                     own.after(batch_idx, host)
             except Exception as exception:

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from .batches import taken
 from .conversion import as_numpy, to_host
-from .padding import taken
 
 _FETCH_AT_ONCE: Final = 2**18
 """Bytes of small batches that are fetched together."""

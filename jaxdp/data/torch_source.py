@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..step import Batch
+from .batches import taken
 from .index_lists import IndexLists
 from .loader_state import OwnState
 from .own_generators import Found, Search
-from .padding import taken
 from .random_states import Generators, seed_generators, seed_of, state_from_text
 from .shares import Share
 from .source import ALL, END, Source

@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tree import leaf_path
-from ..data import Packed, Packer, PortionPacker, check_labels, rows_of
+from ..data import Packed, Packer, check_labels
 from ..distributed import RowBlocks
 from ..step import (
     BLOCKS_IN_FLIGHT,
@@ -172,10 +172,8 @@ class Engine:
         self.facts = self.programs.facts
         self._block_size = BlockSize(1 if mode.is_on else steps_per_execution)
         self._blocks = strategy.row_blocks() if several else RowBlocks()
-        shards = strategy.num_shards
         self.packers: dict[Kind, Packer] = {
-            kind: self._packer(what, in_order) if several else Packer(shards, what)
-            for kind, what in WHAT.items()
+            kind: self._packer(what, in_order) for kind, what in WHAT.items()
         }
         self._sizes_taken: dict[Kind, int] = dict.fromkeys(self.packers, 0)
 
@@ -282,14 +280,13 @@ class Engine:
         return groups
 
     def _packer(self, what: str, in_order: bool) -> Packer:
-        """What packs the portions of several processes."""
-        num_shards, place = self.strategy.num_shards, self.strategy.place_batch
+        strategy = self.strategy
 
         def collect(leaves: list[np.ndarray]) -> list[np.ndarray]:
-            (group,) = place([Group(leaves, None)], split=True)
-            return self.strategy.fetch(group.batch)
+            (group,) = strategy.place_batch([Group(leaves, None)], split=True)
+            return strategy.fetch(group.batch)
 
-        return PortionPacker(num_shards, what, self._blocks, in_order, collect)
+        return Packer(strategy.num_shards, what, self._blocks, in_order, collect)
 
     def _shapes(self, packed: Packed) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
@@ -544,9 +541,7 @@ class Engine:
         packer = self.packers["predict"]
 
         def rows(leaf: Array, x: Any) -> np.ndarray:
-            if isinstance(packer, PortionPacker):
-                return packer.real_rows(leaf, x, own=not gather)
-            return np.asarray(leaf)[: rows_of(x)]
+            return packer.real_rows(leaf, x, own=not gather)
 
         def fetch() -> PyTree:
             prediction, x = waiting.popleft()
@@ -567,11 +562,10 @@ class Engine:
 
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
-        slots = self.micro_batches
         packer = self.packers["train"]
-        if isinstance(packer, PortionPacker):  # of the rows that are here
-            packer = Packer(1, packer.what)
-        packed = packer.pack(window, slots)
+        if self._blocks.count > 1:
+            packer = Packer(1, packer.what)  # of the rows that are here
+        packed = packer.pack(window, self.micro_batches)
         steps = self.programs.steps._replace(inside=(), remat=False)
         jaxpr = self.programs.traced(steps, self.state, packed)
         return matmul_flops(jaxpr) / rows_in(packed.groups)

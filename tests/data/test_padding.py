@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxdp.data.batches import windows
 from jaxdp.data.conversion import check_labels, to_host
-from jaxdp.data.padding import Packer, windows
+from jaxdp.data.padding import Packer
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():

@@ -1,0 +1,82 @@
+"""A batch on the host, whole or one process's portion of it, and what is asked of it.
+
+Of one process a batch is a pytree of arrays shaped `(rows, ...)`. Of several each has a
+`Portion`: a batch's rows are cut into equal blocks, in order, and which of them a
+process loads, its devices decide (`RowBlocks`). A block has real rows first, then its
+padding.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from ..step import Batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Portion:
+    """What one process has of a batch."""
+
+    own: Batch
+    """The rows of its own blocks. If it has none, one row to fill them with."""
+    counts: tuple[int, ...]
+    """How many real rows each block has, of all processes."""
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a host batch has, of all processes."""
+    return sum(counts_of(batch))
+
+
+def counts_of(batch: Batch) -> tuple[int, ...]:
+    """How many real rows each block of a batch has; there is one of a whole batch."""
+    if isinstance(batch, Portion):
+        return batch.counts
+    return (len(jax.tree.leaves(batch)[0]),)
+
+
+def shown(batch: Batch) -> Batch:
+    """What of a batch is here, as callbacks see it."""
+    return batch.own if isinstance(batch, Portion) else batch
+
+
+def inputs_of(batch: Batch) -> Any:
+    """What is predicted from: `x` of an `(x, y)` batch."""
+    if isinstance(batch, Portion):
+        return Portion(inputs_of(batch.own), batch.counts)
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
+def read_only(batch: Batch) -> Batch:
+    """A host batch over the same memory that can't be written to."""
+    leaves, treedef = jax.tree.flatten(batch)
+    views = [leaf.view() for leaf in leaves]
+    for view in views:
+        view.flags.writeable = False
+    return jax.tree.unflatten(treedef, views)
+
+
+def leaf_name(batch: Any, index: int) -> str:
+    """How a user would write the leaf number `index`: `batch[0]['image']`."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+    return "batch" + jax.tree_util.keystr(paths[index][0])
+
+
+def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Lists of `size` batches; the last may be shorter."""
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, size)):
+        yield window
+
+
+def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
+    """The next so many, or those before the one that raises, and what it raises."""
+    found: list[Any] = []
+    try:
+        found.extend(itertools.islice(iterator, most))
+    except Exception as error:
+        return found, error
+    return found, None
