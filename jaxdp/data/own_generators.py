@@ -5,8 +5,6 @@ their states tell what comes next. They are found where a part, or what it is ma
 holds them, and their states are kept in JSON.
 """
 
-import base64
-import binascii
 import collections
 import functools
 import itertools
@@ -19,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .random_states import state_as_text, state_from_text
+from .random_states import kind_of, set_state, state_of, try_state
 
 _NOTHING: Final[Mapping[int, Any]] = types.MappingProxyType({})
 _MOST_ITEMS: Final = 10_000
@@ -44,18 +42,6 @@ _FOREIGN: Final = set(
     " pandas polars pyarrow h5py PIL".split()
 )
 """Packages whose objects decide no batches, and lead far away."""
-_KINDS: Final = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-_LIMITS: Final = {
-    "pos": 624,
-    "buffer_pos": 4,
-    "has_uint32": 1,
-    "has_gauss": 1,
-    "uinteger": 2**32 - 1,
-}
-"""Of numbers that NumPy takes for places in an array, or cuts, without a look."""
-_LEGACY: Final = "RandomState of "
-_TEXT: Final = 10_000
-"""Characters of a torch generator's state, at most; the CPU's has 6,744."""
 
 
 class Found:
@@ -108,7 +94,7 @@ class Found:
 
     def state_dict(self) -> dict[str, Any]:
         """The states, for `load_state_dict`; JSON."""
-        return {path: _state(each) for path, each in self.by_path.items()}
+        return {path: state_of(each) for path, each in self.by_path.items()}
 
     def load_state_dict(self, states: Any) -> None:
         """Has the generators go on from `states`, those of them that are there.
@@ -117,16 +103,14 @@ class Found:
             ValueError: if these are no states of such generators; all are as before.
         """
         check(states)
-        new = []
+        there = []
         for path, state in states.items():
             generator = self.by_path.get(path)
-            if generator is not None and _kind(generator) == state["kind"]:
-                template = _raw(generator)
-                _check_like(template, state["state"], path)
-                _try_torchs(generator, state["state"], path)
-                new.append((generator, _like(template, state["state"])))
-        for generator, state in new:
-            _set(generator, state)
+            if generator is not None and kind_of(generator) == state["kind"]:
+                try_state(state, path, generator)
+                there.append((generator, state))
+        for generator, state in there:
+            set_state(generator, state)
 
 
 class Search:
@@ -178,105 +162,7 @@ def check(states: Any) -> None:
     for path, state in states.items():
         if not isinstance(state, dict) or set(state) != {"kind", "state"}:
             raise ValueError(f"the state of the generator {path!r} is none.")
-        kind = state["kind"]
-        if not isinstance(kind, str) or len(kind) > 100:
-            raise ValueError(f"the generator {path!r} is of no kind.")
-        if (template := _template(kind)) is not None:
-            _check_like(template, state["state"], path)
-
-
-@functools.cache
-def _template(kind: str) -> Any:
-    """A state of that kind, or None where it takes the generator to know."""
-    if kind == "random.Random":
-        return random.Random(0).getstate()
-    if kind in _KINDS:
-        return getattr(np.random, kind)(0).state
-    if kind.removeprefix(_LEGACY) in _KINDS:
-        bits = getattr(np.random, kind.removeprefix(_LEGACY))(0)
-        return np.random.RandomState(bits).get_state(legacy=False)
-    return "" if kind == "torch.Generator" else None
-
-
-def _check_like(template: Any, value: Any, name: str) -> None:
-    """Raises unless `value` is a state as JSON has it, and `template` is one."""
-
-    def refuse(found: str) -> None:
-        raise ValueError(f"the state of the generator {name!r} {found}.")
-
-    if isinstance(template, dict):
-        if not isinstance(value, dict) or set(value) != set(template):
-            refuse(f"must have {', '.join(template)}")
-        for key, each in template.items():
-            got, limit = value[key], _LIMITS.get(key)
-            if key == "bit_generator":
-                if got != each:
-                    refuse(f"must be one of {each}")
-            elif limit is not None:
-                if not (_is_whole(got) and 0 <= got <= limit):
-                    refuse(f"must have a {key} from 0 to {limit}")
-            else:
-                _check_like(each, got, name)
-    elif isinstance(template, np.ndarray | tuple):
-        if not isinstance(value, list) or len(value) != len(template):
-            refuse(f"must have {len(template)} numbers")
-        if isinstance(template, np.ndarray):
-            most = int(np.iinfo(template.dtype).max)
-            if not all(_is_whole(each) and 0 <= each <= most for each in value):
-                refuse(f"must have whole numbers from 0 to {most}")
-        else:  # of `random.Random`: version, numbers and place, half of a Gaussian pair
-            version, numbers, gauss = value
-            _check_like(np.zeros(len(template[1]), np.uint32), numbers, name)
-            if version != template[0] or numbers[-1] > _LIMITS["pos"]:
-                refuse("is of another version, or has no place")
-            if gauss is not None and type(gauss) is not float:
-                refuse("must end with a number or none")
-    elif isinstance(template, str):
-        _check_text(value, name)
-    elif isinstance(template, float):
-        if type(value) not in (int, float):
-            refuse("must be a number")
-    elif _is_whole(template) and not (_is_whole(value) and 0 <= value < 2**128):
-        refuse("must be a whole number of at most 128 bits")
-
-
-def _try_torchs(generator: Any, text: str, name: str) -> None:
-    """Raises unless a torch generator takes up the state; another one has to try."""
-    if _kind(generator) != "torch.Generator":
-        return
-    try:
-        type(generator)(generator.device).set_state(state_from_text(text))
-    except RuntimeError as error:
-        raise ValueError(
-            f"the state of the generator {name!r} is no torch generator's: {error}"
-        ) from error
-
-
-def _check_text(value: Any, name: str) -> None:
-    try:
-        if not isinstance(value, str) or len(value) > _TEXT:
-            raise ValueError
-        base64.b64decode(value, validate=True)
-    except (ValueError, binascii.Error):
-        raise ValueError(
-            f"the state of the generator {name!r} must be text in base64, of at most"
-            f" {_TEXT} characters."
-        ) from None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _like(template: Any, value: Any) -> Any:
-    """`value`, which is JSON, as the generator takes it."""
-    if isinstance(template, dict):
-        return {key: _like(each, value[key]) for key, each in template.items()}
-    if isinstance(template, np.ndarray):
-        return np.asarray(value, template.dtype)
-    if isinstance(template, tuple):
-        return value[0], tuple(value[1]), value[2]
-    return value
+        try_state(state, path)
 
 
 def _globals() -> set[int]:
@@ -359,48 +245,3 @@ def _is_tensor(kind: type) -> bool:
         "torch",
         "torch.nn.parameter",
     )
-
-
-def _kind(generator: Any) -> str:
-    if isinstance(generator, random.Random):
-        return "random.Random"
-    if isinstance(generator, np.random.RandomState):
-        return _LEGACY + generator.get_state(legacy=False)["bit_generator"]
-    kind = type(generator)
-    return "torch.Generator" if kind.__module__ == "torch._C" else kind.__name__
-
-
-def _raw(generator: Any) -> Any:
-    """The state as the generator gives it; a torch generator's as text."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    if isinstance(generator, np.random.BitGenerator):
-        return generator.state
-    return state_as_text(generator.get_state())
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.BitGenerator):
-        generator.state = state
-    else:
-        generator.set_state(state_from_text(state))
-
-
-def _state(generator: Any) -> dict[str, Any]:
-    return {"kind": _kind(generator), "state": _json(_raw(generator))}
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, tuple):
-        return [_json(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value

@@ -1,7 +1,6 @@
 """Generators that samplers and datasets have of their own: the same rows on resume."""
 
 import functools
-import json
 import random
 import types
 import warnings
@@ -15,6 +14,8 @@ from toys import Recorder, rows
 from twins import check_twins
 
 torch = pytest.importorskip("torch")
+
+from generator_kinds import KINDS, draw  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     DataLoader,
     Dataset,
@@ -23,39 +24,14 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import SingleDevice, Trainer  # noqa: E402
-from jaxdp.checkpoint import CheckpointCorrupt, read_meta, seal  # noqa: E402
-from jaxdp.checkpoint.metadata import digest  # noqa: E402
-from jaxdp.data.index_lists import IndexLists  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
-from jaxdp.data.own_generators import Found, Search, check  # noqa: E402
-from jaxdp.data.random_states import Generators  # noqa: E402
-from jaxdp.data.source import ALL  # noqa: E402
+from jaxdp.data.own_generators import Found, Search  # noqa: E402
+from jaxdp.data.source import Position  # noqa: E402
 
-KINDS = {
-    "np.random.Generator": lambda: np.random.default_rng(3),
-    "MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
-    "Philox": lambda: np.random.Generator(np.random.Philox(3)),
-    "SFC64": lambda: np.random.Generator(np.random.SFC64(3)),
-    "BitGenerator": lambda: np.random.PCG64DXSM(3),
-    "RandomState": lambda: np.random.RandomState(3),
-    "random.Random": lambda: random.Random(3),
-    "torch.Generator": lambda: torch.Generator().manual_seed(3),
-}
 X, Y = rows(24)
+
+
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-
-
-def draw(generator, count):
-    """A number below `count`, of any kind of generator."""
-    if isinstance(generator, torch.Generator):
-        return int(torch.randint(count, (), generator=generator))
-    if isinstance(generator, np.random.BitGenerator):
-        return int(generator.random_raw() % count)
-    if isinstance(generator, random.Random):
-        return generator.randrange(count)
-    if isinstance(generator, np.random.RandomState):
-        return int(generator.randint(count))
-    return int(generator.integers(count))
 
 
 class ClassBalanced(Sampler):
@@ -322,39 +298,6 @@ def test_of_a_curriculum_it_is_not_said_that_rows_come_twice(tmp_path):
     assert "may have lost its place" in message
 
 
-class Index:
-    """Shows nothing of itself but where it is."""
-
-    def __init__(self, index):
-        self.index = index
-
-    def __index__(self):
-        return self.index
-
-
-@pytest.mark.parametrize("index", [Index, lambda i: torch.tensor(i), np.int64])
-def test_index_lists_are_noted_by_their_numbers(index):
-    def noted(order, expected=None):
-        lists = IndexLists("loader", "Sampler")
-        made = [[index(i) for i in each] for each in order]
-        assert len([*lists.noted(iter(made), expected)]) == len(order)
-        return lists.note(len(order))
-
-    order = [[3, 1], [2, 0]]
-    note = noted(order)
-    assert note is not None
-    assert noted(order, [2, note]) == note
-    with pytest.warns(UserWarning, match="come twice"):
-        noted(order[::-1], [2, note])
-
-
-def test_indices_that_are_no_numbers_are_not_noted():
-    lists = IndexLists("loader", "Sampler")
-    assert len([*lists.noted(iter([[object()], [1]]), [2, 5])]) == 2
-    assert lists.note(2) is None
-    assert lists.state_dict() == [None, False]
-
-
 PAIR = torch.zeros(2), torch.tensor(1)
 
 
@@ -427,130 +370,12 @@ def test_generators_are_found_wherever_they_are():
     assert len(found.seen) < 50  # rows are not looked into, one by one
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_of_generators_survive_json(kind):
-    parts = {"a": KINDS[kind]()}
-    draw(parts["a"], 10)
-    saved = json.loads(json.dumps(Found(parts).state_dict()))
-    expected = [draw(parts["a"], 10**6) for _ in range(700)]
-    check(saved)
-    Found(parts).load_state_dict(saved)
-    assert [draw(parts["a"], 10**6) for _ in range(700)] == expected
-
-
-def forged(value):
-    """Everything that can be made of a state by one change."""
-    others = None, True, -1, 2**200, 1.5, "x", [], {}, [0] * 3
-    yield from others
-    if isinstance(value, dict):
-        for key in value:
-            yield {name: each for name, each in value.items() if name != key}
-            for change in forged(value[key]):
-                yield {**value, key: change}
-    if isinstance(value, list):
-        yield value * 2
-        for place in {0, len(value) - 1} & set(range(len(value))):
-            for change in forged(value[place]):
-                yield [*value[:place], change, *value[place + 1 :]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_forged_states_are_refused_before_any_is_set(kind):
-    parts = {"a": np.random.default_rng(0), "b": KINDS[kind]()}
-    found = Found(parts)
-    before = found.state_dict()
-    refused = 0
-    for state in forged(before["b"]["state"]):
-        both = {
-            "a": {**before["a"]},
-            "b": {"kind": before["b"]["kind"], "state": state},
-        }
-        draw(parts["a"], 5)
-        now = found.state_dict()
-        try:
-            found.load_state_dict(json.loads(json.dumps(both)))
-        except ValueError as error:
-            refused += 1
-            assert "'b'" in str(error)
-            assert found.state_dict() == now
-        else:
-            draw(parts["b"], 100)
-    assert refused > 8
-
-
 def test_a_generator_that_is_not_there_any_more_is_passed_over():
     sampler = ClassBalanced("SFC64")
     source = open_loader(DataLoader(DATA, 6, sampler=sampler), "loader", 0)
     before = Found({"sampler": sampler}).state_dict()
     other = Found({"x": random.Random(0)}).state_dict()["x"]
     states = {"sampler.gone": other, "sampler.drawing['of class'][0]": other}
-    source.start_from = {"generators": states}
+    source.go_on_from(Position({"generators": states}))
     source.epoch(0)
     assert Found({"sampler": sampler}).state_dict() == before
-
-
-FORGERIES = {
-    "source": [5, "x", {"generators": 5}, {"generators": {"a": 5}}, {"lists": [1]}],
-    "place": [
-        {"batches": 1},
-        {"batches": -1, "state": {}, "generators": None, "after": 1},
-        {"batches": 1, "state": {"__jaxdp__": "array"}, "generators": 0, "after": 1},
-        {"lists": [1, "x"]},
-        {"drawn": {"batches": 1, "state": {"a": 1}, "generators": 0, "after": 1}},
-    ],
-    "validation": [
-        {"own": {"__jaxdp__": "number", "of": 5, "as": []}},
-        {"samplers": 1},
-    ],
-}
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
-    """What comes of each process, too; and before anything is replaced."""
-    trainer = make()
-    trainer.fit(DataLoader(DATA, 6), max_steps=2)
-    progress = trainer.run.progress
-    saved = progress.state_dict(ALL)
-    for forgery in FORGERIES[name]:
-        for value in forgery, {"by_process": [None, forgery]}, {"of_each": [forgery]}:
-            with pytest.raises(ValueError, match=name):
-                progress.check({**saved, name: value})
-    progress.check(json.loads(json.dumps(saved)))
-    before = trainer.save(tmp_path / "whole")
-    meta = {**read_meta(before), name: FORGERIES[name][0]}
-    meta["digest"] = digest(meta)
-    (tmp_path / "whole" / "meta" / "metadata").write_text(json.dumps(meta))
-    seal.write_list(before)
-    with pytest.raises(CheckpointCorrupt, match=name):
-        trainer.load(before)
-
-
-def test_forged_states_of_the_global_generators_change_none():
-    import torch
-
-    def present():
-        return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-    torchs, (kind, keys, place, gauss, cached), pythons = present()
-    for forged in (
-        None,
-        {},
-        (),
-        (torchs[:-1],),
-        (torchs, (kind, keys, 10**6, gauss, cached), pythons),
-        (torchs, (kind, keys[:9], 5, gauss, cached), pythons),
-        (torchs, (kind, keys, place, 7, cached), pythons),
-        (torchs, "x", pythons),
-        (torchs, (kind, keys, place, gauss, cached), (3, (1, 2), None)),
-    ):
-        before = repr(present())
-        with pytest.raises(ValueError, match="can't be taken up"):
-            Generators().go_on_from(forged)
-        assert repr(present()) == before
-    generators = Generators()
-    generators.go_on_from((torchs, (kind, keys, place, gauss, cached), pythons))
-    with generators.active():
-        first = random.random(), np.random.rand(), torch.rand(())
-    random.setstate(pythons)
-    assert first[0] == random.random()

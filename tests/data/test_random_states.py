@@ -1,0 +1,159 @@
+"""States of random generators: kept as JSON, and tried before they are set."""
+
+import json
+import random
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import rows
+
+torch = pytest.importorskip("torch")
+
+from generator_kinds import KINDS, draw  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    TensorDataset,
+)
+
+from jaxdp import SingleDevice, Trainer  # noqa: E402
+from jaxdp.checkpoint import CheckpointCorrupt, read_meta, seal  # noqa: E402
+from jaxdp.checkpoint.metadata import digest  # noqa: E402
+from jaxdp.data.own_generators import Found, check  # noqa: E402
+from jaxdp.data.random_states import Generators  # noqa: E402
+from jaxdp.data.source import ALL  # noqa: E402
+
+X, Y = rows(24)
+DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+
+def make(callbacks=(), **options):
+    return Trainer(
+        eqx.nn.Linear(4, 3, key=jax.random.key(0)),
+        optax.sgd(1e-1),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_generators_survive_json(kind):
+    parts = {"a": KINDS[kind]()}
+    draw(parts["a"], 10)
+    saved = json.loads(json.dumps(Found(parts).state_dict()))
+    expected = [draw(parts["a"], 10**6) for _ in range(700)]
+    check(saved)
+    Found(parts).load_state_dict(saved)
+    assert [draw(parts["a"], 10**6) for _ in range(700)] == expected
+
+
+def forged(value):
+    """Everything that can be made of a state by one change."""
+    others = None, True, -1, 2**200, 1.5, "x", [], {}, [0] * 3
+    yield from others
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: each for name, each in value.items() if name != key}
+            for change in forged(value[key]):
+                yield {**value, key: change}
+    if isinstance(value, list):
+        yield value * 2
+        for place in {0, len(value) - 1} & set(range(len(value))):
+            for change in forged(value[place]):
+                yield [*value[:place], change, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forged_states_are_refused_before_any_is_set(kind):
+    parts = {"a": np.random.default_rng(0), "b": KINDS[kind]()}
+    found = Found(parts)
+    before = found.state_dict()
+    refused = 0
+    for state in forged(before["b"]["state"]):
+        both = {
+            "a": {**before["a"]},
+            "b": {"kind": before["b"]["kind"], "state": state},
+        }
+        draw(parts["a"], 5)
+        now = found.state_dict()
+        try:
+            found.load_state_dict(json.loads(json.dumps(both)))
+        except ValueError as error:
+            refused += 1
+            assert "'b'" in str(error)
+            assert found.state_dict() == now
+        else:
+            draw(parts["b"], 100)
+    assert refused > 8
+
+
+FORGERIES = {
+    "source": [5, "x", {"generators": 5}, {"generators": {"a": 5}}, {"lists": [1]}],
+    "place": [
+        {"batches": 1},
+        {"batches": -1, "state": {}, "generators": None, "after": 1},
+        {"batches": 1, "state": {"__jaxdp__": "array"}, "generators": 0, "after": 1},
+        {"lists": [1, "x"]},
+        {"drawn": {"batches": 1, "state": {"a": 1}, "generators": 0, "after": 1}},
+    ],
+    "validation": [
+        {"own": {"__jaxdp__": "number", "of": 5, "as": []}},
+        {"samplers": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_state_of_a_loader_is_refused_at_load(tmp_path, name):
+    """What comes of each process, too; and before anything is replaced."""
+    trainer = make()
+    trainer.fit(DataLoader(DATA, 6), max_steps=2)
+    progress = trainer.run.progress
+    saved = progress.state_dict(ALL)
+    for forgery in FORGERIES[name]:
+        for value in forgery, {"by_process": [None, forgery]}, {"of_each": [forgery]}:
+            with pytest.raises(ValueError, match=name):
+                progress.check({**saved, name: value})
+    progress.check(json.loads(json.dumps(saved)))
+    before = trainer.save(tmp_path / "whole")
+    meta = {**read_meta(before), name: FORGERIES[name][0]}
+    meta["digest"] = digest(meta)
+    (tmp_path / "whole" / "meta" / "metadata").write_text(json.dumps(meta))
+    seal.write_list(before)
+    with pytest.raises(CheckpointCorrupt, match=name):
+        trainer.load(before)
+
+
+def test_forged_states_of_the_global_generators_change_none():
+    import torch
+
+    def present():
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    torchs, (kind, keys, place, gauss, cached), pythons = present()
+    for forged in (
+        None,
+        {},
+        (),
+        (torchs[:-1],),
+        (torchs, (kind, keys, 10**6, gauss, cached), pythons),
+        (torchs, (kind, keys[:9], 5, gauss, cached), pythons),
+        (torchs, (kind, keys, place, 7, cached), pythons),
+        (torchs, "x", pythons),
+        (torchs, (kind, keys, place, gauss, cached), (3, (1, 2), None)),
+    ):
+        before = repr(present())
+        with pytest.raises(ValueError, match="can't be taken up"):
+            Generators().go_on_from(forged)
+        assert repr(present()) == before
+    generators = Generators()
+    generators.go_on_from((torchs, (kind, keys, place, gauss, cached), pythons))
+    with generators.active():
+        first = random.random(), np.random.rand(), torch.rand(())
+    random.setstate(pythons)
+    assert first[0] == random.random()
