@@ -30,9 +30,9 @@ def sharing_arrays() -> Iterator[None]:
     started, into memory that all map. What a process writes into them it alone sees,
     as if it were a fork. Of a `np.memmap` nothing is copied: its file is mapped anew.
 
-    So are torch's tensors, but for the largest: torch would send an open file for each,
-    of which there may be 256, and one that was made only to be sent would be gone
-    before it arrives.
+    torch's tensors are sent as arrays, but for the largest: torch would send an open
+    file for each, of which there may be 256, and one that was made only to be sent
+    would be gone before it arrives.
 
     Where the system has no such memory (Linux has `memfd_create`), arrays of no file
     are sent as ever.
@@ -52,67 +52,62 @@ def sharing_arrays() -> Iterator[None]:
 
 
 class _Memory:
-    """A file of no name with arrays, one after the other."""
+    """A file of no name with arrays, one after the other; it arrives mapped."""
 
     def __init__(self) -> None:
         self.file: int | None = None
         self.size = 0
-        self.placed: dict[int, tuple[int, Any]] = {}
-        self._for: Any = None
-        self._handle: Any = None
+        # With their owners, so that no other gets its key.
+        self._places: dict[int, tuple[int, np.ndarray]] = {}
+        self._bytes: dict[int, np.ndarray] = {}
 
-    def place(self, array: np.ndarray, owner: Any = None, key: int = 0) -> int:
-        """Where the copy of an array is.
-
-        Args:
-            array: what to copy.
-            owner: whose memory it is, if not its own.
-            key: tells owners apart while they are there.
-        """
-        assert self.file is not None
-        owner, key = (array, id(array)) if owner is None else (owner, key)
-        if key not in self.placed:
+    def place(self, array: np.ndarray) -> int:
+        """Where the copy of an array is."""
+        if self.file is None:
+            self.file = os.memfd_create("arrays of jaxdp's workers")
+        if id(array) not in self._places:
             start = -(-self.size // _ALIGNMENT) * _ALIGNMENT
             self.size = start + array.nbytes
             flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
             left = flat.view(np.uint8).data
             while left:  # a call writes 2 GB at most
                 left = left[os.pwrite(self.file, left, self.size - len(left)) :]
-            # Kept, so that no other gets its key.
-            self.placed[key] = start, owner
-        return self.placed[key][0]
+            self._places[id(array)] = start, array
+        return self._places[id(array)][0]
 
-    def handle(self, process: Any) -> "_Handle":
-        """One for each process, which then opens the file once."""
-        if self.file is None:
-            self.file = os.memfd_create("arrays of jaxdp's workers")
-        if process is not self._for:
-            self._for, self._handle = process, _Handle(reduction.DupFd(self.file))
-        return self._handle
+    def bytes_of(self, storage: Any) -> np.ndarray:
+        """The memory of torch's tensors, one array for all that are views of it."""
+        import torch
+
+        key = storage.data_ptr()
+        if key not in self._bytes:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._bytes[key] = whole.numpy()
+        return self._bytes[key]
+
+    def __reduce__(self) -> Any:
+        # Once for each process, which then opens the file once.
+        assert self.file is not None
+        return _mapped, (reduction.DupFd(self.file),)
 
     def close(self) -> None:
         if self.file is not None:
             os.close(self.file)
 
 
-class _Handle:
-    """The file, as it is sent; it arrives mapped."""
-
-    def __init__(self, file: Any):
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return _mapped, (self.file,)
+def _memory() -> _Memory | None:
+    """Where arrays are shared that are pickled now for a process being started."""
+    return None if get_spawning_popen() is None else getattr(_HERE, "memory", None)
 
 
 def _reduce(array: np.ndarray) -> Any:
     """How an array is pickled for another process."""
-    memory, process = getattr(_HERE, "memory", None), get_spawning_popen()
-    is_shared = hasattr(os, "memfd_create") and _is_plain(array)
-    if memory is None or process is None or not is_shared:
+    memory = _memory()
+    if memory is None or not hasattr(os, "memfd_create") or not _is_plain(array):
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    start = memory.place(array)
     form = array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable
-    return _received, (memory.handle(process), memory.place(array), *form)
+    return _received, (memory, start, *form)
 
 
 def _reduce_memmap(array: np.memmap) -> Any:
@@ -120,8 +115,7 @@ def _reduce_memmap(array: np.memmap) -> Any:
     name, mode = array.filename, array.mode
     # With "c", what was written is in no file.
     is_file = name is not None and os.path.exists(name) and mode in ("r", "r+", "w+")
-    here = getattr(_HERE, "memory", None), get_spawning_popen()
-    if not is_file or None in here or not _is_plain(array):
+    if not is_file or _memory() is None or not _is_plain(array):
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     # Parts of a `np.memmap` have the offset of the whole, which maps whole pages.
     mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
@@ -133,15 +127,13 @@ def _reduce_memmap(array: np.memmap) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """How a tensor of torch's is pickled for another process."""
+    """How a tensor of torch's is pickled for another process: as an array is."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    memory, process = getattr(_HERE, "memory", None), get_spawning_popen()
+    memory = _memory()
     if (
         memory is None
-        or process is None
-        or not hasattr(os, "memfd_create")
         or tensor.layout != torch.strided
         or tensor.device.type != "cpu"
         or tensor.requires_grad
@@ -153,11 +145,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     storage = tensor.untyped_storage()
     if storage.is_shared() or not 0 < storage.nbytes() <= _MOST_BYTES:
         return reduce_tensor(tensor)
-    every_byte = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    handle = memory.handle(process)
-    start = memory.place(every_byte, storage, storage.data_ptr())
     form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-    return _received_tensor, (handle, start, storage.nbytes(), *form)
+    return _received_tensor, (memory.bytes_of(storage), *form)
 
 
 def _is_plain(array: np.ndarray) -> bool:
@@ -174,15 +163,6 @@ def _mapped(file: Any) -> mmap.mmap:
         os.close(file)
 
 
-def _received_tensor(
-    memory: mmap.mmap, start: int, nbytes: int, dtype: Any, *form: Any
-) -> Any:
-    import torch
-
-    every_byte = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
-    return torch.empty(0, dtype=dtype).set_(every_byte.untyped_storage(), *form)
-
-
 def _received(
     memory: mmap.mmap,
     start: int,
@@ -195,3 +175,10 @@ def _received(
     array = np.ndarray(shape, dtype, memory, start, order=order)
     array.flags.writeable = writeable
     return array
+
+
+def _received_tensor(every_byte: np.ndarray, dtype: Any, *form: Any) -> Any:
+    import torch
+
+    storage = torch.from_numpy(every_byte).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, *form)
