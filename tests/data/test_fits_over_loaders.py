@@ -1,0 +1,279 @@
+"""The order of batches over fits that fail, are resumed or read nothing."""
+
+import contextlib
+import warnings
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from toys import Mlp, Recorder, rows
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
+
+from jaxdp import Callback, Trainer  # noqa: E402
+
+TENSORS = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
+
+
+def linear():
+    return eqx.nn.Linear(1, 1, key=jax.random.key(0))
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        raise RuntimeError("stop")
+
+
+def of_row(model, x, y):
+    return jax.vmap(model)(x)[:, 0]
+
+
+def test_the_global_generators_come_back_when_a_fit_fails():
+    loader = DataLoader([(np.ones(1, np.float32), 0.0)] * 8, 4)
+    np.random.seed(1)
+    expected = np.random.rand(2).tolist()
+    np.random.seed(1)
+    before = np.random.rand()
+    trainer = Trainer(linear(), loss_fn=of_row, callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="stop") as kept:
+        trainer.fit(loader)
+    assert [before, np.random.rand()] == expected
+    assert kept.value.__traceback__ is not None  # its frames are still there
+
+
+def test_a_generator_deep_inside_samplers_goes_on_where_it_was(tmp_path):
+    def make():
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(TENSORS, generator=generator)
+        return DataLoader(TENSORS, batch_sampler=BatchSampler(sampler, 4, False))
+
+    def trainer():
+        return Trainer(linear(), loss_fn=of_row)
+
+    whole = trainer()
+    whole.fit(make(), max_epochs=2)
+    part = trainer()
+    part.fit(make(), max_steps=8)
+    part.save(tmp_path / "part")
+    torch.manual_seed(5)
+    rest = trainer()
+    rest.fit(make(), max_epochs=2, ckpt_path=str(tmp_path / "part"))
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_epoch_begun_by_steps_is_gone_on_with_in_its_order(tmp_path):
+    rows = torch.arange(80.0).reshape(80, 1).repeat(1, 4)
+
+    def loader():
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.zeros(80, dtype=torch.int64)
+        return DataLoader(
+            TensorDataset(rows, labels), 8, shuffle=True, generator=generator
+        )
+
+    class Rows(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            self.seen += batch[0][:, 0].tolist()
+
+    def make(callback):
+        model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+        return Trainer(model, loss="cross_entropy", callbacks=[callback])
+
+    first, second, shuffled = Rows(), Rows(), loader()
+    trainer = make(first)
+    trainer.fit(shuffled)
+    for number, _ in enumerate(trainer.steps(shuffled), 1):
+        if number == 4:
+            trainer.save(tmp_path / "14")
+            break
+    resumed = make(second)
+    resumed.load(tmp_path / "14")
+    resumed.fit(loader(), max_epochs=2)
+    assert sorted(first.seen[80:] + second.seen) == rows[:, 0].tolist()
+    trainer.fit(shuffled, max_epochs=2)
+    assert first.seen[80:][32:] == second.seen
+
+
+def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
+    """With a generator of the user's, which the failed epoch has drawn from."""
+
+    class Fails(Recorder):
+        def __init__(self, at):
+            super().__init__()
+            self.at = at
+
+        def on_train_epoch_start(self, trainer):
+            if trainer.current_epoch == self.at:
+                self.at = None
+                raise OSError("once")
+
+    def fit(at):
+        recorder = Fails(at)
+        loader = DataLoader(
+            TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+            4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        )
+        trainer = Trainer(
+            Mlp(jax.random.key(0)), callbacks=[recorder], enable_progress_bar=False
+        )
+        with contextlib.suppress(OSError):
+            trainer.fit(loader, max_epochs=2)
+        trainer.fit(loader, max_epochs=3)
+        return recorder.losses
+
+    x, y = rows(24)
+    assert fit(0) == fit(1) == fit(None)
+
+
+@pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup"])
+def test_a_fit_that_reads_nothing_after_a_load_changes_nothing(tmp_path, way):
+    class Fails(Callback):
+        def setup(self, trainer):
+            if way == "setup" and not tried:
+                tried.append(True)
+                raise OSError("once")
+
+    def trainer_and_loader(*callbacks):
+        data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        generator = torch.Generator().manual_seed(3)
+        recorder = Recorder()
+        trainer = Trainer(
+            Mlp(jax.random.key(0)),
+            callbacks=[recorder, *callbacks],
+            enable_progress_bar=False,
+        )
+        loader = DataLoader(data, 4, shuffle=True, generator=generator)
+        return trainer, loader, recorder.losses
+
+    (x, y), tried = rows(24), []
+    trainer, loader, losses = trainer_and_loader()
+    trainer.fit(loader, max_steps=8)
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(loader, max_epochs=3)
+    again, loader, rest = trainer_and_loader(Fails())
+    again.load(path)
+    options = {
+        "nothing to do": {"max_epochs": 1},
+        "wrong argument": {"limit_train_batches": "x"},
+        "setup": {"max_epochs": 3},
+    }[way]
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, OSError):
+        warnings.simplefilter("ignore")
+        again.fit(loader, **options)
+    assert not rest
+    again.fit(loader, max_epochs=3)
+    assert losses[8:] == rest
+
+
+@pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup", "nested"])
+def test_a_save_after_a_fit_that_read_nothing_keeps_the_place(tmp_path, way):
+    """With a generator of the user's: where it is, is all that tells the next order."""
+
+    class Fails(Callback):
+        def setup(self, trainer):
+            if way == "setup" and trainer.global_step:
+                raise OSError("no disk")
+
+        def on_train_epoch_end(self, trainer, metrics):
+            if way == "nested":
+                trainer.fit(batches_of(4), max_epochs=5)
+
+    def batches_of(size):
+        return DataLoader(
+            TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+            size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        )
+
+    def trainer(*callbacks):
+        model = Mlp(jax.random.key(0))
+        return Trainer(model, callbacks=callbacks, enable_progress_bar=False)
+
+    x, y = rows(24)
+    whole, rest = Recorder(), Recorder()
+    trainer(whole).fit(batches_of(4), max_epochs=3)
+    first, loader = trainer(Fails()), batches_of(4)
+    with contextlib.suppress(RuntimeError):
+        first.fit(loader, max_epochs=1)
+    options = {
+        "wrong argument": {"max_epochs": 2, "check_val_every_n_epoch": 0},
+        "setup": {"max_epochs": 3},
+    }.get(way, {"max_epochs": 1})
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, OSError):
+        warnings.simplefilter("ignore")
+        first.fit(loader, **options)
+    path = first.save(tmp_path / "saved")
+    trainer(rest).fit(batches_of(4), max_epochs=3, ckpt_path=path)
+    assert first.global_step == 6
+    assert whole.losses[6:] == rest.losses
+
+
+def test_validation_draws_nothing_before_training():
+    """From a dataset with a generator of its own, which both read."""
+
+    class Noisy(Dataset):
+        def __init__(self):
+            self.rng, self.drawn = np.random.default_rng(0), []
+
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            self.drawn.append(index)
+            return x[index] + self.rng.normal(size=4).astype(np.float32), y[index]
+
+    (x, y), data = rows(24), Noisy()
+    trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False)
+    trainer.fit(DataLoader(data, 8), DataLoader(data, 8))
+    assert data.drawn == [*range(24)] * 2
+
+
+class Counting:
+    """An iterator of numbered batches."""
+
+    number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return np.full((4, 4), self.number, np.float32), np.arange(4) % 3
+
+
+class CountingDataset(Counting, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingDataset])
+def test_an_iterator_goes_on_in_a_cut_epoch(kind):
+    class Numbers(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            numbers.append(int(batch[0][0, 0]))
+
+    numbers, loader = [], kind()
+    trainer = Trainer(
+        Mlp(jax.random.key(0)), callbacks=[Numbers()], enable_progress_bar=False
+    )
+    trainer.fit(loader, max_steps=3)
+    trainer.fit(loader, max_steps=6)
+    assert numbers == [1, 2, 3, 4, 5, 6]
