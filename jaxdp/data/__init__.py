@@ -2,11 +2,11 @@
 
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_labels
-from .loader_state import check_place, check_state, checksum
+from .loader_state import check_loader, checksum
 from .loaders import open_loader
 from .padding import Packed, Packer
 from .shares import GlobalShare, LocalShare, Share
-from .source import ALL, Source, capped, check_share
+from .source import ALL, Position, Source, capped, check_limit
 
 __all__ = [
     "ALL",
@@ -14,13 +14,13 @@ __all__ = [
     "LocalShare",
     "Packed",
     "Packer",
+    "Position",
     "Share",
     "Source",
     "capped",
     "check_labels",
-    "check_place",
-    "check_share",
-    "check_state",
+    "check_loader",
+    "check_limit",
     "checksum",
     "inputs_of",
     "leaf_name",

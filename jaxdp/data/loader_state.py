@@ -22,8 +22,9 @@ import numpy as np
 
 from ..basics.console import say
 from ..step import Batch
+from . import index_lists, own_generators
 
-_SHARE: Final = 0.02
+_COST: Final = 0.02
 """Of the time, at most, that may go into asking for states."""
 
 _TAG: Final = "__jaxdp__"
@@ -110,7 +111,7 @@ class OwnState:
             return
         self._places.append(Place(batches, state, self.generators()))
         now = time.perf_counter()
-        self._due = now + (now - start) / _SHARE
+        self._due = now + (now - start) / _COST
 
     def after(self, batches: int, batch: Batch) -> None:
         """Called with the batch that came."""
@@ -166,7 +167,29 @@ def generators_of(place: dict[str, Any]) -> Any:
     return _decoded(place["generators"])
 
 
-def check_place(place: Any) -> None:
+def check_loader(state: Any) -> None:
+    """Raises a ValueError unless this may be a `Source.state` or a `Source.place`."""
+    if state is None:
+        return
+    if not isinstance(state, dict):
+        raise ValueError(f"it is a {type(state).__name__}.")
+    if "batches" in state:
+        _check_place(state)
+        return
+    if (generators := state.get("generators")) is not None:
+        own_generators.check(generators)
+    if not isinstance(told := state.get("samplers", []), list):
+        raise ValueError("`samplers` must be a list.")
+    for each in (*told, state.get("own")):
+        _check_state(each)
+    if "lists" in state:
+        index_lists.check(state["lists"])
+    if "drawn" in state:
+        _check_place(state["drawn"])
+        own_generators.check(state["drawn"]["state"])
+
+
+def _check_place(place: Any) -> None:
     """Raises a ValueError unless this may be what `OwnState.place` gave."""
     names = {"batches", "state", "generators", "after"}
     if not isinstance(place, dict) or set(place) != names:
@@ -175,10 +198,10 @@ def check_place(place: Any) -> None:
         if type(place[name]) is not int or place[name] < 0:
             raise ValueError(f"`{name}` of a place must be a whole number.")
     for name in "state", "generators":
-        check_state(place[name])
+        _check_state(place[name])
 
 
-def check_state(state: Any) -> None:
+def _check_state(state: Any) -> None:
     """Raises a ValueError unless this may be what `OwnState.present` gave."""
     try:
         _decoded(state)

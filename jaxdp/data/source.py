@@ -1,6 +1,7 @@
 """Any iterable of batches, epoch by epoch."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import sys
@@ -20,7 +21,22 @@ END: Final = object()
 """What `next` gives at the end of an iterator, where None would be a batch."""
 
 ALL: Final = Share()
-"""That of one process."""
+"""What comes to a process that is alone: every row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where in the batches of an epoch an earlier pass was, of this process or not."""
+
+    state: Any = None
+    """The `Source.state` of the epoch; JSON. None to begin it as the loader is now."""
+    place: Any = None
+    """The `Source.place` inside of it, if there is one; JSON."""
+    given: int | None = 0
+    """How many batches an iterator gave in another process, to be passed over. None if
+    it is where the epoch began."""
+    checksum: int | None = None
+    """That of the last batch before the position, if it is known."""
 
 
 class Source:
@@ -34,12 +50,7 @@ class Source:
 
     Attributes:
         state: what, of its own, the loader started the present epoch from; JSON.
-        start_from: such a state, for the next epoch alone to start from.
-        go_on_from: a place inside the next epoch, for it alone; see `place`.
         of_epoch: the epoch that `state` is of.
-        replays_to: the checksum of the batch that a replay ends with, if it is known.
-        replay: how many batches an iterator gave in an earlier process, for the next
-            epoch alone to pass over.
         apart_from: another source, whose generators are its own to save.
     """
 
@@ -49,11 +60,8 @@ class Source:
         self.share = share
         self._find = Search()
         self.state: Any = None
-        self.start_from: Any = None
-        self.go_on_from: Any = None
         self.of_epoch: int | None = None
-        self.replay: int | None = 0
-        self.replays_to: int | None = None
+        self._position = Position()  # for the next pass alone
         self.apart_from: Source | None = None
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
@@ -97,12 +105,16 @@ class Source:
 
         An iterator has given those already, and is not asked for them again.
         """
-        self._start(epoch)
+        position = self._begin(epoch)
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
         peek = None if self.is_iterator else self._peek_here
-        batches = self._positioned(epoch, skip)
+        batches = self._positioned(epoch, skip, position)
         return self.share.of(self._converted(batches, epoch, skip, copy), peek)
+
+    def go_on_from(self, position: Position) -> None:
+        """The next pass is of an epoch that an earlier one had begun."""
+        self._position = position
 
     def close(self) -> None:
         """Ends the passes that were not read to their end.
@@ -131,20 +143,20 @@ class Source:
         loader, state, following = self.loader, self.state, self.present_state()
         if self.is_iterator and self._own is None:
             self.loader = ()
-        self.start_from = state
+        self._position = Position(state)
         try:
             yield
         finally:
-            self.loader, self.state, self.start_from = loader, state, following
+            self.loader, self.state, self._position = loader, state, Position(following)
             if "own" not in (following or {}):
                 # Validation comes next, and may draw from the same generators.
                 self._set_generators(following)
-                self.start_from = None
+                self._position = Position()
 
     def present_state(self) -> Any:
         """What `state` would be of an epoch that started now."""
-        if self.start_from is not None:
-            return self.start_from
+        if self._position.state is not None:
+            return self._position.state
         parts: dict[str, Any] = {}
         if generators := self._generators().state_dict():
             parts["generators"] = generators
@@ -154,9 +166,8 @@ class Source:
 
     def state_now(self) -> Any:
         """What to start from to see what is now to be seen; a pass begins again."""
-        ended = inspect.GEN_CLOSED
-        is_inside = any(inspect.getgeneratorstate(p) != ended for p in self._passes)
-        return self.state if is_inside else self.present_state()
+        is_over = all(map(_is_over, self._passes))
+        return self.present_state() if is_over else self.state
 
     def keep_places(self, trained: Callable[[], int]) -> None:
         """From now on `place` can be asked.
@@ -194,15 +205,15 @@ class Source:
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        start, before = self.start_from, self.present_state()
+        position, before = self._position, self.present_state()
         present, keeps = (self.state, self.of_epoch), self._keeps_places
-        self._keeps_places = False
+        self._keeps_places, self._position = False, Position(position.state)
         try:
             batches = self.epoch(0)
             batch = next(batches, None)
             getattr(batches, "close", lambda: None)()
         finally:
-            self._keeps_places, self.start_from = keeps, start
+            self._keeps_places, self._position = keeps, position
             self.state, self.of_epoch = present
             self._take_up(before)
         if batch is None:
@@ -245,20 +256,24 @@ class Source:
         tells = self._own is not None or isinstance(self.loader, list | tuple)
         return self._find({} if self.is_iterator or tells else {"loader": self.loader})
 
-    def _start(self, epoch: int) -> None:
-        """Takes up `start_from`, and notes what the epoch starts from."""
-        start, self.start_from, self.of_epoch = self.start_from, None, epoch
-        if start is not None:
-            self._take_up(start)
+    def _begin(self, epoch: int) -> Position:
+        """Notes what the epoch starts from; returns where in it the pass begins."""
+        position, self._position, self.of_epoch = self._position, Position(), epoch
+        start = position.state
+        if start is not None and self._take_up(start):
+            position = dataclasses.replace(position, given=None)
         self.state = self.present_state() if start is None else start
         if self._own is not None:
             self._own.begin()
+        return position
 
-    def _take_up(self, start: Any) -> None:
-        if self._own is not None and "own" in (start or {}):
-            self._own.load(start["own"])
-            self.replay = None  # an iterator, too, is at the start of an epoch now
+    def _take_up(self, start: Any) -> bool:
+        """Has the loader be where `start` says; whether it tells the whole place."""
+        own = self._own if "own" in (start or {}) else None
+        if own is not None:
+            own.load(start["own"])
         self._set_generators(start)
+        return own is not None
 
     def _set_generators(self, start: Any) -> None:
         """Has the loader's own generators be where a state has them."""
@@ -271,17 +286,16 @@ class Source:
         self._goes_on = batches is self.loader
         return batches
 
-    def _positioned(self, epoch: int, skip: int) -> Iterator[Any]:
+    def _positioned(self, epoch: int, skip: int, position: Position) -> Iterator[Any]:
         """The loader's batches of an epoch, but for the first `skip`."""
-        place, self.go_on_from = self.go_on_from, None
+        place = position.place
         if place is None or self._own is None or "batches" not in place:
             batches = self._iterate(epoch)
-            replay, self.replay = self.replay, 0
-            if not self._goes_on or replay is None:
-                replay = skip
-            self._pass_over(batches, replay)
+            given = position.given if self._goes_on else None
+            count = skip if given is None else given
+            self._pass_over(batches, count, position.checksum)
             return batches
-        self.replay, first = 0, place["batches"]
+        first = place["batches"]
         self._own.load(place["state"])
         batches = self._iterate(epoch, generators_of(place))
         batch = next(batches, END)
@@ -301,8 +315,16 @@ class Source:
         self._pass_over(batches, skip)
         return batches
 
-    def _pass_over(self, batches: Iterator[Any], count: int) -> None:
-        """Asks for `count` batches that an earlier fit has had."""
+    def _pass_over(
+        self, batches: Iterator[Any], count: int, expected: int | None = None
+    ) -> None:
+        """Asks for `count` batches that an earlier fit has had.
+
+        Args:
+            batches: those of the loader.
+            count: how many.
+            expected: the checksum of the last of them, if it is known.
+        """
         if isinstance(self.loader, list | tuple) or not count:
             next(itertools.islice(batches, count, count), None)
             return
@@ -314,7 +336,6 @@ class Source:
         for _ in steps if bar is None else bar:
             if (batch := next(batches, END)) is END:
                 return
-        expected, self.replays_to = self.replays_to, None
         if expected not in (None, checksum(to_host(batch))):
             warn(
                 f"`{self.argument}`: after {count} batches, which were replayed, came"
@@ -333,10 +354,10 @@ class Source:
         copy: bool,
         ready: bool = False,
     ) -> Iterator[Batch]:
+        """The loader's batches, the first being number `first`, as host batches."""
         converted = self._conversion(batches, epoch, first, copy, ready)
-        ended = inspect.GEN_CLOSED
-        others = [p for p in self._passes if inspect.getgeneratorstate(p) != ended]
-        self._passes = [*others, converted]
+        self._passes = [each for each in self._passes if not _is_over(each)]
+        self._passes.append(converted)
         return converted
 
     def _conversion(
@@ -362,7 +383,11 @@ class Source:
             yield host
 
 
-def check_share(name: str, limit: Any) -> None:
+def _is_over(a_pass: Generator[Batch, None, None]) -> bool:
+    return inspect.getgeneratorstate(a_pass) == inspect.GEN_CLOSED
+
+
+def check_limit(name: str, limit: Any) -> None:
     """Raises unless `limit` is None, a number of batches or a share of them."""
     whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
     if limit is None or whole:
@@ -379,7 +404,7 @@ def check_share(name: str, limit: Any) -> None:
 
 def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
     """`limit` in batches: a float is a share of the `available` ones."""
-    check_share(name, limit)
+    check_limit(name, limit)
     if limit is None or not isinstance(limit, float):
         return None if limit is None else int(limit)
     if limit == 1.0:  # all of them, however many come

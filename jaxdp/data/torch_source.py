@@ -18,9 +18,9 @@ from .batches import taken
 from .index_lists import IndexLists
 from .loader_state import OwnState
 from .own_generators import Found, Search
-from .random_states import Generators, seed_generators, seed_of, state_from_text
+from .random_states import Generators, seed_generators, seed_of
 from .shares import Share
-from .source import ALL, END, Source
+from .source import ALL, END, Position, Source
 from .table import fetch, table
 from .torch_collation import collation
 from .torch_workers import (
@@ -111,30 +111,32 @@ class TorchSource(SeededSource):
         self._index_lists = IndexLists(argument, self._name_of_sampler())
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        self._start(epoch)
+        position = self._begin(epoch)
         for each in (*self._samplers(), self.loader.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        plain, workers = self.is_plain(), self.loader.num_workers
-        whole_rows, share = None, self.share.of
-        by_row = plain and self.is_torchs_collation()
-        if by_row:
-            whole_rows = self._whole_rows()
+
+        # torch's collation makes new tensors, and what crosses from a worker is new.
+        is_torchs, workers = self.is_torchs_collation(), self.loader.num_workers
+        copy = not (self._iterates_as_torch() and (is_torchs or workers))
+        if not self.is_plain():
+            batches = self._positioned(epoch, skip, position)
+            converted = self._converted(batches, epoch, skip, copy)
+            return self.share.of(converted, self._peek_here)
+
+        whole_rows = self._whole_rows() if is_torchs else None
         draws = whole_rows is None  # in fetching
-        first, lists = self._lists(epoch, skip, draws) if plain else (skip, iter(()))
-        if by_row:
+        first, lists = self._lists(epoch, skip, draws, position.place or {})
+        share = self.share.of
+        if is_torchs:  # each process need only fetch its own rows
             lists, share = self.share.of_lists(lists, skip - first)
         if whole_rows is not None:
             batches = whole_rows(lists)
-        elif plain:
+        else:
             batches = self._by_index(lists, epoch, first)
             self._pass_over(batches, skip - first)
-        else:
-            batches = self._positioned(epoch, skip)
-        # torch's collation makes new tensors, and what crosses from a worker is new.
-        fresh = self._iterates_as_torch() and (self.is_torchs_collation() or workers)
         ready = whole_rows is not None
-        converted = self._converted(batches, epoch, skip, copy=not fresh, ready=ready)
+        converted = self._converted(batches, epoch, skip, copy, ready)
         return share(converted, self._peek_here)
 
     @property
@@ -156,8 +158,8 @@ class TorchSource(SeededSource):
             exception.add_note(WORKER_RULES)
 
     def present_state(self) -> Any:
-        if self.start_from is not None:
-            return self.start_from
+        if self._position.state is not None:
+            return self._position.state
         if not self.is_plain():
             return super().present_state()
         parts: dict[str, Any] = {}
@@ -189,14 +191,14 @@ class TorchSource(SeededSource):
         )
         return OwnState(_InFetching(self), self.argument) if is_apart else None
 
-    def _start(self, epoch: int) -> None:
-        start = self.start_from
-        super()._start(epoch)
-        if isinstance(start, dict) and "lists" in start:
-            self._index_lists.load_state_dict(start["lists"])
+    def _begin(self, epoch: int) -> Position:
+        position = super()._begin(epoch)
+        if isinstance(position.state, dict) and "lists" in position.state:
+            self._index_lists.load_state_dict(position.state["lists"])
+        return position
 
-    def _take_up(self, start: Any) -> None:
-        super()._take_up(start)
+    def _take_up(self, start: Any) -> bool:
+        tells = super()._take_up(start)
         state = getattr(self.loader, "next_iter_state", None)
         if state and state.get("_iterator_finished"):
             # From the end of an epoch, torchdata's loader starts two iterations, whose
@@ -204,20 +206,13 @@ class TorchSource(SeededSource):
             with Generators().active(), safe_workers(self.loader):
                 started(self.loader, self.argument)
             self._set_generators(start)  # these draws are not the user's
+        return tells
 
     def _set_generators(self, start: Any) -> None:
         super()._set_generators(start)
-        parts = start if isinstance(start, dict) else {"generators": start}
-        told = zip(self._telling_samplers(), parts.get("samplers", ()), strict=False)
-        for sampler, state in told:
+        states = start.get("samplers", ()) if isinstance(start, dict) else ()
+        for sampler, state in zip(self._telling_samplers(), states, strict=False):
             sampler.load(state)
-        if isinstance(older := parts.get("generators"), list):  # of torch's alone
-            owners = self.loader, *self._samplers()
-            found = [getattr(owner, "generator", None) for owner in owners]
-            generators = {id(g): g for g in found if g is not None}.values()
-            for generator, state in zip(generators, older, strict=False):
-                is_text = isinstance(state, str)
-                generator.set_state(state_from_text(state) if is_text else state)
 
     def sample(self) -> Batch | None:
         # A dataset of the user's may draw from generators of its own, which training
@@ -334,13 +329,14 @@ class TorchSource(SeededSource):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(self, epoch: int, skip: int, draws: bool) -> tuple[int, Iterator[Any]]:
+    def _lists(
+        self, epoch: int, skip: int, draws: bool, place: dict[str, Any]
+    ) -> tuple[int, Iterator[Any]]:
         """The index lists from the batch on that is to be fetched first.
 
         That is the number `skip`, or if fetching `draws`, one before it, to lead
         generators of the dataset to where they were.
         """
-        place, self.go_on_from = self.go_on_from or {}, None
         lists, first = self._drawn_lists(epoch), skip
         if self._keeps_places and not self._has_torchs_samplers():
             lists = self._index_lists.noted(lists, place.get("lists"))

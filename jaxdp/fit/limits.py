@@ -4,7 +4,7 @@ import time
 from typing import Any, NamedTuple
 
 from ..basics.arguments import check_count
-from ..data import Source, capped, check_share
+from ..data import Source, capped, check_limit
 
 
 class Wanted(NamedTuple):
@@ -140,7 +140,7 @@ class Limits:
         if interval is None:
             return None
         if isinstance(interval, float):
-            check_share("val_check_interval", interval)
+            check_limit("val_check_interval", interval)
             if interval == 0:
                 raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
             if per_epoch is None:

@@ -1,21 +1,12 @@
 """How far a run is, over fits, kills and resumes: counters, and which batch is next."""
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ..data import (
-    Share,
-    Source,
-    check_place,
-    check_state,
-    checksum,
-    index_lists,
-    own_generators,
-    taken,
-    windows,
-)
+from ..data import Position, Share, Source, check_loader, checksum, taken, windows
 from ..step import Batch
 
 
@@ -43,16 +34,13 @@ class Progress:
         self.val_metrics: dict[str, float] = {}
         self.validated_at = 0
         self.left_out: set[tuple[int, int]] = set()
-        self._loaded = 0  # what a checkpoint said of `seen`
         self._source: Source | None = None
-        self._state: Any = None
-        self._place: Any = None  # these two of a source that is here no more
+        self._position = Position()  # in a source that is here no more
         self._val: Source | None = None
         self._val_state: Any = None  # in a checkpoint
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
         self._last: Any = None  # the batch that was trained last
-        self._after: int | None = None  # its checksum, in a checkpoint
 
     def go_on_with(self, source: Source, val: Source | None = None) -> None:
         """The next batch is one of `source`, after those of the epoch that are done.
@@ -64,23 +52,21 @@ class Progress:
         if (last := self._read()) is not None:
             goes_on = last.of_epoch == self.epoch and last.loader is source.loader
             goes_on = goes_on or self.done > 0
-            self._state = last.state if goes_on else None
-            self._place = last.place(self.done)
-        elif self.seen == self._loaded:
-            source.replay = self.seen
-        source.start_from, source.go_on_from = self._state, self._place
-        source.replays_to = self._after
+            state, place = last.state if goes_on else None, last.place(self.done)
+            self._position = Position(state, place, checksum=self._checksum())
+        source.go_on_from(self._position)
         self._keep(source)
         if self._val is not None and self._val.of_epoch is not None:
             self._val_state = None  # what was saved is read since
         if val is not None:
-            val.apart_from, val.start_from = source, self._val_state
+            val.apart_from = source
+            val.go_on_from(Position(self._val_state))
         self._val = val
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
         self.done = 0
-        self._state = self._place = None
+        self._forget_epoch()
         self._keep(source)
 
     def begin_epoch(self) -> None:
@@ -96,7 +82,7 @@ class Progress:
     def leave_epoch(self) -> None:
         """What is left of the present epoch is given up."""
         self.next_epoch()
-        self._state = self._place = None
+        self._forget_epoch()
 
     def steps(
         self, source: Source, accumulate: int, limit: int | None
@@ -132,7 +118,7 @@ class Progress:
 
     def pass_over(self, window: list[Batch]) -> None:
         """The batches of `window` are done with."""
-        self._last, self._after = window[-1], None
+        self._last = window[-1]
         self.done += len(window)
         self.seen += len(window)
 
@@ -142,7 +128,8 @@ class Progress:
         Args:
             share: of all batches, what comes to this process.
         """
-        state, place, after = self._state, self._place, self._after
+        state, place = self._position.state, self._position.place
+        after = self._checksum()
         if (source := self._read()) is not None:
             goes_on = source.of_epoch == self.epoch and not self.is_whole
             state = source.state if goes_on else source.present_state()
@@ -179,28 +166,37 @@ class Progress:
                 value = [value]
             try:
                 for each in value:
-                    _check_loaders(each)
+                    check_loader(each)
             except ValueError as error:
                 raise ValueError(f"`{name}`, a state of loaders: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
         self.done, self.examples = state["batches_done"], state["examples_seen"]
-        self.seen = self._loaded = state.get("batches_seen", 0)
+        self.seen = state.get("batches_seen", 0)
         self.epoch_ended, self.is_whole = state.get("epoch_ended", False), False
         self.val_metrics = state.get("val_metrics", {})
         self.validated_at = state.get("validated_at", 0)
         self.left_out |= {(epoch, idx) for epoch, idx in state.get("left_out", ())}
         self._source = self._taken_from = None
-        self._state = share.state(state["source"])
-        self._place = share.state(state.get("place"))
+        place = share.state(state.get("place"))
+        self._position = Position(
+            share.state(state["source"]), place, self.seen, state.get("after")
+        )
         self._val, self._val_state = None, share.state(state.get("validation"))
-        self._last, self._after = None, state.get("after")
+        self._last = None
 
     def _read(self) -> Source | None:
         """The source of the last batch, if it is here; a fit may have read none."""
         source = self._source
         return None if source is None or source.of_epoch is None else source
+
+    def _checksum(self) -> int | None:
+        """What a checkpoint told of the batch before, while none was trained since."""
+        return self._position.checksum if self._last is None else None
+
+    def _forget_epoch(self) -> None:
+        self._position = dataclasses.replace(self._position, state=None, place=None)
 
     def _keep(self, source: Source) -> None:
         source.keep_places(lambda: self.done)
@@ -212,27 +208,3 @@ class Progress:
         batches = [] if comes_again else [batch for w in self._taken for batch in w]
         self._taken_from, self._taken = source.loader, collections.deque()
         return batches
-
-
-def _check_loaders(state: Any) -> None:
-    """Raises unless this may be a `Source.state` or a `Source.place`."""
-    is_older = isinstance(state, list) and all(type(each) is str for each in state)
-    if state is None or is_older:
-        return
-    if not isinstance(state, dict):
-        raise ValueError(f"it is a {type(state).__name__}.")
-    if "batches" in state:
-        check_place(state)
-        return
-    generators = state.get("generators")
-    if generators is not None and not isinstance(generators, list):
-        own_generators.check(generators)
-    if not isinstance(told := state.get("samplers", []), list):
-        raise ValueError("`samplers` must be a list.")
-    for each in (*told, state.get("own")):
-        check_state(each)
-    if "lists" in state:
-        index_lists.check(state["lists"])
-    if "drawn" in state:
-        check_place(state["drawn"])
-        own_generators.check(state["drawn"]["state"])
