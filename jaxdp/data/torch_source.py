@@ -25,8 +25,8 @@ from .table import fetch, table
 from .torch_collation import collation
 from .torch_workers import (
     WORKER_RULES,
-    Plan,
     Seeded,
+    SeededLists,
     safe_workers,
     started,
     with_workers,
@@ -107,7 +107,7 @@ class TorchSource(SeededSource):
         self._find_in_fetching, self._find_in_sampling = Search(), Search()
         super().__init__(loader, argument, seed, share)
         self._workers: Any = None
-        self._plan = Plan()
+        self._seeded_lists = SeededLists()
         self._index_lists = IndexLists(argument, self._name_of_sampler())
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
@@ -290,7 +290,7 @@ class TorchSource(SeededSource):
     def close(self) -> None:
         super().close()
         # Both lead to each other, and workers that last are ended by what frees them.
-        self._plan.lists, self._workers = iter(()), None
+        self._seeded_lists.lists, self._workers = iter(()), None
 
     def _samplers(self) -> list[Any]:
         """The loader's samplers, and those that they sample from."""
@@ -384,8 +384,8 @@ class TorchSource(SeededSource):
         import torch
 
         if self._workers is None:
-            self._workers = with_workers(self.loader, self._plan)
-        self._plan.lists = seeded
+            self._workers = with_workers(self.loader, self._seeded_lists)
+        self._seeded_lists.lists = seeded
         self._workers.generator = torch.Generator().manual_seed(
             seed_of(self.seed, epoch)
         )

@@ -72,7 +72,7 @@ def _widen_pipe(batches: Any) -> None:
         fcntl.fcntl(reader.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
-class Plan:
+class SeededLists:
     """A batch sampler that gives what it is told, with the seed of each batch."""
 
     lists: Iterator[tuple[int, Any]] = iter(())
@@ -151,13 +151,13 @@ def _end_with_the_trainer() -> None:
     threading.Thread(target=watch, name="jaxdp watch", daemon=True).start()
 
 
-def with_workers(loader: Any, plan: Plan) -> Any:
-    """A loader like `loader` that fetches what `plan` says."""
+def with_workers(loader: Any, lists: SeededLists) -> Any:
+    """A loader like `loader` that fetches the index lists of `lists`."""
     from torch.utils.data import DataLoader
 
-    sampling: dict[str, Any] = {"batch_sampler": plan}
+    sampling: dict[str, Any] = {"batch_sampler": lists}
     if not loader._auto_collation:
-        sampling = {"sampler": plan, "batch_size": None}
+        sampling = {"sampler": lists, "batch_size": None}
     # pin_memory is left out: it serves torch's own copies to a GPU.
     return DataLoader(
         Seeded(loader.dataset),  # type: ignore[arg-type]
