@@ -27,7 +27,9 @@ class Collectives:
     see one device's share.
     """
 
-    axis_name: str | tuple[str, ...] | None = None
+    axis_names: tuple[str, ...] = ()
+    """The axes over which rows are split, if the step sees those of one device."""
+
     num_shards: int = 1
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
@@ -92,6 +94,7 @@ class AxisCollectives(Collectives):
 
     def __init__(self, axis_name: str | tuple[str, ...], num_shards: int):
         self.axis_name = axis_name
+        self.axis_names = (axis_name,) if isinstance(axis_name, str) else axis_name
         self.num_shards = num_shards
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:

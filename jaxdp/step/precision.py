@@ -5,7 +5,6 @@ them, and what it is given, on the way in, and what it returns back to float32. 
 loss, the metrics, the gradients' sums and the optimizer never see a narrow number.
 """
 
-import functools
 import types
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -14,6 +13,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+
+from .own_call import with_call
 
 
 class Precision(NamedTuple):
@@ -217,39 +218,17 @@ def _cast_model(model: PyTree, dtype: Any, *, widen_norms: bool = True) -> PyTre
 
     def cast(node: Any) -> Any:
         if widen_norms and isinstance(node, eqx.nn.BatchNorm):
-            return _in_float32(node)
+            return with_call(node, _norm_in_float32)
         return node if is_norm(node) else _cast(node, dtype)
 
     return jax.tree.map(cast, model, is_leaf=is_norm)
 
 
-def _in_float32(norm: eqx.nn.BatchNorm) -> eqx.nn.BatchNorm:
-    """`norm` with statistics in float32 of inputs in any dtype."""
-    wide = object.__new__(_wide_class(type(norm)))
-    for name, value in vars(norm).items():
-        object.__setattr__(wide, name, value)
-    return wide
-
-
-@functools.cache
-def _wide_class(cls: type) -> type:
-    """A subclass of a BatchNorm class: models ask `isinstance` of their layers."""
-    if cls.__dict__.get("_is_wide"):
-        return cls
-
-    def call(self: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        out, state = cls.__call__(self, wide, *arguments, **keywords)
-        return out.astype(x.dtype), state
-
-    return types.new_class(
-        cls.__name__,
-        (cls,),
-        {},
-        lambda names: names.update(
-            {"__call__": call, "__module__": __name__, "_is_wide": True}
-        ),
-    )
+def _norm_in_float32(norm: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:
+    """A BatchNorm's call with statistics in float32 of inputs in any dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    out, state = norm(wide, *arguments, **keywords)
+    return out.astype(x.dtype), state
 
 
 def _is_floating(leaf: Any) -> bool:

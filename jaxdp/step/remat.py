@@ -1,8 +1,6 @@
 """Rematerialisation: recompute activations in the backward pass to save memory."""
 
 import fnmatch
-import functools
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..basics.tree import at_path, leaf_path
+from .own_call import with_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
 """True: recompute everything. A policy of `jax.checkpoint_policies`: what it says. Path
@@ -69,30 +68,9 @@ def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
     return eqx.tree_at(
         lambda tree: [at_path(tree, path) for path in outermost],
         model,
-        replace_fn=_recomputing,
+        replace_fn=lambda module: with_call(module, _recompute),
     )
 
 
-def _recomputing(module: Any) -> Any:
-    """The module with a call that is recomputed; otherwise it is the same."""
-    return _with_class(module, _recomputing_class(type(module)))
-
-
-@functools.cache
-def _recomputing_class(cls: type) -> type:
-    """A subclass: models ask `isinstance` of their layers, count and index them."""
-
-    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        module = _with_class(self, cls)
-        return eqx.filter_checkpoint(module)(*arguments, **keywords)
-
-    names = {"__call__": call, "__module__": __name__}
-    return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
-
-
-def _with_class(module: Any, cls: type) -> Any:
-    """A module's fields in a module of another class."""
-    other = object.__new__(cls)
-    for name, value in vars(module).items():
-        object.__setattr__(other, name, value)
-    return other
+def _recompute(module: Any, *arguments: Any, **keywords: Any) -> Any:
+    return eqx.filter_checkpoint(module)(*arguments, **keywords)

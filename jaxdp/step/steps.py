@@ -174,7 +174,9 @@ class Steps(NamedTuple):
                 batch = cast_batch(model, mark_rows(micro.batch), self.precision)
                 model = collectives.arrange(computing(model, self.precision))
                 rows = mask_and_keys(collectives, step_key, micro)
-                found = objective(model, model_state, batch, rows, _bound(collectives))
+                found = objective(
+                    model, model_state, batch, rows, collectives.axis_names
+                )
                 _check_depends(found.values["loss"], params)
                 facts = self._facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
@@ -224,7 +226,7 @@ class Steps(NamedTuple):
             weights.model_state,
             batch,
             rows,
-            _bound(collectives),
+            collectives.axis_names,
         )
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
@@ -243,7 +245,7 @@ class Steps(NamedTuple):
             weights.model_state,
             micro.batch,
             mask_and_keys(collectives, key_outside_training(weights), micro),
-            _bound(collectives),
+            collectives.axis_names,
         )
         return prediction
 
@@ -301,11 +303,6 @@ class Steps(NamedTuple):
     def _inference(self, collectives: Collectives, model: PyTree) -> PyTree:
         model = computing(eqx.nn.inference_mode(model), self.precision)
         return collectives.arrange(model)
-
-
-def _bound(collectives: Collectives) -> tuple[str, ...]:
-    name = collectives.axis_name
-    return () if name is None else (name,) if isinstance(name, str) else name
 
 
 def _all_finite(tree: PyTree) -> Array:

@@ -101,11 +101,11 @@ class ByRows(Collectives):
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-        shares = _Shares(self.row_axes, num_shards)
+        own_rows = _OwnRows(self.row_axes, num_shards)
         roles = results if isinstance(results, tuple) else (results,)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
-            found = function(shares, inputs, groups)
+            found = function(own_rows, inputs, groups)
             found = found if isinstance(results, tuple) else (found,)
             # Not yet summed: stacked, each device holding its own layer of the stack.
             return tuple(
@@ -195,7 +195,7 @@ class ByRows(Collectives):
         return True
 
 
-class _Shares(AxisCollectives):
+class _OwnRows(AxisCollectives):
     """What a device is given that works on its rows alone: whole parameters."""
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:

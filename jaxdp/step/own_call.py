@@ -1,0 +1,39 @@
+"""Modules that are called otherwise, and are what they were in all else."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def with_call(module: Any, call: Callable[..., Any]) -> Any:
+    """The module, whose call is `call(module, *arguments, **keywords)`.
+
+    Its class is a subclass: models ask `isinstance` of their layers, count and index
+    them.
+
+    Args:
+        module: an `eqx.Module`.
+        call: a function of a file; it is given the module as it was.
+    """
+    return _of_class(_subclass(type(module), call), module)
+
+
+@functools.cache
+def _subclass(cls: type, call: Callable[..., Any]) -> type:
+    if cls.__dict__.get("_own_call") == (call,):  # called so already
+        return cls
+
+    def own(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return call(_of_class(cls, self), *arguments, **keywords)
+
+    names = {"__call__": own, "__module__": __name__, "_own_call": (call,)}
+    return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(names))
+
+
+def _of_class(cls: type, module: Any) -> Any:
+    """A module's fields in a module of another class."""
+    other = object.__new__(cls)
+    for name, value in vars(module).items():
+        object.__setattr__(other, name, value)
+    return other
