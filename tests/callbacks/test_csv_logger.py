@@ -1,0 +1,212 @@
+"""The table of a run, and the record beside it."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from logs import Losses, read
+from toys import batches, linear_trainer
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import (
+    CSVLogger,
+    LearningRateMonitor,
+)
+
+
+def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
+    losses = Losses()
+    logger = CSVLogger(tmp_path)
+    rates = LearningRateMonitor(optax.linear_schedule(0.1, 0.0, 100))
+    trainer = linear_trainer(rates, logger, losses)
+    history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=2)
+    assert logger.path == tmp_path / "metrics.csv"
+    rows = read(logger.path)
+    assert list(rows[0]) == [
+        *("epoch", "step", "loss", "accuracy", "lr"),
+        *("epoch_loss", "epoch_accuracy", "val_loss", "val_accuracy"),
+    ]
+    places = [(row["epoch"], row["step"], row["loss"] != "") for row in rows]
+    first = [("0", "2", True), ("0", "4", True), ("0", "5", False)]
+    second = [("1", "6", True), ("1", "8", True), ("1", "10", True), ("1", "10", False)]
+    assert places == first + second
+    for row in rows:
+        if row["loss"]:
+            step = int(row["step"])
+            assert np.float32(row["loss"]) == losses.seen[step]["loss"]
+            assert float(row["lr"]) == pytest.approx(0.1 * (1 - (step - 1) / 100))
+            assert row["epoch_loss"] == row["val_loss"] == ""
+        else:
+            epoch = int(row["epoch"])
+            assert float(row["epoch_loss"]) == history["loss"][epoch]
+            assert float(row["val_accuracy"]) == history["val_accuracy"][epoch]
+            assert row["lr"] == ""
+
+
+def test_a_second_fit_of_the_trainer_goes_on_in_the_same_table(tmp_path):
+    trainer = linear_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8), max_epochs=1)
+    trainer.fit(batches(8, 8), max_epochs=2)
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
+    assert len(list(tmp_path.glob("*.csv"))) == 1
+
+
+def test_a_later_validation_loader_widens_the_table(tmp_path):
+    trainer = linear_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8), max_epochs=1)
+    trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["2", "2", "4", "4"]
+    assert [row["val_loss"] != "" for row in rows] == [False, False, False, True]
+    assert rows[0]["loss"] and rows[1]["epoch_loss"]
+    assert len(list(tmp_path.glob("*.csv"))) == 1
+
+
+def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
+    logger = CSVLogger(tmp_path, "log.csv")
+    for _ in range(3):
+        linear_trainer(logger).fit(batches(8, 8))
+    names = sorted(path.name for path in tmp_path.glob("*.csv"))
+    assert names == ["log.1.csv", "log.2.csv", "log.csv"]
+    assert "CSVLogger: the table of" in caplog.text
+    assert f"is now {tmp_path / 'log.2.csv'}" in caplog.text
+    assert [row["step"] for row in read(tmp_path / "log.1.csv")] == ["2", "2"]
+
+
+def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
+    one = linear_trainer(CSVLogger(tmp_path))
+    one.fit(batches(8, 8), max_epochs=1)
+    other = linear_trainer(CSVLogger(tmp_path), metrics=[])
+    other.fit(batches(8, 8), max_epochs=1)
+    one.fit(batches(8, 8), max_epochs=2)
+    tables = {
+        path.name: [row["step"] for row in read(path)]
+        for path in tmp_path.glob("*.csv")
+    }
+    alone = ["2", "2"]
+    assert tables == {
+        "metrics.1.csv": alone,
+        "metrics.2.csv": alone,
+        "metrics.csv": ["4", "4"],
+    }
+
+
+def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path):
+    data = batches(*[8] * 4), batches(8)
+    whole = CSVLogger(tmp_path / "whole")
+    linear_trainer(whole).fit(*data, max_epochs=3)
+    trainer = linear_trainer(CSVLogger(tmp_path))
+    trainer.fit(data[0], max_steps=3)  # inside an epoch, without a row for step 3
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(*data, max_epochs=2)
+    last_rows = read(tmp_path / "metrics.csv")
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("1,8,0.")  # what a kill may leave
+    again = linear_trainer(CSVLogger(tmp_path))
+    again.load(path)
+    again.fit(*data, max_epochs=3)
+    expected, rows = read(whole.path), read(tmp_path / "metrics.csv")
+    # The fit that `max_steps` ended logged the means of its part of the epoch.
+    assert rows.pop(1)["step"] == "3"
+    assert rows == expected
+    assert read(tmp_path / "metrics.before.csv")[: len(last_rows)] == last_rows
+
+
+def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
+    trainer = linear_trainer(CSVLogger(tmp_path / "own"))
+    trainer.fit(batches(8, 8))
+    path = trainer.save(tmp_path / "saved")
+    linear_trainer(CSVLogger(tmp_path)).fit(batches(8, 8, 8))
+    other = read(tmp_path / "metrics.csv")
+    again = linear_trainer(CSVLogger(tmp_path))
+    again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
+    assert read(tmp_path / "metrics.1.csv") == other
+    assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "sub/metrics.csv", "metrics", ""])
+def test_the_name_of_a_table_is_that_of_a_file(name):
+    with pytest.raises(ValueError, match="`name` must be the file name of a table"):
+        CSVLogger("runs", name)
+
+
+def test_the_record_says_what_the_run_was_made_of(tmp_path):
+    logger = CSVLogger(tmp_path, hyperparameters={"width": np.int64(64), "seed": 9})
+    linear_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    found = record["hyperparameters"]
+    assert list(found)[:2] == ["width", "seed"]  # the user's own come first, and win
+    assert found["width"] == 64 and found["seed"] == 9
+    assert found["model"] == "Linear" and found["loss"] == "cross_entropy"
+    assert found["parameters"] == 15 and found["max_epochs"] == 3
+    assert found["optimizer"].startswith("clip_by_global_norm(max_norm=1), scale_by_")
+    assert found["strategy"].startswith("SingleDevice(")
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["hardware"]["num_devices"] == 8
+    assert record["status"] == "finished" and record["started"] <= record["ended"]
+
+
+def test_the_record_says_how_a_run_failed(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            record = json.loads((tmp_path / "metrics.json").read_text())
+            assert record["status"] == "running"
+            raise RuntimeError("the cable was pulled")
+
+    with pytest.raises(RuntimeError):
+        linear_trainer(CSVLogger(tmp_path), Fails()).fit(batches(8))
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    assert record["status"] == "RuntimeError: the cable was pulled"
+
+
+def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
+    trainer = linear_trainer(CSVLogger(tmp_path))
+    trainer.fit(batches(8, 8))
+    plan = json.loads((tmp_path / "metrics.json").read_text())["plan"]
+    found = trainer.compiled_train_step().memory_analysis()
+    assert plan["memory"]["temporary"] == found.temp_size_in_bytes
+    assert plan["memory"]["arguments"] == found.argument_size_in_bytes
+    page = (tmp_path / "metrics.plan.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and "http" not in page
+    assert f"{plan['memory']['peak']:,}" in page
+
+
+@pytest.mark.parametrize("pattern", ["", "("])  # what raises is ours, or Python's
+def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
+    tmp_path, caplog, pattern
+):
+    class Odd(jax.stages.Compiled):
+        """A compiled step that writes itself in another language."""
+
+        __slots__ = ()
+
+        def as_text(self):
+            return "(module)" if re.compile(pattern) else ""
+
+    class Engine(SingleDevice):
+        def compile(self, *arguments, **options):
+            compiled = super().compile(*arguments, **options)
+            compiled.__class__ = Odd
+            return compiled
+
+    trainer = linear_trainer(CSVLogger(tmp_path))
+    trainer = Trainer(**trainer.run.arguments | {"strategy": Engine()})
+    history = trainer.fit(batches(8, 8))
+    assert len(history["loss"]) == 1
+    assert "CSVLogger: the plan could not be read: " in caplog.text
+    assert not (tmp_path / "metrics.plan.html").exists()
+
+
+def test_the_record_goes_with_its_table(tmp_path):
+    for seed in range(2):
+        linear_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
+    assert (tmp_path / "metrics.1.plan.html").exists()
+    seeds = [
+        json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
+        for name in ("metrics.1.json", "metrics.json")
+    ]
+    assert seeds == [0, 1]

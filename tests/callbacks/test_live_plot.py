@@ -1,0 +1,112 @@
+"""Curves that grow while a run goes."""
+
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from logs import Losses
+from toys import batches, linear_trainer
+
+from jaxdp import Callback
+from jaxdp.callbacks import (
+    LivePlot,
+    NanGuard,
+)
+from jaxdp.callbacks import live_plot as live_plot_module
+from jaxdp.callbacks.monitor import LAG
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every picture that is drawn: its charts, as points by the label of a curve."""
+    pictures = []
+    real = live_plot_module.draw
+
+    def draw(charts, *args, **kwargs):
+        if charts:
+            kept = {
+                name: {curve.label: list(curve.points) for curve in curves}
+                for name, curves in charts.items()
+            }
+            pictures.append(kept)
+        return real(charts, *args, **kwargs)
+
+    monkeypatch.setattr(live_plot_module, "draw", draw)
+    return pictures
+
+
+def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
+    path = tmp_path / "new" / "live.png"
+    losses = Losses()
+    trainer = linear_trainer(LivePlot(path), losses)
+    history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
+    loss = drawn[-1]["loss"]
+    steps, training, validation = loss.values()
+    assert steps == [(s, float(m["loss"])) for s, m in losses.seen.items()]
+    assert training == list(zip([5, 10, 15], history["loss"], strict=True))
+    assert validation == list(zip([5, 10, 15], history["val_loss"], strict=True))
+    assert list(drawn[-1]) == ["loss", "accuracy"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["live.png"]
+
+
+def test_the_live_plot_draws_every_few_seconds_and_reads_late(
+    tmp_path, drawn, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Tick(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            now[0] += 1.0
+
+    trainer = linear_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
+    trainer.fit(batches(*[8] * 35))
+    assert [len(picture["loss"]["steps, smoothed"]) for picture in drawn] == [
+        11 - LAG,
+        22 - LAG,
+        33 - LAG,
+        35,
+    ]
+
+
+def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
+    plot = LivePlot(tmp_path / "a.png")
+    linear_trainer(plot).fit(batches(*[8] * 45))
+    assert [step for step, _ in plot._steps] == [8, 16, 24, 32, 40]
+
+
+def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
+    trainer = linear_trainer(NanGuard(), LivePlot(tmp_path / "a.png"))
+    data = batches(*[8] * 12)
+    data[1][0][:] = np.nan
+    with pytest.raises(FloatingPointError):
+        trainer.fit(data)
+    steps = drawn[-1]["loss"]["steps, smoothed"]
+    assert [step for step, _ in steps] == [1, *range(3, 10)]
+
+
+def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, image):
+            shown.append(("update", image))
+
+    def display(image, display_id):
+        shown.append(("display", image))
+        return Handle()
+
+    core = types.SimpleNamespace(Image=lambda data, format: data)
+    monkeypatch.setattr(live_plot_module, "in_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "IPython.core.display", core)
+    monkeypatch.setitem(
+        sys.modules, "IPython.display", types.SimpleNamespace(display=display)
+    )
+    trainer = linear_trainer(LivePlot(tmp_path / "a.png", every_n_seconds=0.0))
+    trainer.fit(batches(8, 8), max_epochs=2)
+    assert [kind for kind, _ in shown] == ["display", *["update"] * (len(shown) - 1)]
+    assert len(shown) > 1 and shown[-1][1].startswith(b"\x89PNG")

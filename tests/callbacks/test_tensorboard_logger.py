@@ -1,0 +1,101 @@
+"""Event files for TensorBoard."""
+
+import sys
+
+import jax
+import pytest
+from toys import batches, linear_trainer
+
+from jaxdp import Callback
+from jaxdp.callbacks import (
+    TensorBoardLogger,
+)
+from jaxdp.plan.page import _bytes
+
+
+def events(folder):
+    from tensorboard.backend.event_processing import event_file_loader
+
+    return [
+        (event.step, value.tag, value.tensor.float_val[0])
+        for path in sorted(folder.glob("events.*"))
+        for event in event_file_loader.EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+        if value.tensor.float_val  # texts and pictures have none
+    ]
+
+
+def test_a_resumed_run_takes_back_events_too(tmp_path):
+    pytest.importorskip("tensorboard")
+    data = batches(*[8] * 4), batches(8)
+    whole, trainer, again = (
+        linear_trainer(TensorBoardLogger(tmp_path / name))
+        for name in ("whole", "a", "a")
+    )
+    whole.fit(*data, max_epochs=3)
+    trainer.fit(*data, max_epochs=1)
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(*data, max_epochs=2)
+    (tmp_path / "a" / "events.out.tfevents.1.other").write_text("of another run")
+    again.load(path)
+    again.fit(*data, max_epochs=3)
+    (tmp_path / "a" / "events.out.tfevents.1.other").unlink()
+    assert events(tmp_path / "a") == events(tmp_path / "whole")
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    trainer = linear_trainer(TensorBoardLogger(tmp_path / "tb"))
+    history = trainer.fit(batches(*[8] * 4), batches(8))
+    (path,) = (tmp_path / "tb").iterdir()
+    found = {}
+    kinds = {}
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            kinds[value.tag] = value.metadata.plugin_data.plugin_name
+            if kinds[value.tag] != "scalars":
+                continue
+            number = value.tensor.float_val[0]
+            found.setdefault(value.tag, []).append((event.step, number))
+    assert [step for step, _ in found["loss"]] == [2, 4]
+    assert found["val_loss"] == [(4, pytest.approx(history["val_loss"][0]))]
+    assert found["epoch_loss"] == [(4, pytest.approx(history["loss"][0]))]
+    assert {kinds[tag] for tag in ("hyperparameters", "environment")} == {"text"}
+    assert kinds["history"] == "images"
+
+
+def test_tensorboard_shows_texts_and_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Shows(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            logger.log_text("note", "4 bytes per device")
+
+    logger = TensorBoardLogger(tmp_path, hyperparameters={"width": 64})
+    trainer = linear_trainer(logger, Shows())
+    trainer.fit(batches(*[8] * 4))
+    read = EventAccumulator(str(tmp_path)).Reload()
+    texts = {
+        tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in read.Tags()["tensors"]
+        if read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+    }
+    assert texts["note"] == "4 bytes per device"
+    plan = trainer.running_plan()
+    assert texts["plan"] == f"```\n{plan}\n```"
+    assert f"peak {_bytes(plan.memory.peak):>33}" in texts["plan"]
+    assert "| width | 64 |" in texts["hyperparameters"]
+    assert "scale_by_schedule" in texts["hyperparameters"]
+    assert f"| versions/jax | {jax.__version__} |" in texts["environment"]
+    (image,) = read.Images("history")
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.step == 4
+    with pytest.raises(RuntimeError, match="writes during a fit only"):
+        logger.log_text("late", "")
+
+
+def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+    name = "tensorboard.summary.writer.event_file_writer"
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[loggers\]"'):
+        linear_trainer(TensorBoardLogger(tmp_path)).fit(batches(8))
