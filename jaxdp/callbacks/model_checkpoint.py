@@ -10,6 +10,7 @@ from typing import Any
 from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
+from ..basics.durations import parse_duration
 from ..basics.json_checks import (
     each,
     fields,
@@ -24,7 +25,6 @@ from ..distributed import Pulse, is_stop
 from .base import Callback
 from .monitor import announce, check_monitor
 from .states import saved_state
-from .timer import parse_duration
 
 _SAVED = fields(
     {

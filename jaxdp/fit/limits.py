@@ -4,6 +4,7 @@ import time
 from typing import Any, NamedTuple
 
 from ..basics.arguments import check_count
+from ..basics.durations import parse_duration
 from ..data import Source, capped, check_limit
 
 
@@ -58,8 +59,6 @@ class Limits:
         self.max_steps = None if max_steps == -1 else max_steps
         self.seconds: float | None = None
         if max_time is not None:
-            from ..callbacks.timer import parse_duration
-
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
         self.check_val_every_n_epoch = every_n_epoch

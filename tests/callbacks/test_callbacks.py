@@ -14,6 +14,7 @@ import pytest
 from toys import Mlp, batches
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp.basics.durations import parse_duration
 from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import (
     DonateBuffers,
@@ -26,7 +27,6 @@ from jaxdp.callbacks import (
 )
 from jaxdp.callbacks.base import Hooks
 from jaxdp.callbacks.monitor import LAG, LateReads, is_better
-from jaxdp.callbacks.timer import parse_duration
 
 
 def make_trainer(*callbacks, optimizer=None, **options):
