@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint import load_model, save_model
-from .engine import compile_cache
 from .history import History
 from .step import TrainState
 from .strategies import (
@@ -31,8 +30,6 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from . import finders, testing
     from .plan.plan import Plan
-
-compile_cache.switch_on()
 
 __version__ = "0.1.0"
 

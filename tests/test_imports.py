@@ -69,13 +69,20 @@ def test_what_waits_until_it_is_asked_for_is_there():
         jaxdp.callbacks.EarlyStoping  # noqa: B018
 
 
-def test_heavy_packages_are_not_imported_with_the_package():
+def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import():
     code = (
-        "import sys, jaxdp; print([name for name in ('torch', 'orbax', 'tqdm',"
-        " 'matplotlib', 'tensorboard', 'wandb', 'mlflow') if name in sys.modules])"
+        "import jax, signal, sys\n"
+        "def settings():\n"
+        "    handlers = [signal.getsignal(n) for n in (2, 6, 15)]\n"
+        "    return [jax.config.jax_compilation_cache_dir, sys.excepthook, *handlers]\n"
+        "before = settings()\n"
+        "import jaxdp\n"
+        "print([name for name in ('torch', 'orbax', 'tqdm', 'matplotlib',"
+        " 'tensorboard', 'wandb', 'mlflow') if name in sys.modules],"
+        " settings() == before)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "[] True"
     assert done.stderr == ""

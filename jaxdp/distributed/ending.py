@@ -2,8 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -48,20 +46,6 @@ def end_with_the_others(line: Lifeline) -> None:
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = tell_and_end
-
-
-def put_off_aborts() -> None:
-    """Leaves the lifeline time to say who has died, before C++ ends this process.
-
-    When a process dies, gloo and JAX's service abort others, from threads of their own
-    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
-    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
-    """
-    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
-    if os.name == "posix" and ours and not faulthandler.is_enabled():
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def first_line(exception: BaseException) -> str:

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from ..basics.environment import versions
-from .ending import abandon, end_with_the_others, first_line, put_off_aborts
+from ..basics.process import put_off_aborts
+from .ending import abandon, end_with_the_others, first_line
 from .launchers import Place, choose_place, find_place
 from .lifeline import Lifeline
 from .roll_call import call_the_roll

@@ -9,6 +9,7 @@ import optax
 
 from .. import losses
 from ..basics.console import say
+from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
@@ -24,7 +25,6 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
-from ..strategies.cpu_options import keep_freed_memory
 from . import checks
 from .progress import Progress
 
@@ -61,6 +61,7 @@ class Run:
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
+        keep_programs()
         self.arguments = arguments
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]

@@ -1,10 +1,8 @@
-"""What a CPU is told so that it is fast: what to keep, to copy, and how to convolve."""
+"""What XLA is told so that a CPU is fast: what to copy, and how to convolve."""
 
-import ctypes
 import functools
 import os
 import re
-import sys
 from typing import Any, Final
 
 import jax
@@ -12,7 +10,6 @@ import jax
 from ..basics.console import say
 from ..step import has_convolutions, has_own_loop
 
-_SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
 _PRODUCTS_ALONE: Final = (
     "xla_cpu_experimental_ynn_fusion_type",
@@ -24,43 +21,6 @@ reductions, too, and a reduction takes the convolution before it along."""
 _FEWER_COPIES: Final = "xla_cpu_copy_insertion_use_region_analysis", True
 _DISABLED: Final = "xla_disable_hlo_passes"
 _HOISTING: Final = "while-loop-invariant-code-motion"
-
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-
-
-@functools.cache
-def keep_freed_memory() -> bool:
-    """Has glibc keep the memory of a step's temporaries; says so, once.
-
-    By default glibc gives large blocks back to the kernel, which then has to map and
-    clear the same pages again at every step: a third of the time of LeNet's. Numbers do
-    not depend on it; the process stays as large as it was at its largest.
-
-    Returns:
-        Whether it was done: not with another allocator, where the user has made
-        settings for glibc's, or with `JAXDP_KEEP_FREED_MEMORY=0`.
-    """
-    users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
-    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if (
-        os.environ.get(_SWITCH) == "0"
-        or tuned
-        or sys.platform != "linux"
-        or any(name in os.environ for name in users)
-    ):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
-        return False
-    done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-    done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
-    if done:
-        say(
-            "memory that steps free on the CPU is kept for the next step"
-            f" ({_SWITCH}=0 switches this off)"
-        )
-    return bool(done)
 
 
 def options_for(

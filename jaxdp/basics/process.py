@@ -1,0 +1,135 @@
+"""All that jaxdp changes in the process it runs in; docs/inside.md lists it for users.
+
+Nothing of it happens at import. The first `Trainer` keeps programs, its first use of a
+CPU keeps memory, and `jaxdp.distributed.initialize()` puts off aborts.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import signal
+import sys
+import time
+from typing import Any, Final
+
+import jax
+
+from .console import say
+
+_MOST_BYTES: Final = 2**30
+"""What is kept, about, checked once a day: the oldest entries go."""
+
+_DAY: Final = 24 * 3600
+
+
+_SWITCH: Final = "JAXDP_KEEP_FREED_MEMORY"
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs on disk, so that a script's second start is a quick one.
+
+    This is JAX's own persistent cache, switched on: unless JAX has one already, or is
+    told to have none by `JAX_ENABLE_COMPILATION_CACHE=false`, or nothing can be kept.
+    """
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return
+    try:
+        path = _folder()
+        # Who can write into it can have code run: it is the user's alone.
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(path)
+    except (OSError, RuntimeError):  # no home, or one that is not to be written to
+        return
+    if os.access(path, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            # A small step compiles in less than the second from which JAX would keep.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Has glibc keep the memory of a step's temporaries; says so, once.
+
+    By default glibc gives large blocks back to the kernel, which then has to map and
+    clear the same pages again at every step: a third of the time of LeNet's. Numbers do
+    not depend on it; the process stays as large as it was at its largest.
+
+    Returns:
+        Whether it was done: not with another allocator, where the user has made
+        settings for glibc's, or with `JAXDP_KEEP_FREED_MEMORY=0`.
+    """
+    users = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if (
+        os.environ.get(_SWITCH) == "0"
+        or tuned
+        or sys.platform != "linux"
+        or any(name in os.environ for name in users)
+    ):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
+        return False
+    done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
+    if done:
+        say(
+            "memory that steps free on the CPU is kept for the next step"
+            f" ({_SWITCH}=0 switches this off)"
+        )
+    return bool(done)
+
+
+def put_off_aborts() -> None:
+    """Leaves the lifeline time to say who has died, before C++ ends this process.
+
+    When a process dies, gloo and JAX's service abort others, from threads of their own
+    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
+    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
+    """
+    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
+    if os.name == "posix" and ours and not faulthandler.is_enabled():
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def _folder() -> pathlib.Path:
+    """Where programs for this machine are kept, in the user's cache folder.
+
+    Homes are shared by machines with different processors, and what is compiled for
+    one may not run on another.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor(), platform.machine()]
+    kinds = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    features = hashlib.sha256("\n".join(kinds or lines[:2]).encode()).hexdigest()[:12]
+    return pathlib.Path(home, "jaxdp", f"programs-{platform.machine()}-{features}")
+
+
+def _sweep(path: pathlib.Path) -> None:
+    """Deletes the oldest entries beyond what is kept; at most once a day."""
+    stamp = path / "swept"
+    if stamp.exists() and 0 <= time.time() - stamp.stat().st_mtime < _DAY:
+        return
+    stamp.touch()
+    entries = [
+        (found.stat(), found.path) for found in os.scandir(path) if found.is_file()
+    ]
+    left = sum(status.st_size for status, _ in entries)
+    for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime):
+        if left <= _MOST_BYTES:
+            return
+        pathlib.Path(name).unlink(missing_ok=True)
+        left -= status.st_size
