@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback):
                 self._is_due = True
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.is_fitting:
+        if trainer.run.is_fitting:
             self._look(metrics)
 
     def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
