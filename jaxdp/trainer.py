@@ -270,8 +270,8 @@ class Trainer:
     def running_plan(self) -> "Plan | None":
         """The plan of the train step that is compiled and runs, or None before one.
 
-        It costs no compilation, unlike `plan`, which knows more: matrix operations,
-        and other devices. Loggers show it.
+        It costs no compilation, and can't be asked about other devices, as that of
+        `plan` can. Loggers show it.
         """
         return self.run.plan()
 

@@ -53,8 +53,8 @@ strategies/test_layouts.py::test_randomness_is_that_of_one_device[rbg-FSDP]
 step/test_objective.py::test_loss_fn_with_state_in_equinox_order[batch-SingleDevice]
 step/test_objective.py::test_loss_fn_with_state_in_equinox_order[ema-Sharded]
 step/test_objective.py::test_loss_fn_with_state_in_equinox_order[ema-Pmap]
-plan/test_plan.py::test_scaling_keeps_what_it_is_told_to
-plan/test_plan.py::test_the_bitwise_step_is_planned_with_its_turns[2]
+plan/test_scaling.py::test_scaling_keeps_what_it_is_told_to
+plan/test_reading.py::test_the_bitwise_step_is_planned_with_its_turns[2]
 step/test_precision.py::test_batch_norm_has_its_statistics_in_float32[ema]
 strategies/test_reproducible.py::test_every_device_count_gives_the_same_bits[accumulation]
 strategies/test_reproducible.py::test_every_device_count_gives_the_same_bits[division]

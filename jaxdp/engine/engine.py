@@ -90,9 +90,7 @@ class Engine:
         steps_per_execution: train steps per dispatch, or "auto".
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
-        abstract: whether there are only shapes: nothing is placed, no step can run, and
-            every leaf crosses for itself, so that a program's inputs tell them apart;
-            see `join_small_leaves`.
+        abstract: whether there are only shapes: nothing is placed, no step can run.
 
     Attributes:
         state: the placed `TrainState`.
@@ -166,7 +164,7 @@ class Engine:
         several = not abstract and jax.process_count() > 1
         # Where nothing is compiled for a size, nothing need be padded to one.
         steps = steps._replace(rows_interact=not strategy.compiles)
-        self._joins = not abstract and not mode.is_on
+        self._joins = not mode.is_on
         self.strategy = strategy
         self.programs = Programs(steps, strategy, quiet=abstract)
         self.facts = self.programs.facts
@@ -297,12 +295,6 @@ class Engine:
         if not packed.split or self._blocks.count == 1:
             return packed.groups
         return [self._blocks.whole(group) for group in packed.groups]
-
-    def join_small_leaves(self) -> None:
-        """From now on they cross as where steps run, for an `abstract` engine."""
-        self._joins = True
-        self.state = self.state
-        self.programs.forget()
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""

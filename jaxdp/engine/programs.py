@@ -27,7 +27,7 @@ from ..step import (
     values_mix_rows,
 )
 from ..strategies import DataParallel
-from ..strategies.base import Role
+from ..strategies.base import Built, Role, found_of
 from .compile_messages import Compilations
 from .eager import Watched, compiled_for_debugging
 from .state_arrays import Flat
@@ -59,6 +59,8 @@ class TrainProgram(NamedTuple):
     """Whether it may overwrite the state that it is given."""
     seconds: float
     """What it took to trace and compile."""
+    built: Built | None
+    """What `DataParallel.build` has found of it, if that has made it."""
 
 
 class Programs:
@@ -138,6 +140,7 @@ class Programs:
                 sum(len(group.counts) for group in groups),
                 bool(self._donated()) and not watched,
                 self._compilations.seconds - before,
+                found_of(program),
             )
         return compiled
 
@@ -156,11 +159,6 @@ class Programs:
         """
         self.set(objective=objective)
         self._objective_is_inferred = True
-
-    def forget(self) -> None:
-        """Nothing is compiled any more."""
-        self._compiled.clear()
-        self._of_training.clear()
 
     def forget_training(self) -> None:
         """The next train step is compiled anew."""

@@ -30,7 +30,7 @@ def plan(
     hosts: int | None,
 ) -> "Plan":
     """`Trainer.plan`: the step compiled on shapes, maybe for devices elsewhere."""
-    from ..plan.plan import Planner
+    from ..plan import Planner
 
     if devices is not None:
         check_count("devices", devices)

@@ -260,7 +260,7 @@ class Run:
 
     def plan(self) -> "Plan | None":
         """The plan of the compiled train step, or None before there is one."""
-        from ..plan.plan import of_running
+        from ..plan import of_running
 
         compiled = self.compiled_train_step()
         if self._engine is None or compiled is None:

@@ -3,8 +3,9 @@
 from ..step import repeated
 from . import hlo
 from .hardware import Hardware
+from .parts import Bound, Estimate, Memory, Traffic
 from .plan import Plan, Scaling
-from .reading import Bound, Estimate, Memory, Traffic
+from .planner import Planner, of_running
 
 __all__ = [
     "Bound",
@@ -12,8 +13,10 @@ __all__ = [
     "Hardware",
     "Memory",
     "Plan",
+    "Planner",
     "Scaling",
     "Traffic",
     "hlo",
+    "of_running",
     "repeated",
 ]

@@ -84,11 +84,11 @@ class Steps(NamedTuple):
         means = jnp.stack([s / total for s in vector(summed.sums, summed.facts)])
 
         state = state._replace(params=collectives.like_gradients(state.params))
-        updates, opt_state = self._update(grads, state, loss=means[0])
+        with jax.named_scope("update"):
+            updates, opt_state = self._update(grads, state, loss=means[0])
+            params = eqx.apply_updates(state.params, updates)
         new = TrainState(
-            params=as_before(
-                state.params, eqx.apply_updates(state.params, updates), "params"
-            ),
+            params=as_before(state.params, params, "params"),
             buffers=state.buffers,
             model_state=as_before(state.model_state, model_state, "model state"),
             opt_state=as_before(state.opt_state, opt_state, "optimizer state"),
@@ -165,8 +165,9 @@ class Steps(NamedTuple):
         total = count_rows(groups)
         if weights.model_state is not None or objective.takes_key:
             collectives.need_all_rows()
-        whole = collectives.gather(weights.params)
-        buffers = collectives.gather(weights.buffers)
+        with jax.named_scope("parameters"):  # plans say of collectives where they stand
+            whole = collectives.gather(weights.params)
+            buffers = collectives.gather(weights.buffers)
 
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
@@ -198,11 +199,11 @@ class Steps(NamedTuple):
             groups,
             unroll=self.unroll_convolutions,
         )
-        return (
-            collectives.sum_gradients(grads),
-            model_state,
-            Sums(collectives.sum(summed.sums), summed.facts),
-        )
+        with jax.named_scope("gradients"):
+            grads = collectives.sum_gradients(grads)
+        with jax.named_scope("metrics"):
+            sums = collectives.sum(summed.sums)
+        return grads, model_state, Sums(sums, summed.facts)
 
     def _sums(
         self,

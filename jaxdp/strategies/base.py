@@ -3,8 +3,10 @@
 import abc
 import functools
 import hashlib
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from ..step import (
     RowsInteract,
     TrainState,
     calls_python,
+    matmul_flops,
     values_mix_rows,
 )
 from .cpu_options import options_for
@@ -34,6 +37,23 @@ Role = Literal["state", "groups", "rows", "whole"]
 `Group`, whose batches are split by rows behind the axis of micro-batches. `"rows"`:
 predictions, split by rows. `"whole"`: small values that every device holds.
 """
+
+
+class Built(NamedTuple):
+    """What `DataParallel.build` has found of a program while it made it."""
+
+    flops: int | None
+    """Matrix operations of all devices, as traced; None if a part can't be counted."""
+    trace_seconds: float
+    compile_seconds: float
+
+
+_BUILT: Final[weakref.WeakKeyDictionary[Any, Built]] = weakref.WeakKeyDictionary()
+
+
+def found_of(compiled: Any) -> Built | None:
+    """What `build` has found of a program, or None if another function made it."""
+    return _BUILT.get(compiled) if isinstance(compiled, jax.stages.Compiled) else None
 
 
 class DataParallel(abc.ABC):
@@ -111,13 +131,22 @@ class DataParallel(abc.ABC):
     ) -> jax.stages.Compiled:
         """What `compile` ends with: a jitted program made ready for its arguments.
 
-        Rows that interact are found here, see `trace`, and `Trainer.plan` looks at
-        programs before they are compiled; both need `compile` to call it. `options` are
-        XLA's; without them it gets those that are fast on the hardware.
+        Rows that interact are found here, see `trace`, and plans have from here what
+        was traced; both need `compile` to call it. `options` are XLA's; without them it
+        gets those that are fast on the hardware.
         """
+        started = time.perf_counter()
         traced = self.trace(program, arguments)
         options = options_for(traced.jaxpr, arguments, options)
-        return self.lower(traced).compile(options)
+        lowered = self.lower(traced)
+
+        begun = time.perf_counter()
+        compiled = lowered.compile(options)
+        ended = time.perf_counter()
+
+        flops = _flops(traced.jaxpr)
+        _BUILT[compiled] = Built(flops, begun - started, ended - begun)
+        return compiled
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
         """A jitted program traced for its arguments.
@@ -194,6 +223,13 @@ class DataParallel(abc.ABC):
     def fetch(self, tree: PyTree) -> PyTree:
         """`gather`, to the host: NumPy arrays, and typed PRNG keys as they are."""
         return jax.tree.map(_fetch_leaf, tree)
+
+
+def _flops(jaxpr: Any) -> int | None:
+    try:
+        return matmul_flops(jaxpr)
+    except KeyError:  # JAX has renamed something; no reason to end a fit.
+        return None
 
 
 def find_devices(devices: Devices) -> list[Any]:

@@ -133,6 +133,7 @@ class ByRows(Collectives):
         )
         return found if isinstance(results, tuple) else found[0]
 
+    @jax.named_scope("parameters")
     def _with_whole_weights(self, inputs: Any) -> Any:
         def gathered(node: Any) -> Any:
             if not isinstance(node, Weights):
@@ -143,6 +144,7 @@ class ByRows(Collectives):
         is_weights = lambda node: isinstance(node, Weights)  # noqa: E731
         return jax.tree.map(gathered, inputs, is_leaf=is_weights)
 
+    @jax.named_scope("gradients")
     def _summed(self, stacked: PyTree) -> PyTree:
         """The sum of a stack that is split over the devices, as `updated` wants it."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)

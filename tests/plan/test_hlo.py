@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.plan import hlo
+from jaxdp.plan.hlo_groups import axes_of, parse_groups
 
 MESH_SHAPE = {"data": 4, "model": 2}
 
@@ -169,19 +170,6 @@ def test_donated_inputs_are_found():
     assert [each.bytes for each in program.parameters] == [12, 64, 28]
 
 
-def test_the_nearest_inputs_and_outputs_of_a_collective_are_found():
-    def function(w, v, x):
-        whole = lax.all_gather(w, "data", axis=0, tiled=True)
-        grad = lax.psum(x * whole.sum(), "data")
-        return v - 0.1 * grad, x, (v - grad).sum()
-
-    program = read(function, f32(4), f32(9), f32(9))
-    gather, reduce = sorted(program.collectives, key=lambda each: each.kind)
-    assert program.inputs_of(gather.name) == (0,)
-    assert program.outputs_of(reduce.name, None) == (0, 2)
-    assert program.outputs_of(gather.name, 0) == (0, 2)
-
-
 GROUPS = {
     "{{0,1},{2,3}}, more={{7}}": ((0, 1), (2, 3)),
     "{}": (tuple(range(8)),),
@@ -202,17 +190,17 @@ GROUPS = {
 
 @pytest.mark.parametrize("text", GROUPS)
 def test_groups_are_read_in_every_spelling(text):
-    assert hlo.parse_groups(text, 8) == GROUPS[text]
+    assert parse_groups(text, 8) == GROUPS[text]
 
 
 def test_groups_of_an_unknown_spelling_are_refused():
     with pytest.raises(ValueError, match="unknown spelling"):
-        hlo.parse_groups("everyone", 8)
+        parse_groups("everyone", 8)
 
 
 def test_groups_along_no_axes_have_none():
-    assert hlo.axes_of([(0, 1, 2, 3)], {"data": 4, "model": 2}) is None
-    assert hlo.axes_of([(0,), (1,)], {"data": 2}) == ()
+    assert axes_of([(0, 1, 2, 3)], {"data": 4, "model": 2}) is None
+    assert axes_of([(0,), (1,)], {"data": 2}) == ()
 
 
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n\n"
@@ -256,7 +244,7 @@ def test_starts_and_ends_are_one_collective():
         True,
         True,
     ]
-    assert gather.operands[0].path == "w"
+    assert gather.operands[0].paths == ("w",)
 
 
 def test_async_computations_are_looked_into():
@@ -340,23 +328,23 @@ ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
     assert gathered.overlapped
 
 
-def test_a_counter_tells_how_often_a_loop_runs_where_the_compiler_does_not():
-    # As the TPU compiler writes loops: without known_trip_count.
-    text = (
-        HEADER
-        + ADD
-        + """%body (c: (s32[], f32[6], s32[])) -> (s32[], f32[6], s32[]) {
-  %c = (s32[]{:T(128)}, f32[6]{0}, s32[]) parameter(0)
+# As the TPU compiler writes loops: without known_trip_count.
+COUNTED = (
+    HEADER
+    + ADD
+    + """%body (c: (s32[], f32[6])) -> (s32[], f32[6]) {
+  %c = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%c), index=0
-  %one = s32[]{:T(128)} get-tuple-element(%c), index=2
-  %next = s32[]{:T(128)} add(%i, %one)
+  %copied = s32[]{:T(128)} copy(%i)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%copied, %one)
   %v = f32[6]{0} get-tuple-element(%c), index=1
   %ar = f32[6]{0} all-reduce(%v), channel_id=1, replica_groups={}, to_apply=%add
-  ROOT %t = (s32[], f32[6]{0}, s32[]) tuple(%next, %ar, %one)
+  ROOT %t = (s32[], f32[6]{0}) tuple(%next, %ar)
 }
 
-%condition (d: (s32[], f32[6], s32[])) -> pred[] {
-  %d = (s32[]{:T(128)}, f32[6]{0}, s32[]) parameter(0)
+%condition (d: (s32[], f32[6])) -> pred[] {
+  %d = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
   %j = s32[]{:T(128)} get-tuple-element(%d), index=0
   %n = s32[]{:T(128)} constant(7)
   ROOT %lt = pred[]{:T(512)} compare(%j, %n), direction=LT
@@ -364,20 +352,40 @@ def test_a_counter_tells_how_often_a_loop_runs_where_the_compiler_does_not():
 
 ENTRY %main (p: f32[6]) -> f32[6] {
   %p = f32[6]{0} parameter(0)
-  %start = s32[]{:T(128)} constant(1)
-  %two = s32[] constant(2)
-  %copied = s32[]{:T(128)} copy(%start)
-  %t0 = (s32[], f32[6]{0}, s32[]) tuple(%copied, %p, %two)
-  %while = (s32[], f32[6]{0}, s32[]) while(%t0), condition=%condition, body=%body
+  %start = s32[]{:T(128)} constant(2)
+  %copied.1 = s32[]{:T(128)} copy(%start)
+  %t0 = (s32[], f32[6]{0}) tuple(%copied.1, %p)
+  %while = (s32[], f32[6]{0}) while(%t0), condition=%condition, body=%body
   ROOT %out = f32[6]{0} get-tuple-element(%while), index=1
 }
 """
-    )
-    program = hlo.read(text)
+)
+
+
+def test_a_counter_tells_how_often_a_loop_runs_where_the_compiler_does_not():
+    program = hlo.read(COUNTED)
     (found,) = program.collectives
-    assert found.times == 3  # 1, 3, 5
+    assert found.times == 5
     assert found.group_size == 8
     assert program.unknown_loops == ()
+
+
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [
+        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} constant(2)"),
+        ("add(%copied, %one)", "multiply(%copied, %one)"),
+        ("direction=LT", "direction=NE"),
+        ("%n = s32[]{:T(128)} constant(7)", "%n = s32[]{:T(128)} negate(%j)"),
+        ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} abs(%p)"),
+    ],
+)
+def test_what_is_no_such_counter_tells_nothing(known, other):
+    assert COUNTED.count(known) == 1
+    program = hlo.read(COUNTED.replace(known, other))
+    (found,) = program.collectives
+    assert found.times is None
+    assert program.unknown_loops == ("while",)
 
 
 def test_other_text_is_refused():

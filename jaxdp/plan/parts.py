@@ -1,0 +1,134 @@
+"""What a plan is made of. Bytes are those of one device, unless it says otherwise."""
+
+from typing import NamedTuple
+
+
+class Leaf(NamedTuple):
+    """An array that is held between steps, or a batch's."""
+
+    group: str
+    """`"parameters"`, `"frozen leaves"`, `"model state"`, `"optimizer state"`,
+    `"batch"` or `"other"`."""
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    """How it is split: `"('data', None)"`; `"whole"` on every device."""
+    parts: int
+    """Into how many different pieces."""
+    shard: tuple[int, ...]
+    """The shape that one device holds."""
+    bytes: int
+    """Of the whole array."""
+    bytes_per_device: int
+    overwritten: bool
+    """Whether the step writes a result over it."""
+
+
+class Memory(NamedTuple):
+    """Bytes per device."""
+
+    parameters: int
+    frozen: int
+    model_state: int
+    optimizer: int
+    other: int
+    """The key, the step's number and the sums of metrics."""
+    batch: int
+    gradients: int
+    """All together: as large as the trained parameters that the step works with. How
+    many there are at a time, in `temporary` or where results go, is the compiler's
+    choice; so they are not added to the peak, which has them already."""
+    temporary: int
+    """What is neither argument nor result where that is most: activations, buffers of
+    collectives, and gradients."""
+    arguments: int
+    """All that goes in, as the compiler says."""
+    results: int
+    overwritten: int
+    """How much of the results lies where arguments lay."""
+    program: int
+    peak: int
+    """arguments + results - overwritten + temporary."""
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind, from one place. Bytes are per device and step."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    group_size: int
+    dtype: str
+    part: str
+    """Where in the step, by the names that the program's operations have: `"gradients"`
+    that are summed, `"parameters"` that are gathered, `"backward: eqx.nn.Linear"`."""
+    count: int
+    """How many instructions, each run `times` times."""
+    times: int | None
+    """None: in a loop whose length the program does not tell; counted once."""
+    operand_bytes: int
+    wire_bytes: float
+    """What a device sends by the best ring algorithm."""
+    overlapped: bool
+    optional: bool
+    crosses: bool
+    """Whether it is between devices of several hosts."""
+
+
+class Bound(NamedTuple):
+    """A lower bound of this layout, and what the compiled program does."""
+
+    what: str
+    least: float
+    found: float
+
+    @property
+    def ratio(self) -> float:
+        """1.0 is the bound."""
+        return self.found / self.least if self.least else float(self.found == 0) or 1.0
+
+
+class Split(NamedTuple):
+    """A leaf that is whole on every device and need not be."""
+
+    path: str
+    axis: int
+    bytes_saved: int
+
+
+class Estimate(NamedTuple):
+    """A roofline: seconds at the hardware's peaks, in which a step is hardly ever done.
+
+    Made in the same way for every compiler, so that those of GPUs, TPUs and faked CPU
+    devices can be compared. The bytes that compilers count are not: each counts them in
+    a way of its own.
+    """
+
+    hardware: str
+    compute: float
+    """Matrix operations, or compiled ones where those are not known."""
+    memory: float
+    """Arguments read once, results written once, temporary memory both."""
+    communication: float
+    best: float
+    """Communication wholly beside computation."""
+    worst: float
+    """Communication wholly after it."""
+    efficiency: float
+    """Least share of `worst` that is not communication; 1.0 on one device."""
+    fits: bool
+    """Whether the peak is less than the hardware's memory."""
+
+
+class Row(NamedTuple):
+    """A line of `Plan.scaling`."""
+
+    devices: int
+    rows: int
+    """Of the global batch."""
+    peak: int
+    wire_bytes: float
+    step: float | None
+    """Seconds, the worst case of the roofline; None without a hardware profile."""
+    rows_per_second: float | None
+    efficiency: float | None

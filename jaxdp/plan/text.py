@@ -1,0 +1,289 @@
+"""A plan in words: the sections that the report for a terminal and the page have."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from .parts import Leaf, Memory, Row, Traffic
+
+_LABELS: Final = {
+    "parameters": "parameters",
+    "frozen": "frozen leaves",
+    "model_state": "model state",
+    "optimizer": "optimizer state",
+    "other": "step, key, sums",
+    "batch": "batch",
+}
+_NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
+
+_MOST: Final = 10
+"""How many leaves a section lists."""
+
+
+class Section(NamedTuple):
+    """A part of the report: a table, and sentences."""
+
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    header: Sequence[str] = ()
+    shares: Sequence[float] = ()
+    """Of each row, between 0 and 1: a bar on the page."""
+
+
+def text(plan: Any) -> str:
+    """The report for a terminal."""
+    parts = [f"Plan for {plan.device}: {headline(plan)}"]
+    for section in sections(plan):
+        lines = [*_columns(section.rows), *section.lines]
+        parts.append("\n".join([section.title, *(f"  {line}" for line in lines)]))
+    return "\n\n".join(parts)
+
+
+def headline(plan: Any) -> str:
+    """What is planned, in one line."""
+    hosts = f" on {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
+    batches = f" in {plan.micro_batches} batches" if plan.micro_batches > 1 else ""
+    steps = f", {plan.steps} steps at a time" if plan.steps > 1 else ""
+    return f"{plan.strategy}{hosts}, {plan.rows} rows per step{batches}{steps}"
+
+
+def sections(plan: Any) -> Iterator[Section]:
+    """All that a plan has to say, the most important first."""
+    yield _memory(plan.memory)
+
+    yield Section(
+        f"Communication: a device sends {in_bytes(plan.wire_bytes)} per step",
+        [_traffic(each) for each in plan.traffic],
+        ["Nothing is sent."] * (not plan.traffic),
+        ("collective", "over", "dtype", "times", "holds", "sends", "where"),
+        [each.wire_bytes / (plan.wire_bytes or 1) for each in plan.traffic],
+    )
+    yield Section(
+        "Lower bounds of this layout",
+        [
+            (
+                f"{each.ratio:.3f} x",
+                in_bytes(each.found),
+                f"of {in_bytes(each.least)}",
+                each.what,
+            )
+            for each in plan.bounds
+        ],
+    )
+    yield Section("Donation", lines=[_donation(plan)])
+    if plan.could_split:
+        yield _could_split(plan)
+
+    yield Section("Operations", lines=_operations(plan))
+    if plan.estimate is not None:
+        yield _estimate(plan)
+    yield Section("Compilation", lines=[_compilation(plan)])
+    for kind, notes in plan.notes.items():
+        if notes:
+            yield Section(_NOTES[kind], lines=[f"- {note}" for note in notes])
+
+
+def leaves_section(leaves: Sequence[Leaf]) -> Section:
+    """Every leaf: how it is laid out."""
+    most = max((leaf.bytes_per_device for leaf in leaves), default=0) or 1
+    return Section(
+        "Layout",
+        [
+            (
+                each.path,
+                each.group,
+                each.dtype,
+                _shape(each.shape),
+                each.spec,
+                _shape(each.shard),
+                f"{each.bytes_per_device:,}",
+                "overwritten" if each.overwritten else "",
+            )
+            for each in leaves
+        ],
+        (),
+        ("leaf", "", "dtype", "shape", "split", "on a device", "bytes on it", ""),
+        [each.bytes_per_device / most for each in leaves],
+    )
+
+
+def operations_of(plan: Any) -> dict[str, float]:
+    """Per step, on all devices together: of two kinds, which have nothing in common."""
+    compiled = plan.flops_compiled
+    found = {
+        "matrix operations": plan.flops,
+        "compiled operations": compiled and compiled * plan.num_devices,
+    }
+    return {kind: count for kind, count in found.items() if count is not None}
+
+
+def scaling_table(scaling: Any) -> str:
+    """A line per number of devices."""
+    names = "devices rows peak/device sent/device step rows/s efficiency"
+    return "\n".join(
+        _columns([names.split(), *map(_scaling_row, scaling.rows)], right=True)
+    )
+
+
+def in_bytes(number: float) -> str:
+    """`12345678` as `12.35 MB`."""
+    return in_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
+
+
+def in_seconds(number: float) -> str:
+    """`0.0123` as `12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number * 1e9:.3g} ns"
+
+
+def in_short(number: float) -> str:
+    """`12345678` as `12.35 M`: powers of 1000."""
+    for power, prefix in enumerate("EPTGMk"):
+        size = 1000.0 ** (6 - power)
+        if abs(number) >= size:
+            return f"{number / size:.4g} {prefix}"
+    return f"{number:.4g} "
+
+
+def _memory(memory: Memory) -> Section:
+    """What the peak is made of; alignment goes to the smallest of what is held."""
+    held = {label: getattr(memory, name) for name, label in _LABELS.items()}
+    held[_LABELS["other"]] += memory.arguments - sum(held.values())
+    held["results beside the donated"] = memory.results - memory.overwritten
+    held["temporary"] = memory.temporary
+    held = {label: size for label, size in held.items() if size}
+    shown = held | {"peak": memory.peak}
+    return Section(
+        "Memory per device",
+        [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()],
+        [
+            f"All gradients are {in_bytes(memory.gradients)}. The compiler decides how"
+            " many there are at a time, in temporary memory or where results go; they"
+            " are in the peak."
+        ],
+        ("", "", "bytes"),
+        [max(0, size) / (memory.peak or 1) for size in held.values()],
+    )
+
+
+def _traffic(each: Traffic) -> tuple[str, ...]:
+    axes = "other groups" if each.axes is None else ", ".join(each.axes) or "-"
+    times = f"{each.count} x ?" if each.times is None else str(each.count * each.times)
+    extras = {
+        "between hosts": each.crosses,
+        "beside computation": each.overlapped,
+        "in a branch": each.optional,
+        "in a loop of unknown length": each.times is None,
+    }
+    told = ", ".join(words for words, is_so in extras.items() if is_so)
+    return (
+        each.kind,
+        f"{axes} ({each.group_size})",
+        each.dtype,
+        f"{times} x",
+        in_bytes(each.operand_bytes),
+        in_bytes(each.wire_bytes),
+        each.part + (f" ({told})" if told else ""),
+    )
+
+
+def _donation(plan: Any) -> str:
+    state = [leaf for leaf in plan.leaves if leaf.group != "batch" and leaf.bytes]
+    over = [leaf for leaf in state if leaf.overwritten]
+    size = in_bytes(sum(leaf.bytes_per_device for leaf in over))
+    found = f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
+    if plan.not_overwritten:
+        listed = ", ".join(plan.not_overwritten[:_MOST])
+        more = len(plan.not_overwritten) - _MOST
+        listed += f" and {more} more" if more > 0 else ""
+        found += f" Donated, and copied all the same: {listed}."
+    elif not over:
+        found += " Nothing is donated, so a step needs the memory of two states."
+    return found
+
+
+def _could_split(plan: Any) -> Section:
+    total = sum(each.bytes_saved for each in plan.could_split)
+    return Section(
+        "Whole on every device, though it could be split",
+        [
+            (f"{in_bytes(each.bytes_saved)} saved", each.path, f"axis {each.axis}")
+            for each in plan.could_split[:_MOST]
+        ],
+        [
+            f"{len(plan.could_split)} leaves; to split them all saves"
+            f" {in_bytes(total)} per device. ZeRO splits the optimizer state, FSDP the"
+            " parameters too."
+        ],
+    )
+
+
+def _operations(plan: Any) -> list[str]:
+    what = {
+        "matrix operations": "of products and convolutions, as traced",
+        "compiled operations": "of all kinds, as the compiler counts: loop bodies once",
+    }
+    lines = [
+        f"{kind.capitalize()}: {in_short(count)}FLOP per step,"
+        f" {in_short(count / plan.num_devices)}FLOP per device,"
+        f" {in_short(count / plan.rows)}FLOP per row; {what[kind]}."
+        for kind, count in operations_of(plan).items()
+    ]
+    if plan.bubble:
+        lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
+    return lines or ["Not known for this strategy and compiler."]
+
+
+def _estimate(plan: Any) -> Section:
+    found = plan.estimate
+    fits = "fits" if found.fits else "does NOT fit"
+    return Section(
+        f"Time on {found.hardware} at its peaks",
+        lines=[
+            f"{in_seconds(found.best)} to {in_seconds(found.worst)} per step,"
+            f" {in_short(plan.rows / found.worst)} rows/s: computing"
+            f" {in_seconds(found.compute)}, memory {in_seconds(found.memory)},"
+            f" communication {in_seconds(found.communication)}; efficiency"
+            f" {found.efficiency:.0%} or more of one device's.",
+            f"The peak {fits} into its memory.",
+        ],
+    )
+
+
+def _compilation(plan: Any) -> str:
+    if plan.trace_seconds is None:
+        return f"Traced and compiled in {plan.compile_seconds:.1f} s."
+    return (
+        f"Traced in {plan.trace_seconds:.1f} s, compiled in"
+        f" {plan.compile_seconds:.1f} s."
+    )
+
+
+def _scaling_row(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.devices),
+        str(row.rows),
+        in_bytes(row.peak),
+        in_bytes(row.wire_bytes),
+        "-" if row.step is None else in_seconds(row.step),
+        "-" if row.rows_per_second is None else in_short(row.rows_per_second),
+        "-" if row.efficiency is None else f"{row.efficiency:.0%}",
+    )
+
+
+def _columns(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

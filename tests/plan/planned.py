@@ -1,0 +1,61 @@
+"""A small model, trainers for it and what their plans have in common."""
+
+import importlib.util
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxdp import Sharded, Trainer
+
+WIDTHS = [16, 32, 32, 8]
+PARAMS = sum(4 * (i + 1) * o for i, o in zip(WIDTHS, WIDTHS[1:], strict=False))
+"""Bytes of the model."""
+
+HALVES = [("layers[1].weight", P("model", None))]
+
+
+class Split(Sharded):
+    """Every leaf split along the first axis that divides."""
+
+    def param_spec(self, path, leaf):
+        for axis, size in enumerate(leaf.shape):
+            if size % self.num_shards == 0:
+                return P(*[None] * axis, "data")
+        return P()
+
+
+def mlp():
+    return eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+
+
+def batch(rows=64):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, 16)).astype(np.float32)
+    return x, generator.integers(0, 8, rows).astype(np.int32)
+
+
+def trainer(strategy=None, model=None, **options):
+    options = {"loss": "cross_entropy", "enable_progress_bar": False} | options
+    return Trainer(
+        mlp() if model is None else model,
+        optax.adam(1e-3),
+        strategy=strategy or Sharded(),
+        **options,
+    )
+
+
+def comparable(plan):
+    """Without what may differ: times, and the words for what is not here."""
+    left_out = ("device", "trace_seconds", "compile_seconds", "notes")
+    found = {key: value for key, value in plan.items() if key not in left_out}
+    # A program from JAX's cache has the names that it had when it was compiled.
+    for each in found["traffic"]:
+        each.pop("part", None)
+    return found
+
+
+def installed(*modules):
+    return all(importlib.util.find_spec(module) is not None for module in modules)

@@ -1,0 +1,256 @@
+"""Plans for devices that are not here, and what planning leaves alone."""
+
+import functools
+import gc
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from planned import (
+    PARAMS,
+    Split,
+    batch,
+    comparable,
+    mlp,
+    trainer,
+)
+from toys import batches
+
+from jaxdp import (
+    FSDP,
+    DataParallel,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Trainer,
+)
+from jaxdp.callbacks import ModelCheckpoint
+from jaxdp.strategies import Collectives
+from jaxdp.strategies.base import find_devices
+
+HERE = pathlib.Path(__file__).parent
+
+
+CODE = """
+import json, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+sys.path[:0] = {paths!r}
+from jaxdp import FSDP, Pmap, Sharded
+import planned
+for strategy in (Sharded(), planned.Split(), Pmap()):
+    assert strategy.num_shards == 1
+    plan = planned.trainer(strategy).plan([planned.batch()], devices=8)
+    print(json.dumps(plan.to_dict()))
+plan = planned.trainer(FSDP(min_size=0)).plan([planned.batch()], devices=8)
+names = {{"parameters", "gradients", "metrics"}}
+assert {{each.part for each in plan.traffic}} == names
+assert len(jax.devices()) == 1
+"""
+
+
+def test_eight_devices_are_predicted_from_one():
+    code = CODE.format(paths=[str(HERE), str(HERE.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    predicted = [json.loads(line) for line in done.stdout.splitlines()]
+    for strategy, from_one in zip((Sharded(), Split(), Pmap()), predicted, strict=True):
+        real = trainer(strategy).plan([batch()]).to_dict()
+        assert from_one["device"] == "8 x CPU, faked"
+        assert comparable(from_one) == comparable(real)
+
+
+@pytest.mark.parametrize("devices", [3, 64, 2048])
+def test_numbers_of_devices_that_are_not_here(devices):
+    plan = trainer().plan([batch(64)], devices=devices)
+    assert plan.num_devices == devices
+    assert plan.rows == math.ceil(64 / devices) * devices
+    assert plan.memory.parameters == PARAMS
+    assert plan.memory.batch == plan.rows // devices * 17 * 4 + 4
+    assert plan.wire_bytes == 2 * (devices - 1) / devices * (PARAMS + 4)
+    assert "CPU compiler" in " ".join(plan.notes["indicative"])
+
+
+def test_a_mesh_with_other_axes_keeps_them():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+    class Columns(Sharded):
+        def param_spec(self, path, leaf):
+            return P("model") if leaf.shape[0] % 2 == 0 else P()
+
+    planned = trainer(Columns(mesh=mesh)).plan([batch()], devices=16)
+    assert planned.mesh == {"data": 8, "model": 2}
+    # 6 leaves with an even first axis: all of them.
+    assert planned.memory.parameters == PARAMS // 2
+    assert planned.bounds[0].least == 2 * 7 / 8 * PARAMS / 2
+    along = {each.axes for each in planned.traffic}
+    assert ("data",) in along
+    assert ("model",) in along
+    with pytest.raises(ValueError, match="15 are not divisible by 2"):
+        trainer(Columns(mesh=mesh)).plan([batch()], devices=15)
+
+
+def test_nothing_is_moved_and_nothing_advances():
+    model = mlp()
+    planned = trainer(model=model)
+    loader = [batch()]
+    jax.random.key(0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    planned.plan(loader)
+    planned.plan(loader, devices=4)
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+    assert planned.global_step == 0
+    assert planned._engine is None
+
+
+def test_a_torch_loader_is_left_as_it_was():
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(*map(torch.from_numpy, batch(64)))
+
+    def loader():
+        generator = torch.Generator().manual_seed(3)
+        return torch.utils.data.DataLoader(data, 16, shuffle=True, generator=generator)
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    plain = trainer().fit(loader(), max_epochs=2)
+    planned_loader = loader()
+    planned = trainer()
+    plan = planned.plan(planned_loader)
+    assert plan.rows == 16
+    assert torch.equal(torch.get_rng_state(), state)
+    assert planned.fit(planned_loader, max_epochs=2)["loss"] == plain["loss"]
+
+
+def test_a_fit_that_follows_a_plan_is_the_same():
+    plain = trainer().fit([batch()], max_epochs=3)
+    planned = trainer()
+    planned.plan([batch()])
+    assert planned.fit([batch()], max_epochs=3)["loss"] == plain["loss"]
+    after = planned.plan([batch()])
+    assert comparable(after.to_dict()) == comparable(
+        trainer().plan([batch()]).to_dict()
+    )
+
+
+def test_an_iterator_is_not_used_up():
+    batches = iter([batch()])
+    with pytest.raises(TypeError, match="`loader` is an iterator"):
+        trainer().plan(batches)
+    next(batches)
+
+
+def test_callbacks_make_no_folders(tmp_path):
+    folder = tmp_path / "checkpoints"
+    trainer(callbacks=[ModelCheckpoint(folder)]).plan([batch()])
+    assert not folder.exists()
+
+
+class Own(DataParallel):
+    """A user's strategy that knows nothing of plans."""
+
+    def __init__(self):
+        self.device = find_devices(1)[0]
+
+    def place(self, state):
+        return SingleDevice().place(state)
+
+    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        return SingleDevice().compile(
+            step, arguments, roles, results, donate=donate, split=split
+        )
+
+
+def test_a_strategy_of_ones_own_says_what_it_lacks():
+    with pytest.raises(NotImplementedError, match="no `state_shardings"):
+        trainer(Own()).plan([batch()])
+
+    class Placed(Own):
+        def state_shardings(self, state):
+            return SingleDevice().state_shardings(state)
+
+    plan = trainer(Placed()).plan([batch()])
+    assert plan.memory.parameters == PARAMS
+    assert plan.flops == trainer(SingleDevice()).plan([batch()]).flops > 0
+    with pytest.raises(NotImplementedError, match=r"no `on\(devices\)`"):
+        trainer(Placed()).plan([batch()], devices=4)
+
+    class Compiled(Placed):
+        """Without `build`, which says what was traced."""
+
+        def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+            program = functools.partial(step, Collectives())
+            jitted = jax.jit(program, donate_argnums=donate)
+            return jitted.trace(*arguments).lower().compile()
+
+    plan = trainer(Compiled()).plan([batch()])
+    assert plan.flops is plan.trace_seconds is None
+    assert plan.flops_compiled > 0 and plan.compile_seconds > 0
+    assert "Traced and compiled in" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"devices": 0}, ValueError, "`devices` must be 1 or more; got 0"),
+        ({"devices": "8"}, TypeError, "`devices` must be an int"),
+        ({"devices": 4096}, ValueError, "must be 1 to 2048"),
+        ({"topology": "h100"}, ValueError, "`topology`='h100' is not known"),
+        ({"topology": "v5p-12"}, ValueError, "has 6 chips"),
+        ({"topology": "h100x8", "devices": 8}, ValueError, "were both given"),
+        ({"hardware": "h1000"}, ValueError, "`hardware` must be one of 'a100'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        trainer().plan([batch()], **options)
+
+
+def test_a_single_device_is_not_planned_for_more():
+    with pytest.raises(ValueError, match="SingleDevice uses 1 device, not 4"):
+        trainer(SingleDevice()).plan([batch()], devices=4)
+
+
+def test_a_model_of_shapes_is_planned_as_the_model_itself():
+    def make(model):
+        return Trainer(model, loss="cross_entropy", strategy=FSDP(min_size=1))
+
+    def build():
+        return eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0))
+
+    data = batches(16)
+    trainer = make(eqx.filter_eval_shape(build))
+    found, expected = (t.plan(data).to_dict() for t in (trainer, make(build())))
+    for name in ("trace_seconds", "compile_seconds"):
+        found.pop(name), expected.pop(name)
+    assert found == expected
+    for run in (trainer.fit, trainer.predict, trainer.validate):
+        with pytest.raises(ValueError, match="`model` has shapes for arrays.*only `pl"):
+            run(data)
+
+
+def test_hosts_have_equally_many_devices():
+    with pytest.raises(ValueError, match="`hosts`=3 does not divide the 8 devices"):
+        trainer().plan([batch()], hosts=3)
+    with pytest.raises(ValueError, match="a topology has its own hosts"):
+        trainer().plan([batch()], topology="h100x16", hosts=2)
+    with pytest.raises(ValueError, match="`hosts` must be 1 or more"):
+        trainer().plan([batch()], hosts=0)
