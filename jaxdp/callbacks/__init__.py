@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .learning_rate_monitor import LearningRateMonitor
     from .live_plot import LivePlot
     from .lockstep import Lockstep
-    from .loggers import Logger
+    from .logger import Logger
     from .mlflow_logger import MLFlowLogger
     from .model_checkpoint import ModelCheckpoint
     from .nan_guard import NanGuard
@@ -61,7 +61,7 @@ _MODULES: Final = {
     "LearningRateMonitor": "learning_rate_monitor",
     "LivePlot": "live_plot",
     "Lockstep": "lockstep",
-    "Logger": "loggers",
+    "Logger": "logger",
     "MLFlowLogger": "mlflow_logger",
     "ModelCheckpoint": "model_checkpoint",
     "NanGuard": "nan_guard",

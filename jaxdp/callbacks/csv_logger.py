@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
-from .loggers import EPOCH, VALIDATION, Logger, Number, free_name
+from .logger import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
 
@@ -181,6 +181,8 @@ class CSVLogger(Logger):
                     os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
             announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
             return
+
+        # What the checkpoint has seen of it; the rows after come again.
         assert self._restored is not None
         count, last = self._restored["rows"], self._restored["last"]
         found = [_dict(columns, row) for row in rows[:count]]
@@ -194,6 +196,7 @@ class CSVLogger(Logger):
                 f"{path} has {len(rows)} rows, of the {count} that were logged when the"
                 " checkpoint was saved.",
             )
+
         self._columns, self._rows = columns, len(found)
         self._last = found[-1] if found else None
         if len(rows) > count or torn:

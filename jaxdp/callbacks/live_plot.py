@@ -12,7 +12,7 @@ from ..basics.arguments import check_number
 from ..history import VALIDATION
 from ..reports import draw, metric_curves, save_figure, to_png
 from .base import Callback
-from .loggers import check_writable
+from .logger import check_writable
 from .monitor import LateReads, in_notebook
 
 _MAX_POINTS: Final = 1000

@@ -11,7 +11,7 @@ from typing import Any
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
 from ..plan.page import page
-from .loggers import Logger, Number
+from .logger import Logger, Number
 from .monitor import announce
 from .run_facts import Facts, flat
 

@@ -11,7 +11,7 @@ import jax
 from ..basics.arguments import check_count
 from ..basics.files import write_whole
 from .base import Callback
-from .loggers import check_writable
+from .logger import check_writable
 from .monitor import announce
 
 _CONTAINERS: Final = ("while", "call", "conditional")

@@ -12,7 +12,7 @@ from ..basics.extras import import_extra
 from ..basics.files import naming
 from ..basics.json_checks import by_name, whole
 from ..reports import to_png
-from .loggers import Logger, Number, free_name
+from .logger import Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts, flat, markdown
 

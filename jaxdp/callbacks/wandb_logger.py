@@ -10,7 +10,7 @@ from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
 from ..plan.page import page
 from ..reports import to_png
-from .loggers import Logger, Number
+from .logger import Logger, Number
 from .run_facts import Facts, flat
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -64,19 +64,24 @@ def draw(
         ImportError: without matplotlib; it says how to install it.
     """
     matplotlib = functools.partial(import_extra, who="Drawing curves", extra="plots")
-    figure_type = matplotlib("matplotlib.figure").Figure
+    figure_type: Any = matplotlib("matplotlib.figure").Figure
     ticks = matplotlib("matplotlib.ticker").MaxNLocator
+
+    class Picture(figure_type):
+        """A figure that notebooks show, without matplotlib's global state."""
+
+        def _repr_png_(self) -> bytes:
+            return to_png(self)
+
     count = max(len(charts), 1)
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    figure = figure_type(
+    figure = Picture(
         figsize=(4.6 * columns if columns > 1 else 6.0, 3.4 * rows),
         dpi=120,
         layout="constrained",
     )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    # Notebooks show what has this method, without matplotlib's global state.
-    figure._repr_png_ = functools.partial(to_png, figure)
 
     for index, (name, curves) in enumerate(charts.items()):
         axes = figure.add_subplot(rows, columns, index + 1)

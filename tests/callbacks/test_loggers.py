@@ -14,7 +14,7 @@ from jaxdp.callbacks import (
     NanGuard,
     TensorBoardLogger,
 )
-from jaxdp.callbacks.loggers import scalars
+from jaxdp.callbacks.logger import scalars
 from jaxdp.callbacks.monitor import LAG
 
 
