@@ -1,7 +1,8 @@
-"""Floating-point operations of a traced function: the matrix products in it."""
+"""Traced programs: what operations are in them, and the cost of matrix products."""
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -21,28 +22,21 @@ def matmul_flops(jaxpr: Any) -> int:
     Args:
         jaxpr: what `jax.make_jaxpr(function)(*arguments)` gave.
     """
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(_equation(equation) for equation in inner.eqns)
+    return sum(map(_flops, opened(jaxpr).eqns))
 
 
 def has_convolutions(jaxpr: Any) -> bool:
     """Whether there is a convolution anywhere in a traced program."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        or any(has_convolutions(value) for value in programs_in(equation))
-        for equation in inner.eqns
-    )
+    names = (equation.primitive.name for equation in equations_in(jaxpr))
+    return "conv_general_dilated" in names
 
 
 def has_own_loop(jaxpr: Any) -> bool:
     """Whether a traced program has a loop that is named `OWN_LOOP`."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
     return any(
         equation.primitive.name == "scan"
         and OWN_LOOP in str(equation.source_info.name_stack).split("/")
-        or any(map(has_own_loop, programs_in(equation)))
-        for equation in inner.eqns
+        for equation in equations_in(jaxpr)
     )
 
 
@@ -60,15 +54,28 @@ def times_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def opened(jaxpr: Any) -> Any:
+    """A program without its constants: itself, if it has none."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def equations_in(jaxpr: Any) -> Iterator[Any]:
+    """The operations of a program, and of the programs in them."""
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        for inside in programs_in(equation):
+            yield from equations_in(inside)
+
+
 def programs_in(equation: Any) -> list[Any]:
     """The programs that are arguments of an operation."""
     leaves = jax.tree.leaves(
         list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
     )
-    return [leaf for leaf in leaves if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+    return [leaf for leaf in leaves if hasattr(opened(leaf), "eqns")]
 
 
-def _equation(equation: Any) -> int:
+def _flops(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

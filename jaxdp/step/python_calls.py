@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from .jaxprs import programs_in
+from .jaxprs import equations_in, opened, programs_in
 
 _PRIMITIVE: Final = "pure_callback"
 
@@ -49,10 +49,7 @@ class Catching:
 
 def calls_python(jaxpr: Any) -> bool:
     """Whether a traced program calls Python that may raise."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(_may_raise(each) for each in inner.eqns) or any(
-        calls_python(program) for each in inner.eqns for program in programs_in(each)
-    )
+    return any(map(_may_raise, equations_in(jaxpr)))
 
 
 def catching(step: Callable[..., Any], faults: list[Exception]) -> Callable[..., Any]:
@@ -108,7 +105,7 @@ def _caught(equation: Any, faults: list[Exception]) -> Any:
         return equation
 
     def rewritten(value: Any) -> Any:
-        is_program = hasattr(getattr(value, "jaxpr", value), "eqns")
+        is_program = hasattr(opened(value), "eqns")
         return _rewritten(value, faults) if is_program else value
 
     new = jax.tree.map(rewritten, params, is_leaf=lambda leaf: hasattr(leaf, "eqns"))

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import PyTree
 
 from .collectives import DATA
-from .jaxprs import programs_in
+from .jaxprs import opened, programs_in
 
 _ROWS: Final = "jaxdp: rows"
 _VALUES: Final = "jaxdp: values of rows"
@@ -54,7 +54,7 @@ def values_mix_rows(jaxpr: Any) -> bool:
     Args:
         jaxpr: with `mark_rows` and `mark_values` called in the same function.
     """
-    jaxpr = _open(jaxpr)
+    jaxpr = opened(jaxpr)
     if any(_is_mark(equation, _VALUES) for equation in jaxpr.eqns):
         return _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values
     return any(
@@ -145,7 +145,7 @@ def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
         return _WITH_PROGRAMS[name](equation, operands)
 
     rule = _RULES.get(name) or (_reduced if name.startswith("reduce") else None)
-    inside = [] if rule else [_open(each) for each in programs_in(equation)]
+    inside = [] if rule else [opened(each) for each in programs_in(equation)]
     if len(inside) == 1 and _is_called_by(equation, inside[0]):
         return _follow(inside[0], operands).results
 
@@ -173,13 +173,10 @@ def _is_mark(equation: Any, name: str) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == name
 
 
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
 def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
     branches = [
-        _follow(_open(branch), operands[1:]).results for branch in programs_in(equation)
+        _follow(opened(branch), operands[1:]).results
+        for branch in programs_in(equation)
     ]
     return [_either(*found) for found in zip(*branches, strict=True)]
 
@@ -187,12 +184,12 @@ def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
 def _while(equation: Any, operands: list[_Known]) -> list[_Known]:
     skipped, num_consts = (equation.params[f"{n}_nconsts"] for n in ("cond", "body"))
     consts, carry = operands[skipped:][:num_consts], operands[skipped + num_consts :]
-    body = _open(equation.params["body_jaxpr"])
+    body = opened(equation.params["body_jaxpr"])
     return _loop(lambda carry: _follow(body, [*consts, *carry]).results, carry)[0]
 
 
 def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
-    body = _open(equation.params["jaxpr"])
+    body = opened(equation.params["jaxpr"])
     # Told by shapes: what else tells has changed between versions of JAX.
     first_x = len(operands) - _count_unlike(equation.invars, body.invars)
     num_ys = _count_unlike(equation.outvars, body.outvars)

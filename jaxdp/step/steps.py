@@ -74,10 +74,12 @@ class Steps(NamedTuple):
             groups,
             ("gradients", "whole", "whole"),
         )
+
         if state.loss_scale is not None:
             unscale = 1 / state.loss_scale.scale  # a power of two: exact
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+
         total = count_rows(groups)
         # One by one: XLA turns a vector's division by a number into a product with the
         # reciprocal in some programs, which rounds otherwise.
@@ -97,6 +99,7 @@ class Steps(NamedTuple):
             totals=add_to_totals(state.totals, total, means * total),
             loss_scale=state.loss_scale,
         )
+
         inside: dict[str, Array] = {}
         for hook in self.inside:
             values = hook(grads, updates, new)
@@ -107,6 +110,7 @@ class Steps(NamedTuple):
                     " return a dict of named arrays."
                 )
             inside = _with_names(inside, values, summed.facts)
+
         if self.skip_nonfinite or state.loss_scale is not None:
             finite = _all_finite((means[0], grads))
             kept = state._replace(step=new.step)
@@ -161,6 +165,7 @@ class Steps(NamedTuple):
         objective = self.objective
         assert objective is not None
         weights, step, scale = inputs
+
         step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
         total = count_rows(groups)
         if weights.model_state is not None or objective.takes_key:
@@ -220,6 +225,7 @@ class Steps(NamedTuple):
         micro = only_micro_batch(groups[0])
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, jax.random.fold_in(key, batch_idx), micro)
+
         model = self._whole_model(collectives, weights)
         batch = cast_batch(model, mark_rows(micro.batch), self.precision)
         found = objective(
@@ -229,6 +235,7 @@ class Steps(NamedTuple):
             rows,
             collectives.axis_names,
         )
+
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
