@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from jaxdp import cli
+from jaxdp.cli import commands
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # What can't run here is marked "py", and a comment above it says why.
@@ -73,7 +73,7 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
     text = page.read_text()
     for command in re.findall(r"python -m jaxdp ([a-z]+ [^\n`#|)]+)", text):
-        options, others = cli._parser().parse_known_args(command.split())
+        options, others = commands._parser().parse_known_args(command.split())
         assert options.command and (others == [] or command.startswith("plan"))
     for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
         assert pathlib.Path(script).is_file()
