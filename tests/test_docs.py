@@ -82,3 +82,23 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
     targets = re.findall(r"^([\w-]+):", pathlib.Path("Makefile").read_text(), re.M)
     for target in re.findall(r"^    make ([\w-]+)|`make ([\w-]+)", text, re.M):
         assert "".join(target) in targets
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_code():
+    spec = importlib.util.spec_from_file_location("draw_rooms", DOCS / "draw_rooms.py")
+    draw_rooms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_rooms)
+    assert draw_rooms.picture() == draw_rooms.PICTURE.read_text(), (
+        "the rooms have changed: run python docs/draw_rooms.py"
+    )
+
+
+def test_the_modules_that_the_map_names_are_there():
+    text = (DOCS / "inside.md").read_text() + (
+        DOCS.parent / "CONTRIBUTING.md"
+    ).read_text()
+    named = re.findall(r"`(?:jaxdp/)?([a-z_]+/[a-z_]+\.py|[a-z_]+/)`", text)
+    assert len(named) > 10
+    for name in named:
+        there = DOCS.parent / "jaxdp" / name, DOCS.parent / name
+        assert any(path.exists() for path in there), name
