@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..basics.console import say
 from ..callbacks.base import Hooks
-from ..data import Source
+from ..data import Source, windows
 from ..engine import Block, wait
 from .limits import Limits
 
@@ -45,7 +45,9 @@ class Feed:
         blocks = self._blocks()
         first = next(blocks, None)
         if first is None and run.progress.done:
-            return self._begin_next_epoch()
+            if run.progress.epoch_ended or not self._compile_at_end():
+                self._begin_next_epoch()
+            return
         if first is None:
             raise ValueError(self._source.gave_nothing())
 
@@ -60,7 +62,8 @@ class Feed:
 
     def epoch(self) -> Iterator[Block]:
         """What is left of the present epoch."""
-        blocks, self._begun = self._begun or self._blocks(), None
+        begun, self._begun = self._begun, None
+        blocks = self._blocks() if begun is None else begun
         return self._without_left_out(blocks) if self._run.progress.left_out else blocks
 
     def _set_up_engine(self) -> None:
@@ -84,6 +87,23 @@ class Feed:
                     " look"
                 )
             )
+
+    def _compile_at_end(self) -> bool:
+        """Compiles for an epoch that was saved between its last step and its end.
+
+        Returns:
+            Whether it has a first batch to compile for.
+        """
+        run = self._run
+        with self._source.looking_back():
+            again = self._source.epoch(run.progress.epoch)
+            window = next(windows(again, run.accumulate_grad_batches), None)
+        if window is None:
+            return False
+        engine = run.engine_for(window[0])
+        engine.prepare_training(*engine.blocks([window]))
+        self._begun = iter(())
+        return True
 
     def _begin_next_epoch(self) -> None:
         """An earlier fit stopped at the end of an epoch of unknown length, or this one
