@@ -25,7 +25,7 @@ from ..distributed import RowBlocks, row_blocks
 from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
 from .base import DataParallel, Role, each, put_rows
 from .pmap import Pmap
-from .sharded import Sharded
+from .sharded import Sharded, shardings_of
 from .single_device import SingleDevice
 
 SHARDS: Final = 8
@@ -132,10 +132,11 @@ class Bitwise(DataParallel):
             return [Group(PartitionSpec(None, None, _AXIS), whole) for _ in argument]
 
         arguments = tuple(map(argument_of, roles, arguments))
+        in_specs = tuple(map(spec_in, roles, arguments))
         mapped = jax.shard_map(
             functools.partial(step, collectives),
             mesh=self.mesh,
-            in_specs=(in_specs := tuple(map(spec_in, roles, arguments))),
+            in_specs=in_specs,
             out_specs=each(results, lambda r: rows if split and r == "rows" else whole),
             check_vma=False,
         )
@@ -148,11 +149,7 @@ class Bitwise(DataParallel):
 
         jitted = jax.jit(
             program,
-            in_shardings=jax.tree.map(
-                functools.partial(NamedSharding, self.mesh),
-                in_specs,
-                is_leaf=lambda node: isinstance(node, PartitionSpec),
-            ),
+            in_shardings=shardings_of(self.mesh, in_specs),
             out_shardings=NamedSharding(self.mesh, whole),
             donate_argnums=donate,
         )

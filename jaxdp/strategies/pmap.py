@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..step import DATA, AxisCollectives, Collectives, Group, RowsInteract
 from .base import Devices, Role, draws_by_row, each
-from .sharded import Sharded
+from .sharded import Sharded, shardings_of
 
 
 class Pmap(Sharded):
@@ -68,11 +68,6 @@ class Pmap(Sharded):
 
         in_specs = tuple(map(spec_in, roles, arguments))
         out_specs = each(results, lambda role: rows if role == "rows" else whole)
-        in_shardings, out_shardings = jax.tree.map(
-            functools.partial(NamedSharding, self.mesh),
-            (in_specs, out_specs),
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
-        )
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         per_device = jax.shard_map(
             functools.partial(step, AxisCollectives(DATA, self.num_shards)),
@@ -83,8 +78,8 @@ class Pmap(Sharded):
         )
         program = jax.jit(
             per_device,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
+            in_shardings=shardings_of(self.mesh, in_specs),
+            out_shardings=shardings_of(self.mesh, out_specs),
             donate_argnums=donate,
         )
         return self.build(program, arguments)

@@ -311,6 +311,15 @@ class Sharded(DataParallel):
         return f"{type(self).__name__}({dict(self.mesh.shape)})"
 
 
+def shardings_of(mesh: Mesh, specs: PyTree) -> PyTree:
+    """The sharding over a mesh that each `PartitionSpec` of a tree means."""
+    return jax.tree.map(
+        functools.partial(NamedSharding, mesh),
+        specs,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+
+
 @functools.lru_cache
 def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...]) -> RowBlocks:
     sizes = [mesh.shape[name] for name in row_axes]

@@ -114,14 +114,16 @@ class TensorParallel(Sharded):
         parts = self.mesh.shape[_FSDP]
         axis, why = split_axis(leaf, parts, self.min_size, spec)
         if axis is None:
-            axis, why = split_axis(self._share(spec, leaf), parts, self.min_size)
+            axis, why = split_axis(
+                self._on_one_device(spec, leaf), parts, self.min_size
+            )
         if axis is None:
             return spec, f"over {_FSDP!r} {why}"
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
         entries[axis] = (*names_of(entries[axis]), _FSDP)
         return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
 
-    def _share(self, spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _on_one_device(self, spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         """What `spec` leaves of a leaf on one device."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
