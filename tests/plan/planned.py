@@ -1,5 +1,6 @@
 """A small model, trainers for it and what their plans have in common."""
 
+import functools
 import importlib.util
 
 import equinox as eqx
@@ -45,6 +46,12 @@ def trainer(strategy=None, model=None, **options):
         strategy=strategy or Sharded(),
         **options,
     )
+
+
+@functools.cache
+def whole_plan():
+    """The plan of the model whole on each of 8 devices."""
+    return trainer(Sharded(8)).plan([batch()])
 
 
 def comparable(plan):

@@ -1,7 +1,7 @@
 """Operations of a step, however its work is shared."""
 
 import pytest
-from planned import HALVES, WIDTHS, batch, trainer
+from planned import HALVES, WIDTHS, batch, trainer, whole_plan
 from toys import Deep, batches
 
 from jaxdp import (
@@ -17,7 +17,7 @@ from jaxdp.plan.hardware import Hardware
 
 
 def test_operations_are_those_of_the_matrix_products():
-    plan = trainer().plan([batch(64)])
+    plan = whole_plan()
     products = [2 * 64 * i * o for i, o in zip(WIDTHS, WIDTHS[1:], strict=False)]
     # Forward, and backward for weights and inputs, but the batch needs no gradient.
     assert plan.flops == 3 * sum(products) - products[0]

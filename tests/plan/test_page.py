@@ -7,11 +7,7 @@ import json
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from planned import (
-    Split,
-    batch,
-    trainer,
-)
+from planned import Split, batch, trainer, whole_plan
 
 from jaxdp import (
     Sharded,
@@ -93,7 +89,7 @@ def test_names_of_leaves_can_not_break_the_page(tmp_path):
 
 
 def test_the_text_and_the_dict_say_the_same():
-    plan = trainer().plan([batch()])
+    plan = whole_plan()
     plain = plan.to_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain["memory"]["peak"] == plan.memory.peak

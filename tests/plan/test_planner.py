@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from planned import (
-    PARAMS,
-    Split,
-    batch,
-    comparable,
-    mlp,
-    trainer,
-)
+from planned import PARAMS, Split, batch, comparable, mlp, trainer, whole_plan
 from toys import batches
 
 from jaxdp import (
@@ -118,7 +111,7 @@ def test_nothing_is_moved_and_nothing_advances():
     gc.collect()
     assert len(jax.live_arrays()) == before
     assert planned.global_step == 0
-    assert planned._engine is None
+    assert not planned.run.has_engine
 
 
 def test_a_torch_loader_is_left_as_it_was():
@@ -146,9 +139,7 @@ def test_a_fit_that_follows_a_plan_is_the_same():
     planned.plan([batch()])
     assert planned.fit([batch()], max_epochs=3)["loss"] == plain["loss"]
     after = planned.plan([batch()])
-    assert comparable(after.to_dict()) == comparable(
-        trainer().plan([batch()]).to_dict()
-    )
+    assert comparable(after.to_dict()) == comparable(whole_plan().to_dict())
 
 
 def test_an_iterator_is_not_used_up():

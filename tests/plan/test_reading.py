@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from planned import PARAMS, Split, batch, comparable, trainer
+from planned import PARAMS, Split, batch, comparable, trainer, whole_plan
 from toys import NormNet
 
 from jaxdp import (
@@ -110,7 +110,7 @@ def test_rows_that_interact_are_planned_at_their_true_size():
 
 def test_what_is_not_donated_costs_a_second_state():
     kept = trainer(callbacks=[DonateBuffers("none")]).plan([batch()])
-    donated = trainer().plan([batch()])
+    donated = whole_plan()
     state = donated.memory.overwritten
     assert state == 3 * PARAMS + 4 + kept.memory.other  # Adam's count is one number
     assert kept.memory.overwritten == 0
@@ -156,7 +156,7 @@ def test_nan_guards_are_planned_with():
 
 
 def test_what_could_be_split_is_what_splitting_saves():
-    whole = trainer(Sharded(8)).plan([batch()])
+    whole = whole_plan()
     split = trainer(Split(8)).plan([batch()])
     saved = sum(each.bytes_saved for each in whole.could_split)
     held = [plan.memory.parameters + plan.memory.optimizer for plan in (whole, split)]
@@ -270,4 +270,4 @@ def test_time_is_the_roofline():
     assert near.estimate.communication == near.wire_bytes / 1e5
     small = slow._replace(memory=1000)
     assert not trainer().plan([batch(64)], hardware=small).estimate.fits
-    assert trainer().plan([batch(64)]).estimate is None
+    assert whole_plan().estimate is None

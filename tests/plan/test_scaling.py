@@ -4,7 +4,7 @@ import math
 import xml.etree.ElementTree
 
 import pytest
-from planned import PARAMS, batch, trainer
+from planned import PARAMS, batch, trainer, whole_plan
 
 from jaxdp import (
     Sharded,
@@ -92,6 +92,6 @@ def test_scaling_is_drawn(tmp_path, hardware):
     ],
 )
 def test_wrong_memory_is_refused(memory, error, words):
-    plan = trainer().plan([batch()])
+    plan = whole_plan()
     with pytest.raises(error, match=words):
         plan.largest_batch(memory)
