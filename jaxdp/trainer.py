@@ -14,8 +14,7 @@ from .basics.console import warn
 from .callbacks import Callback
 from .callbacks.defaults import with_defaults
 from .engine import hyperparams
-from .fit import Run, Wanted, checks, evaluation, loop, snapshot
-from .fit.instead import leave_if_asked
+from .fit import Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
 from .history import History
 from .step import Metrics, Remat, TrainState
 from .strategies import DataParallel

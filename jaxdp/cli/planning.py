@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ..fit.instead import instead_of_training
+from ..fit import instead_of_training
 from ..trainer import Trainer
 
 
