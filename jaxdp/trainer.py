@@ -373,6 +373,11 @@ class Trainer:
         return self.run.accumulate_grad_batches
 
     @property
+    def steps_per_execution(self) -> int | str:
+        """As passed; what "auto" has picked is said when it is."""
+        return self.run.steps_per_execution
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps that were taken."""
         return self.run.progress.global_step
