@@ -186,3 +186,26 @@ def mlp_trainer(*callbacks, strategy=None, **options):
         log_every_n_steps=1,
         **options,
     )
+
+
+RAGGED = (16, 16, 16, 16, 5)
+
+
+def quiet(model, *args, **kwargs):
+    """A trainer without a progress bar."""
+    return Trainer(model, *args, enable_progress_bar=False, **kwargs)
+
+
+def run(strategy, model=None, epochs=10, data=None, **kwargs):
+    """Losses of every step (50 by default), and the trainer."""
+    recorder = Recorder()
+    trainer = quiet(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2),
+        strategy=strategy,
+        callbacks=[recorder, *kwargs.pop("callbacks", ())],
+        loss=kwargs.pop("loss", "cross_entropy" if "loss_fn" not in kwargs else None),
+        **kwargs,
+    )
+    trainer.fit(batches(*RAGGED) if data is None else data, max_epochs=epochs)
+    return np.array(recorder.losses), trainer

@@ -1,7 +1,5 @@
 """Several optimizer steps per dispatch change the speed, and nothing else."""
 
-import contextlib
-import itertools
 import re
 
 import equinox as eqx
@@ -19,7 +17,6 @@ from jaxdp.callbacks import (
     GradientMonitor,
     ModelCheckpoint,
     NanGuard,
-    ThroughputMonitor,
 )
 
 RAGGED = (16,) * 11 + (5,)
@@ -354,38 +351,6 @@ def test_batches_that_grow_give_the_bits_of_single_steps():
     same(run(1), run(3))
 
 
-class Flaky:
-    """Times out once, before batch 4, and goes on when asked again."""
-
-    def __init__(self, data):
-        self.left = list(data)
-        self.failed = False
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if len(self.left) == 4 and not self.failed:
-            self.failed = True
-            raise TimeoutError("once")
-        if not self.left:
-            raise StopIteration
-        return self.left.pop(0)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_batches_before_a_failure_of_the_loader_are_trained_on(steps):
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), steps_per_execution=steps, strategy=SingleDevice()
-    )
-    data = Flaky(batches(*[8] * 8))
-    with pytest.raises(TimeoutError, match="once"):
-        trainer.fit(data)
-    assert trainer.global_step == 4
-    trainer.fit(data)
-    assert trainer.global_step == 8
-
-
 def test_what_is_asked_inside_a_block_is_of_the_step_that_is_counted():
     class Ask(Callback):
         def __init__(self):
@@ -464,128 +429,3 @@ def in_blocks(steps, *callbacks):
         callbacks=callbacks,
         enable_progress_bar=False,
     )
-
-
-@pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "a training batch differs"])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
-    data = batches(*[8] * 8)
-    x, y = data[6]
-    data[6] = (x, y + 7) if "labels" in wrong else (x[:, :3], y)
-    recorder = Recorder()
-    trainer = in_blocks(steps, recorder, ThroughputMonitor())
-    with pytest.raises(ValueError, match=wrong) as caught:
-        trainer.fit(data)
-    assert trainer.global_step == len(recorder.losses) == 6
-    assert caught.value.__notes__ == ["in batch 6 of epoch 0 of `train_loader`"]
-
-
-def test_a_wrong_batch_is_named_wherever_it_comes():
-    data, trainer = batches(*[8] * 4), in_blocks(1)
-    wrong = [*data[:3], (data[3][0][:, :3], data[3][1])]
-    for take, what in ((trainer.validate, "validat"), (trainer.predict, "predic")):
-        with pytest.raises(ValueError, match=f"a {what}.* batch differs") as caught:
-            take(wrong)
-        assert caught.value.__notes__ == ["in batch 3"]
-    with pytest.raises(ValueError, match="labels must be 0 to 2") as caught:
-        trainer.test([*data, (data[0][0], data[0][1] + 7)])
-    assert caught.value.__notes__ == ["in batch 4"]
-    trainer = Trainer(
-        Mlp(jax.random.key(0)), accumulate_grad_batches=3, enable_progress_bar=False
-    )
-    with pytest.raises(ValueError, match="differs") as caught:
-        trainer.fit([*data, *wrong], max_epochs=1)
-    assert caught.value.__notes__ == [
-        "in one of the batches 6 to 8 of epoch 0 of `train_loader`"
-    ]
-
-
-def numbered():
-    """Batches without end, each full of its number."""
-    for number in itertools.count():
-        yield np.full((4, 4), number, np.float32), np.arange(4) % 3
-
-
-class Numbers(Callback):
-    """The numbers of the batches that steps began with; ends the fit at a step."""
-
-    def __init__(self, at=None, end=None):
-        self.seen, self.at, self.end = [], at, end
-
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        self.seen.append(int(batch[0][0, 0]))
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if trainer.global_step == self.at and self.end == "raise":
-            raise KeyError(self.at)
-        trainer.should_stop = trainer.global_step == self.at and self.end == "stop"
-
-
-def numbers(steps, at=None, end=None):
-    seen = Numbers(at, end)
-    return in_blocks(steps, seen), seen.seen
-
-
-class Positioned:
-    """An iterator over `numbered` that tells its position."""
-
-    def __init__(self):
-        self.given = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.given += 1
-        return next(itertools.islice(numbered(), self.given - 1, None))
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state):
-        self.given = state["given"]
-
-
-def test_an_iterator_that_tells_its_position_is_not_ahead_of_the_steps():
-    class Looks(Callback):
-        def on_train_batch_start(self, trainer, batch, batch_idx):
-            given.append((stream.given, batch_idx + 1))
-
-    stream, given = Positioned(), []
-    in_blocks(4, Looks()).fit(stream, max_steps=9)
-    assert given == [(number, number) for number in range(1, 10)]
-
-
-@pytest.mark.parametrize("end", ["stop", "raise", "break"])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_what_a_block_had_of_an_iterator_comes_again(steps, end):
-    trainer, seen = numbers(steps, 6, end)
-    stream = numbered()
-    if end == "break":
-        for _ in trainer.steps(stream):
-            if trainer.global_step == 6:
-                break
-    else:
-        with contextlib.suppress(KeyError):
-            trainer.fit(stream, max_steps=100)
-    assert trainer.global_step == 6
-    trainer.fit(stream, max_steps=10)
-    assert seen == list(range(10))
-
-
-def test_an_iterator_goes_on_after_steps_over_something_else():
-    trainer, seen = numbers(1)
-    stream = numbered()
-    for _ in trainer.steps(list(itertools.islice(stream, 5))):
-        pass
-    trainer.fit(stream, max_steps=8)
-    assert seen == list(range(8))
-
-
-def test_a_load_inside_steps_is_gone_on_with(tmp_path):
-    trainer, seen = numbers(4)
-    for _ in trainer.steps(itertools.islice(numbered(), 6)):
-        if trainer.global_step == 2:
-            trainer.load(trainer.save(tmp_path / "saved"))
-    assert seen == list(range(6))
-    assert trainer.global_step == 6

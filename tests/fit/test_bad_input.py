@@ -1,8 +1,5 @@
 """Mistakes a user makes: each an error that says what to change, before training."""
 
-import os
-import signal
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,6 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
-from jaxdp.distributed import is_stop
 
 
 def mlp():
@@ -256,62 +252,6 @@ class Watching(Callback):
         self.seen.append("end")
 
 
-class CtrlC(Callback):
-    def on_validation_end(self, trainer, metrics):
-        self.validated = True
-
-    def on_train_batch_end(self, trainer, metrics, batch_idx):
-        if batch_idx == 2 and self.validated:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
-    watching = Watching()
-    trainer = make(callbacks=[CtrlC(), watching])
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
-    assert trainer.global_step == 3
-    assert watching.seen == [KeyboardInterrupt, "end"]
-    # Of this very class, or Python would exit with 1 instead of 130.
-    assert type(stopped.value) is KeyboardInterrupt and is_stop(stopped.value)
-    trainer.model(jnp.ones(4))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):  # another one, at batch number 2 of epoch 1
-        trainer.fit(batches(*[8] * 10), max_epochs=2)
-    assert (trainer.global_step, trainer.current_epoch) == (13, 1)
-
-
-class CtrlCLate(Callback):
-    def on_train_epoch_end(self, trainer, metrics):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_after_the_last_step_is_not_kept_for_the_next_fit():
-    trainer = make(callbacks=[CtrlCLate()])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(batches(8))
-    trainer.validate(batches(8))
-
-
-def test_an_error_after_ctrl_c_is_a_keyboard_interrupt():
-    class Dying(CtrlC):
-        validated = True
-
-        def on_train_batch_end(self, trainer, metrics, batch_idx):
-            os.kill(os.getpid(), signal.SIGINT)
-            raise RuntimeError("a worker died of it")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        make(callbacks=[Dying()]).fit(batches(8, 8))
-    assert "a worker died" in str(caught.value.__cause__)
-
-
-def test_ctrl_c_between_steps_is_the_callers():
-    trainer = make()
-    for _ in trainer.steps(batches(8, 8)):
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 @pytest.mark.parametrize("name", ["accumulate_grad_batches", "steps_per_execution"])
 def test_what_a_trainer_was_compiled_for_is_not_set_later(name):
     with pytest.raises(AttributeError, match=f"'{name}'.*no setter"):
@@ -338,38 +278,6 @@ def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
         trainer.fit(batches(8, 8, 8), max_epochs=2)
     assert (trainer.global_step, trainer.num_training_batches) == (2, 3)
     assert (trainer.max_epochs, trainer.batch_idx) == (2, 2)
-
-
-def test_a_callback_that_raises_is_named_in_every_hook():
-    hooks = [
-        "setup", "on_fit_start", "on_train_epoch_start", "on_train_batch_start",
-        "on_train_batch_end", "on_validation_start", "on_validation_batch_end",
-        "on_validation_end", "on_train_epoch_end", "on_fit_end",
-    ]  # fmt: skip
-    for name in hooks:
-
-        def raising(self, *arguments):
-            raise ZeroDivisionError("from the callback")
-
-        watching = Watching()
-        broken = type("Broken", (Callback,), {name: raising})()
-        trainer = make(callbacks=[watching, broken])
-        with pytest.raises(ZeroDivisionError) as caught:
-            trainer.fit(batches(8), batches(8))
-        assert f"raised by the callback Broken in {name}" in caught.value.__notes__
-        assert name == "on_fit_end" or watching.seen == [ZeroDivisionError, "end"]
-        trainer.model(jnp.ones(4))
-
-
-def test_a_second_exception_does_not_hide_the_first():
-    class Worse(Callback):
-        def on_exception(self, trainer, exception):
-            raise OSError("disk full")
-
-    trainer = make(callbacks=[Worse()])
-    with pytest.raises(ValueError, match="labels must be") as caught:
-        trainer.fit(x_y(X, Y + 5))
-    assert any("disk full" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "predict"])
@@ -439,21 +347,6 @@ def test_integers_may_be_numpys(tmp_path):
     assert trainer.global_step == 1
     trainer.save(tmp_path / "saved")
     make(seed=1).load(tmp_path / "saved")
-
-
-def test_a_setup_that_fails_is_the_only_error(tmp_path):
-    class Fails(Callback):
-        def setup(self, trainer):
-            raise OSError("no")
-
-    for others in (
-        [ThroughputMonitor(), Fails(), ModelCheckpoint(tmp_path)],
-        [ModelCheckpoint(tmp_path), ThroughputMonitor(), Fails()],
-    ):
-        with pytest.raises(OSError, match="no") as caught:
-            make(callbacks=others).fit(batches(8))
-        notes = caught.value.__notes__
-        assert notes == ["raised by the callback Fails in setup"]
 
 
 def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):

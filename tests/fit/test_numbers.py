@@ -1,0 +1,329 @@
+"""A fit has the numbers of a loop by hand, under every strategy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import (
+    RAGGED,
+    Mlp,
+    NormNet,
+    Recorder,
+    batches,
+    cross_entropy,
+    hand_written,
+    quiet,
+    run,
+)
+
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+
+STRATEGIES = {
+    "sharded1": lambda: Sharded(1),
+    "sharded2": lambda: Sharded(2),
+    "sharded4": lambda: Sharded(4),
+    "sharded8": lambda: Sharded(),
+    "pmap1": lambda: Pmap(1),
+    "pmap2": lambda: Pmap(2),
+    "pmap4": lambda: Pmap(4),
+    "pmap8": lambda: Pmap(),
+}
+
+
+class Weak(eqx.Module):
+    """With leaves that JAX types weakly: it computes in the type of the other side."""
+
+    linear: eqx.nn.Linear
+    scale: jax.Array
+
+    def __call__(self, x):
+        return (self.linear(x).astype(jnp.bfloat16) * self.scale).astype(jnp.float32)
+
+
+def test_weakly_typed_leaves_are_the_same_in_all_layouts(tmp_path):
+    model = Weak(eqx.nn.Linear(4, 3, key=jax.random.key(0)), jnp.array(1.37))
+    assert model.scale.weak_type
+    data = batches(8, 8, 8)
+    expected, _ = run(SingleDevice(), model, data=data, epochs=4)
+    losses, _ = run(FSDP(min_size=1), model, data=data, epochs=4)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+    part = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
+    part.fit(data, max_epochs=2)
+    part.save(tmp_path / "part")
+    rest = quiet(model, optax.adam(1e-2), loss="cross_entropy", strategy=FSDP())
+    rest.fit(data, max_epochs=4, ckpt_path=str(tmp_path / "part"))
+    _, whole = run(FSDP(), model, data=data, epochs=4)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return run(SingleDevice(), metrics=["accuracy"])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single):
+    losses, trainer = run(STRATEGIES[name](), metrics=["accuracy"])
+    assert len(losses) == 50
+    np.testing.assert_allclose(losses, single[0], rtol=1e-5)
+    np.testing.assert_allclose(trainer.history["loss"], single[1].history["loss"], 1e-5)
+    assert trainer.history["accuracy"] == pytest.approx(single[1].history["accuracy"])
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeypatch):
+    from jaxdp.callbacks import DonateBuffers
+    from jaxdp.engine import row_counts
+
+    sent = []
+
+    def put(counts, sharding):
+        sent.append(counts.tolist())
+        return jax.device_put(counts, sharding)
+
+    monkeypatch.setattr(row_counts, "put", put)
+    shared, _ = run(strategy(), epochs=3)
+    assert sent == [[[16]], [[5]]]
+    # Where the step may overwrite them they can't be.
+    own, _ = run(strategy(), epochs=3, callbacks=[DonateBuffers("all")])
+    assert len(sent) == 2
+    np.testing.assert_array_equal(shared, own)
+
+
+def test_batches_are_not_padded_to_one_that_was_refused():
+    def losses(*before):
+        recorder, adam = Recorder(), optax.adam(1e-2)
+        trainer = quiet(Mlp(jax.random.key(0)), adam, callbacks=[recorder])
+        for data in before:
+            with pytest.raises(ValueError, match="labels must be 0 to"):
+                trainer.fit(data)
+            with pytest.raises(ValueError, match="labels must be 0 to"):
+                trainer.validate(data)
+        trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+        return recorder.losses, trainer.history["val_loss"], trainer.run.batch_sizes
+
+    ((x, y),) = batches(64)
+    assert losses([(x, y + 100)]) == losses()
+
+
+def test_batches_are_not_padded_to_one_that_does_not_compile():
+    def loss_fn(model, x, y):
+        if len(x) > 8:
+            raise ValueError("too many rows")
+        return jnp.square(jax.vmap(model)(x) - y).mean(-1)
+
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    options = {"strategy": SingleDevice(), "enable_progress_bar": False}
+    trainer = Trainer(model, loss_fn=loss_fn, **options)
+    few, many = np.ones((8, 4), np.float32), np.ones((64, 4), np.float32)
+    trainer.fit([(few, few)])
+    with pytest.raises(ValueError, match="too many rows"):
+        trainer.fit([(many, many)], max_epochs=2)
+    assert trainer.run.batch_sizes["train"] == 8
+    trainer.fit([(few, few)], max_epochs=2)
+
+
+@jax.tree_util.register_pytree_node_class
+class Counting:
+    """A weight that counts how often a model is taken apart."""
+
+    times = 0
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x * self.weight
+
+    def tree_flatten(self):
+        Counting.times += 1
+        return (self.weight,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_no_batch_takes_the_model_apart():
+    x = np.ones((8, 4), np.float32)
+    model = Counting(jnp.ones(4))
+    trainer = Trainer(model, loss="mse", enable_progress_bar=False)
+    epoch = 0
+
+    def fit(data):
+        nonlocal epoch
+        epoch += 1
+        trainer.fit(data, max_epochs=epoch)
+
+    for call in (fit, trainer.validate, trainer.predict):
+        call([(x, x)])  # which compiles
+        times = []
+        for number in (2, 9):
+            Counting.times = 0
+            call([(x, x)] * number)
+            times.append(Counting.times)
+        assert times[0] == times[1], call
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_losses_equal_a_hand_written_loop(strategy):
+    model, data = Mlp(jax.random.key(0), rate=0.0), batches(*RAGGED)
+    trained, expected = hand_written(model, optax.adam(1e-2), data, 3, cross_entropy)
+    losses, trainer = run(strategy(), model, epochs=3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(trained, eqx.is_array)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_makes_a_difference_and_the_seed_decides_it():
+    first, _ = run(SingleDevice(), epochs=1)
+    again, _ = run(SingleDevice(), epochs=1)
+    other, _ = run(SingleDevice(), epochs=1, seed=1)
+    without, _ = run(SingleDevice(), Mlp(jax.random.key(0), rate=0.0), epochs=1)
+    assert (first == again).all()
+    assert (first != other).all()
+    assert (first != without).all()
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_metrics_and_predictions_count_every_row_once(strategy):
+    data = batches(16, 16, 3)
+    model = Mlp(jax.random.key(0))
+    trainer = quiet(
+        model, loss="cross_entropy", metrics=["accuracy"], strategy=strategy()
+    )
+    found = trainer.validate(data)
+    x, y = (np.concatenate(part) for part in zip(*data, strict=True))
+    logits = jax.vmap(eqx.nn.inference_mode(model))(x)
+    assert found["val_loss"] == pytest.approx(
+        float(cross_entropy(eqx.nn.inference_mode(model), x, y)), rel=1e-6
+    )
+    assert found["val_accuracy"] == pytest.approx(
+        (np.asarray(logits).argmax(1) == y).mean(), rel=1e-6
+    )
+    assert trainer.test(data) == {
+        "test_loss": found["val_loss"],
+        "test_accuracy": found["val_accuracy"],
+    }
+    predicted = trainer.predict(data)
+    assert isinstance(predicted, np.ndarray)
+    np.testing.assert_allclose(predicted, logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(trainer.predict([x for x, _ in data]), predicted)
+
+
+def test_padding_is_a_copy_of_real_rows_and_never_poisons_gradients():
+    """log(x) is infinite at zero: padding with zeros would give NaN."""
+
+    class Log(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return jnp.log(x) @ self.weight
+
+    x = np.random.default_rng(0).uniform(1, 2, (13, 4)).astype(np.float32)
+    trainer = quiet(Log(jnp.ones((4, 1))), loss="mse")
+    trainer.fit([(x, np.ones((13, 1), np.float32))], max_epochs=2)
+    assert np.isfinite(trainer.model.weight).all()
+    assert np.isfinite(trainer.history["loss"]).all()
+
+
+@pytest.mark.parametrize("strategy", [Sharded, lambda: Sharded(4), lambda: Sharded(3)])
+def test_batch_norm_has_global_statistics_under_sharded(strategy):
+    def norm_run(strategy):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+        losses, trainer = run(strategy, model, epochs=3, state=state)
+        return losses, trainer
+
+    expected, single = norm_run(SingleDevice())
+    losses, trainer = norm_run(strategy())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(trainer.model_state),
+        jax.tree.leaves(single.model_state),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    found, wanted = (t.validate(batches(16, 5)) for t in (trainer, single))
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_batch_norm_with_ragged_tail_equals_a_hand_written_loop():
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.adam(1e-2)
+    opt_state, expected = optimizer.init(params), []
+    for x, y in batches(*RAGGED):
+
+        def loss(params, state, x=x, y=y):
+            net = eqx.combine(params, static)
+            logits, state = jax.vmap(
+                net, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+            )(x, state)
+            value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return value, state
+
+        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = eqx.apply_updates(params, updates)
+        expected.append(float(value))
+    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    losses, _ = run(Sharded(), model, epochs=1, state=state)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_batch_norm_sees_all_rows_also_by_the_name_that_pmap_wants():
+    def norm_run(strategy, axis_name):
+        model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), axis_name)
+        return run(strategy, model, epochs=2, state=state)[0]
+
+    alone = norm_run(SingleDevice(), "batch")
+    np.testing.assert_allclose(norm_run(Pmap(), "batch"), alone, rtol=1e-5)
+    both = ("batch", "data")
+    np.testing.assert_allclose(norm_run(Pmap(), both), alone, rtol=1e-5)
+    np.testing.assert_allclose(norm_run(Sharded(), both), alone, rtol=1e-5)
+    np.testing.assert_allclose(norm_run(SingleDevice(), both), alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
+def test_accumulated_batches_equal_one_large_batch(strategy):
+    """Dropout included: a row's key depends on its place in the whole step's rows."""
+    small = batches(8, 8, 5, 8, 8, 5)
+    large = [
+        tuple(np.concatenate(part) for part in zip(*small[i : i + 3], strict=True))
+        for i in (0, 3)
+    ]
+    expected, reference = run(SingleDevice(), epochs=3, data=large)
+    losses, trainer = run(strategy(), epochs=3, data=small, accumulate_grad_batches=3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert trainer.global_step == 6
+    # Four batches are one step of three and one of the batch that is left.
+    losses, trainer = run(
+        strategy(), epochs=1, data=small[:4], accumulate_grad_batches=3
+    )
+    assert trainer.global_step == 2
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
+
+
+def test_accumulation_keeps_rows_that_interact_at_their_true_size():
+    def loss_fn(model, x, y):
+        return cross_entropy(model, x, y)
+
+    model = Mlp(jax.random.key(0), rate=0.0)
+    small = batches(8, 8, 5)
+    large = [tuple(np.concatenate(part) for part in zip(*small, strict=True))]
+    expected, _ = run(SingleDevice(), model, epochs=3, data=large, loss_fn=loss_fn)
+    losses, _ = run(
+        Sharded(4), model, epochs=3, data=small, loss_fn=loss_fn,
+        accumulate_grad_batches=3,
+    )  # fmt: skip
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
