@@ -171,23 +171,17 @@ def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
     while True:
         why = "nothing listens there"
         for port in place.ports:
-            connection, messages, problem = _call(place.host, port, me)
-            if connection is None:
-                why = problem or why
+            # Process 0 has less time to say whether all are there.
+            found = _call(place, port, me, timeout + 2 * _MORE_TIME)
+            if isinstance(found, str):
+                why = found or why
                 continue
-            why = "it ended while the others were starting"
-            patience = time.monotonic() + timeout + 2 * _MORE_TIME  # process 0 has less
-            while messages is not None:
-                for message in messages:
-                    if _is_answer(message, place.num_processes):
-                        _check_answer(message, place, timeout)
-                        names = {int(p): name for p, name in message["names"].items()}
-                        address = join_address(place.host, port)
-                        return RollCall({0: connection}, names, address, "")
-                messages = connection.receive()
-                if messages is not None and time.monotonic() > patience:
-                    why, messages = "it did not say whether all are there", None
-            connection.close()
+            connection, answer = found
+            _check_answer(answer, place, timeout)
+            names = {int(process): name for process, name in answer["names"].items()}
+            address = join_address(place.host, port)
+            return RollCall({0: connection}, names, address, "")
+
         waited = time.monotonic() - start
         if waited > timeout:
             raise TimeoutError(
@@ -206,23 +200,33 @@ def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
 
 
 def _call(
-    host: str, port: int, me: Message
-) -> tuple[Connection | None, list[Message] | None, str]:
-    """A connection to process 0 and what it has said by now; else what is there."""
+    place: Place, port: int, me: Message, seconds: float
+) -> tuple[Connection, Message] | str:
+    """A connection to process 0 and its answer; else what is there, "" for nothing."""
     try:
-        connection = Connection(socket.create_connection((host, port), 5.0))
+        connection = Connection(socket.create_connection((place.host, port), 5.0))
     except ConnectionRefusedError:
-        return None, None, ""
+        return ""
     except OSError as error:
-        return None, None, str(error)
+        return str(error)
     connection.send(me)
     messages = connection.receive()
-    if messages and "welcome" in messages[0]:
-        return connection, messages, ""
+    first = messages[0] if messages else {}
+    if "welcome" in first:
+        why, end = "it ended while the others were starting", time.monotonic() + seconds
+        while messages is not None:
+            for message in messages:
+                if _is_answer(message, place.num_processes):
+                    return connection, message
+            messages = connection.receive()
+            if messages is not None and time.monotonic() > end:
+                why, messages = "it did not say whether all are there", None
+    elif "other" in first:
+        why = f"process 0 of another job listens at port {port}"
+    else:
+        why = f"another program listens at port {port}"
     connection.close()
-    if messages and "other" in messages[0]:
-        return None, None, f"process 0 of another job listens at port {port}"
-    return None, None, f"another program listens at port {port}"
+    return why
 
 
 def _is_card(card: Any) -> bool:

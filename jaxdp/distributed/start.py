@@ -80,6 +80,7 @@ def initialize(
     ):
         if not seconds > 0:
             raise ValueError(f"`{name}` must be more than 0 s; got {seconds!r}.")
+
     place = choose_place(coordinator_address, num_processes, process_id)
     if place is None:
         _is_alone_on_purpose = True
@@ -92,6 +93,8 @@ def initialize(
             " JAX can't join other processes any more; call it at the top of the"
             " script, before arrays, keys or jax.devices()."
         )
+
+    # All are there, and from now on none dies or fails unheard.
     roll = call_the_roll(
         place, _facts(), initialization_timeout, coordinator_bind_address
     )
@@ -99,7 +102,7 @@ def initialize(
     _lifeline.start()
     end_with_the_others(_lifeline)
     put_off_aborts()
-    bind = roll.bind_address or None
+
     jax.distributed.initialize(
         roll.address,
         place.num_processes,
@@ -110,7 +113,7 @@ def initialize(
         # What JAX finds ends the process without a word: the lifeline comes first.
         heartbeat_timeout_seconds=int(heartbeat_timeout) + 15,
         shutdown_timeout_seconds=int(shutdown_timeout) + 1,
-        coordinator_bind_address=bind,
+        coordinator_bind_address=roll.bind_address or None,
     )
     # JAX's backends wait for each other too, and not for long. Now all are here.
     jax.devices()

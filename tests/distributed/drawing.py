@@ -32,21 +32,23 @@ class Noisy(Dataset):
         return x + np.float32(self.generator.normal()), y
 
 
+def fit(run, **options):
+    """The losses of two epochs, or of what is left of them."""
+    recorder = run.callbacks[0]
+    recorder.losses.clear()
+    rows = Noisy(data(32))
+    loader = DataLoader(rows, 8, sampler=Draws(len(rows)))
+    val = DataLoader(Noisy(data(16)), 8, sampler=Draws(16))
+    run.fit(loader, val, max_epochs=2, **options)
+    return [*recorder.losses, *run.history["val_loss"]]
+
+
 def resumes(into):
     """The losses of runs, and of what goes on from checkpoints of them."""
     for kind in "global", "local":
-
-        def fit(recorder, saves, kind=kind, **options):
-            rows = Noisy(data(32))
-            run = trainer(callbacks=[recorder, saves], data=kind)
-            loader = DataLoader(rows, 8, sampler=Draws(len(rows)))
-            val = DataLoader(Noisy(data(16)), 8, sampler=Draws(16))
-            run.fit(loader, val, max_epochs=2, **options)
-            return [*recorder.losses, *run.history["val_loss"]]
-
         saves = Saves(f"{into}/{kind}", (2, 7))
-        whole = fit(Recorder(), saves)
+        whole = fit(trainer(callbacks=[Recorder(), saves], data=kind))
         tell(kind=kind, whole=whole)
+        again = trainer(callbacks=[Recorder()], data=kind)
         for path, step in saves.paths.items():
-            rest = fit(Recorder(), Saves(into, ()), ckpt_path=path)
-            tell(kind=kind, expected=whole[step:], found=rest)
+            tell(kind=kind, expected=whole[step:], found=fit(again, ckpt_path=path))

@@ -26,22 +26,30 @@ def told(outputs):
 
 
 @pytest.fixture(scope="module")
-def parts(shared_crew, tmp_path_factory):
-    """What each process told in the parts of one job, by the part's name."""
-    into = tmp_path_factory.mktemp("parts")
+def folder(tmp_path_factory):
+    """Where the parts of one job write."""
+    return tmp_path_factory.mktemp("parts")
+
+
+@pytest.fixture(scope="module")
+def parts(shared_crew, folder):
+    """What both processes printed in the parts of one job, by the part's name."""
     tasks = {
-        "together.local": {"sizes": SIZES},
-        "together.decisions": {},
-        "together.plateaus": {},
-        "together.files": {"into": str(into / "files")},
+        "quiet": {"into": str(folder / "run")},
+        "local": {"sizes": SIZES},
+        "decisions": {},
+        "plateaus": {},
+        "files": {"into": str(folder / "files")},
     }
+    tasks = {f"together.{name}": options for name, options in tasks.items()}
     job = shared_crew("in_turn", start={"devices": 2}, tasks=tasks)
     codes, outputs = job.join(limit=LIMIT * len(tasks))
     assert codes == [0, 0], job.all_outputs()
-    by_process = [re.split(r"^part (\S+)$", text, flags=re.M)[1:] for text in outputs]
-    found = [zip(each[::2], told(each[1::2]), strict=True) for each in by_process]
-    first, second = map(dict, found)
-    return {name: (first[name], second[name]) for name in tasks}
+    mark = re.compile(r"^part together\.(.*)\n", re.M)
+    (_, *first), (_, *second) = map(mark.split, outputs)
+    assert first[::2] == second[::2] == [name.partition(".")[2] for name in tasks]
+    printed = zip(first[1::2], second[1::2], strict=True)
+    return dict(zip(first[::2], printed, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +152,7 @@ def test_workers_fetch_the_rows_of_their_process(crew, capsys):
 
 
 def test_loaders_of_their_own_may_end_at_different_times(parts):
-    first, second = parts["together.local"]
+    first, second = told(parts["local"])
     x, y = together.rows(sum(SIZES))
     alone = together.trainer("SingleDevice")
     expected = alone.validate([(x, y)])
@@ -248,7 +256,7 @@ def test_a_signal_to_one_stops_all(crew, tmp_path, by, who, hook, code):
 
 
 def test_what_one_decides_all_do(parts):
-    first, second = parts["together.decisions"]
+    first, second = told(parts["decisions"])
     assert first == second
     found = {name: value for each in first for name, value in each.items()}
     assert 3 <= found["one_wants_to_stop"] < 2000
@@ -257,7 +265,7 @@ def test_what_one_decides_all_do(parts):
 
 
 def test_hyperparameters_are_set_on_all(parts):
-    first, second = parts["together.plateaus"]
+    first, second = told(parts["plateaus"])
     assert first == second
     assert first[0]["rate"] == first[1]["rate"] == 0.25
     message = "values in `set_hyperparams`: learning_rate is 0.1 in process 0"
@@ -277,7 +285,7 @@ def test_all_see_a_bad_batch(crew, tmp_path):
 
 
 def test_files_are_saved_and_refused_together(parts):
-    for (found,) in parts["together.files"]:
+    for (found,) in told(parts["files"]):
         assert found["same"]
         assert "FileExistsError" in found["there already"]
         assert "FileNotFoundError" in found["nothing there"]
@@ -291,15 +299,13 @@ def test_files_are_saved_and_refused_together(parts):
         assert "2 processes" in found["compare"]
 
 
-def test_one_process_speaks_for_all(crew, tmp_path):
-    job = crew("together.quiet", into=str(tmp_path / "run"))
-    codes, (first, second) = job.join()
-    assert codes == [0, 0], job.all_outputs()
+def test_one_process_speaks_for_all(parts, folder):
+    first, second = parts["quiet"]
     assert "`loss` is not given" in first and "batches" in first
     rest = [line for line in second.splitlines() if not line.startswith("[Gloo]")]
     assert rest == []
-    assert (tmp_path / "run" / "metrics.csv").exists()
-    assert (tmp_path / "run" / "report.html").exists()
+    assert (folder / "run" / "metrics.csv").exists()
+    assert (folder / "run" / "report.html").exists()
 
 
 def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):

@@ -95,7 +95,7 @@ def numbers(strategy="Sharded", epochs=2, **options):
         "test": list(run.test(DataLoader(data(), 16)).values()),
         "predictions": run.predict(DataLoader(data(), 16)).ravel().tolist(),
         "weights": weights_of(run),
-        "examples": [run.examples_seen],
+        "examples": [run.run.examples_seen],
     }
     return found
 
@@ -254,7 +254,7 @@ def local(sizes):
         own=predictions.shape[0],
         everyone=everyone.shape[0],
         sums=[float(predictions.sum()), float(everyone.sum())],
-        rows=run.examples_seen,
+        rows=run.run.examples_seen,
         steps=run.global_step,
         losses=recorder.losses,
         batches=run.num_training_batches,
@@ -411,7 +411,7 @@ def files(into):
     ]
     if jax.process_index() == 0:  # as if they had died before the second one's save
         shutil.rmtree(f"{into}/b/8")
-    run.processes.all("the removal", None)
+    run.run.processes.all("the removal", None)
     run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
     found["nothing to do"] = refusal(fit, run, max_epochs=2, ckpt_path="auto")
     found["due"] = sorted(os.listdir(f"{into}/b"))
