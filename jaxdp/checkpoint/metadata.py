@@ -63,6 +63,8 @@ FORM: Final = fields(
         "batches_done": whole(),
         "examples_seen": whole(),
         "source": anything,
+        "place": anything,
+        "validation": anything,
         "seed": whole(),
         "history": _history,
         "callbacks": by_name(by_name(anything)),

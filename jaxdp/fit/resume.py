@@ -3,13 +3,16 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 WORDS = ("last", "best", "auto")
 
@@ -23,11 +26,11 @@ _OF_CONTENTS: Final = (
 """What comes of values that are not what was saved."""
 
 
-def resume(trainer: Any, where: str | os.PathLike[str]) -> None:
+def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
     """Loads the checkpoint that `where` means into `trainer`.
 
     Args:
-        trainer: a `Trainer`.
+        trainer: takes it up.
         where: a checkpoint's folder, or a word for some of those that the
             `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, `"best"`
             by their monitor, or `"auto"`, the last one if there is any.
@@ -100,7 +103,9 @@ def taking_up(
         ) from error
 
 
-def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list[str]]:
+def _paths(
+    trainer: "Trainer", where: str, savers: list[ModelCheckpoint]
+) -> list[list[str]]:
     """The checkpoints that a word means, those to be tried first coming first.
 
     And what stands among them that is no checkpoint.
@@ -134,7 +139,7 @@ def _paths(trainer: Any, where: str, savers: list[ModelCheckpoint]) -> list[list
 
 
 def _load_first_whole(
-    trainer: Any, where: str, paths: list[str], faults: list[str]
+    trainer: "Trainer", where: str, paths: list[str], faults: list[str]
 ) -> None:
     for path in paths:
         try:
@@ -160,7 +165,9 @@ def _load_first_whole(
     )
 
 
-def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[Any]:
+def _best_first(
+    trainer: "Trainer", saver: ModelCheckpoint, found: list[Any]
+) -> list[Any]:
     """By the scores that the newest whole checkpoint knows of."""
     for step, folder in found:
         try:
@@ -174,7 +181,7 @@ def _best_first(trainer: Any, saver: ModelCheckpoint, found: list[Any]) -> list[
 
 
 def _ranks(
-    trainer: Any, saver: ModelCheckpoint, path: str, meta: dict[str, Any]
+    trainer: "Trainer", saver: ModelCheckpoint, path: str, meta: dict[str, Any]
 ) -> dict[int, int]:
     state = saved_state(trainer, meta, saver)
     if state is None:
@@ -188,5 +195,5 @@ def _ranks(
         return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
 
 
-def _place(trainer: Any) -> str:
+def _place(trainer: "Trainer") -> str:
     return f"step {trainer.global_step} (epoch {trainer.current_epoch})"
