@@ -20,7 +20,7 @@ distributed/test_failures.py::test_a_killed_process_ends_the_others[0]
 distributed/test_failures.py::test_an_error_that_all_have_and_catch_ends_nobody
 distributed/test_together.py::test_a_signal_to_one_stops_all[SIGINT-1-on_train_batch_end-130]
 distributed/test_together.py::test_all_see_a_bad_batch
-distributed/test_together.py::test_plans_know_what_each_process_has
+distributed/test_together.py::test_plans_know_what_is_between_processes
 checkpoint/test_saving.py::test_every_kind_of_leaf_comes_back_bit_for_bit[Pmap-<lambda>]
 test_equinox_examples.py::test_a_vision_transformer_drops_the_same_units_everywhere[Pmap]
 test_equinox_examples.py::test_a_vision_transformer_drops_the_same_units_everywhere[Sharded]
