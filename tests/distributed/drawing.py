@@ -32,9 +32,8 @@ class Noisy(Dataset):
         return x + np.float32(self.generator.normal()), y
 
 
-def fit(run, **options):
+def fit(run, recorder, **options):
     """The losses of two epochs, or of what is left of them."""
-    recorder = run.callbacks[0]
     recorder.losses.clear()
     rows = Noisy(data(32))
     loader = DataLoader(rows, 8, sampler=Draws(len(rows)))
@@ -46,9 +45,10 @@ def fit(run, **options):
 def resumes(into):
     """The losses of runs, and of what goes on from checkpoints of them."""
     for kind in "global", "local":
-        saves = Saves(f"{into}/{kind}", (2, 7))
-        whole = fit(trainer(callbacks=[Recorder(), saves], data=kind))
+        saves, recorder = Saves(f"{into}/{kind}", (2, 7)), Recorder()
+        whole = fit(trainer(callbacks=[recorder, saves], data=kind), recorder)
         tell(kind=kind, whole=whole)
-        again = trainer(callbacks=[Recorder()], data=kind)
+        again = trainer(callbacks=[recorder], data=kind)
         for path, step in saves.paths.items():
-            tell(kind=kind, expected=whole[step:], found=fit(again, ckpt_path=path))
+            found = fit(again, recorder, ckpt_path=path)
+            tell(kind=kind, expected=whole[step:], found=found)
