@@ -159,10 +159,10 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
     compiling = 0.0
     for window in windows:
         start = time.perf_counter()
-        (block,) = engine.blocks([list(window)])
-        (block,) = engine.prepare_training(block)
+        (dispatch,) = engine.dispatches([list(window)])
+        (dispatch,) = engine.prepare_training(dispatch)
         prepared = time.perf_counter()
-        (metrics,) = engine.train(block)
+        (metrics,) = engine.train(dispatch)
         jax.block_until_ready(engine.state)
         compiling += prepared - start
         found.step_seconds.append(time.perf_counter() - prepared)

@@ -4,15 +4,15 @@ from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, win
 from .conversion import check_labels
 from .loader_state import check_loader, checksum
 from .loaders import open_loader
-from .padding import Packed, Packer
+from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share
 from .source import ALL, Position, Source, capped, check_limit
 
 __all__ = [
     "ALL",
+    "Dispatch",
     "GlobalShare",
     "LocalShare",
-    "Packed",
     "Packer",
     "Position",
     "Share",

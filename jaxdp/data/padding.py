@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -16,9 +16,11 @@ from .batches import Portion, counts_of, leaf_name, shown
 _ONE_BLOCK: Final = RowBlocks()
 
 
-class Packed(NamedTuple):
-    """The batches of one dispatch, ready for a compiled step."""
+class Dispatch(NamedTuple):
+    """The batches that one call of a compiled step works on, as it takes them."""
 
+    windows: list[list[Batch]]
+    """The batches of each optimizer step, as they came."""
     groups: list[Group]
     split: bool
     """Whether rows are split over the devices, or the batch is whole on each."""
@@ -69,47 +71,48 @@ class Packer:
         self._expected: tuple[Any, ...] = ()
         self._form: tuple[Any, ...] = ()
 
-    def pack(
-        self, micro_batches: Sequence[Batch], slots: int = 1, steps: int = 1
-    ) -> Packed:
-        """Packs micro-batches into `slots` places; places left over hold no real rows.
+    def pack(self, windows: list[list[Batch]], slots: int = 1) -> Dispatch:
+        """Packs the batches of optimizer steps.
 
         Args:
-            micro_batches: of `steps` optimizer steps in turn; only the last step may
-                have fewer than `slots // steps`.
-            slots: of all the steps together.
-            steps: how many steps; see `can_stack` for more than one.
+            windows: of each step in turn; see `can_stack` for more than one.
+            slots: how many batches a step has room for. The last one may have fewer;
+                what is left over holds no real rows.
 
         Raises:
             ValueError: if leaves differ from those of earlier batches in more than the
                 number of rows; it names each leaf, what it was and what it is.
         """
-        micros = [self._checked_leaves(shown(batch)) for batch in micro_batches]
-        counts = [counts_of(batch) for batch in micro_batches]
-        if slots == 1 and counts[0] == self._full and not self.rows_interact:
+        batches = [batch for window in windows for batch in window]
+        micros = [self._checked_leaves(shown(batch)) for batch in batches]
+        counts = [counts_of(batch) for batch in batches]
+        steps = len(windows)
+        is_alone = slots == steps == 1
+        if is_alone and counts[0] == self._full and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
-            return Packed([self._group(micros, counts)], True, [self.size], self._usual)
+            groups = [self._group(micros, counts)]
+            return Dispatch(windows, groups, True, [self.size], self._usual)
 
         sizes = [sum(each) for each in counts]
-        of_step = slots // steps
-        rows = [sum(sizes[i : i + of_step]) for i in range(0, slots, of_step)]
+        rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
 
         split = True
         if not self.rows_interact:
-            micros, counts = self._padded(micros, counts, slots)
-            sizes = [self.size] * slots
+            micros, counts = self._padded(micros, counts, steps * slots)
+            sizes = [self.size] * len(micros)
         elif not all(map(self._fills_shards, counts)):
             split = False
             micros = [self._whole(m, c) for m, c in zip(micros, counts, strict=True)]
             counts = [(size,) for size in sizes]
 
         groups, shapes, start = [], [], 0
-        for size, run in itertools.groupby(sizes[: len(micros)]):
+        for size, run in itertools.groupby(sizes):
             stop = start + len(list(run))
             groups.append(self._group(micros[start:stop], counts[start:stop]))
             shapes.append((stop - start, size))
             start = stop
-        return Packed(groups, split, rows, (split, steps, tuple(shapes)))
+        shape = split, steps, tuple(shapes)
+        return Dispatch(windows, groups, split, rows, shape)
 
     def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
         """Values of the rows that are no padding, on the host.
@@ -136,21 +139,20 @@ class Packer:
             ]
         )
 
-    def can_stack(self, micro_batches: Sequence[Batch], slots: int, first: int) -> bool:
-        """Whether all these would be one group, of the sizes that they have one by one.
+    def can_stack(self, windows: list[list[Batch]], slots: int) -> bool:
+        """Whether steps would be one group, of the sizes that they have one by one.
 
         Args:
-            micro_batches: of several steps.
-            slots: how many places the group has.
-            first: how many of the places are the first step's.
+            windows: the batches of each step.
+            slots: how many batches a step has room for.
         """
-        counts = [counts_of(batch) for batch in micro_batches]
+        counts = [counts_of(batch) for window in windows for batch in window]
         if self.rows_interact:
-            return len({*counts}) == 1 and len(micro_batches) == slots
+            return len({*counts}) == 1 and len(counts) == slots * len(windows)
         # The first step must need as many rows as any after it, or have had more: last
         # bits may depend on the number of padded rows.
         sizes = [max(each) * self.blocks.count for each in counts]
-        return max(sizes) <= max(self.size, self._rounded(max(sizes[:first])))
+        return max(sizes) <= max(self.size, self._rounded(max(sizes[:slots])))
 
     def _rounded(self, rows: int) -> int:
         return math.ceil(rows / self.num_shards) * self.num_shards
@@ -178,7 +180,7 @@ class Packer:
         counts: list[tuple[int, ...]],
         slots: int,
     ) -> tuple[list[list[np.ndarray]], list[tuple[int, ...]]]:
-        """All of one size, the largest so far, and as many as there are slots."""
+        """All of one size, the largest so far, and so many that all slots are full."""
         self.pad_to(max(map(max, counts)) * self.blocks.count)
         size, missing = self._full[0], slots - len(micros)
         padded = [

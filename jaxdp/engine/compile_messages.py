@@ -4,12 +4,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 
 from ..basics.console import say
-from ..data import Packed, leaf_name
+from ..data import Dispatch, leaf_name
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -31,13 +31,13 @@ class Compilations:
     def __init__(self, *, quiet: bool = False) -> None:
         self.seconds = 0.0
         self._say = _nothing if quiet else say
-        self._sizes: dict[str, list[Packed]] = {}
+        self._forms: dict[str, list[_Form]] = {}
 
     @contextlib.contextmanager
-    def timed(self, kind: str, packed: Packed) -> Iterator[None]:
+    def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
         """Around the compilation of a `kind` of step for batches like `packed`."""
-        before = self._sizes.setdefault(kind, [])
-        alike = [one for one in before if _sizes(one) == _sizes(packed)]
+        before, form = self._forms.setdefault(kind, []), _form(packed)
+        alike = [one for one in before if (one.split, one.rows) == form[:2]]
         steps = f", {len(packed.rows)} at a time" if len(packed.rows) > 1 else ""
         what = f"the {kind} step{steps}"
         timer = threading.Timer(_LONG, self._say, [f"compiling {what} ..."])
@@ -51,20 +51,19 @@ class Compilations:
         seconds = time.perf_counter() - started
         self.seconds += seconds
         if before and not alike:
-            self._say_why(kind, packed, before, seconds)
+            self._say_why(kind, form, before, seconds)
         elif seconds > _LONG:
             self._say(f"{what} was compiled in {seconds:.1f} s")
         if not alike:
-            before.append(packed)
+            before.append(form)
 
     def _say_why(
-        self, kind: str, packed: Packed, before: list[Packed], seconds: float
+        self, kind: str, form: "_Form", before: list["_Form"], seconds: float
     ) -> None:
-        (name, was), (_, now) = _first_leaf(before[-1]), _first_leaf(packed)
-        split = "" if packed.split else ", which the devices do not divide"
+        split = "" if form.split else ", which the devices do not divide"
         self._say(
             f"the {kind} step was compiled again, in {seconds:.1f} s, because"
-            f" {name} was {was} and is {now}{split};"
+            f" {before[-1].leaf} was {before[-1].shape} and is {form.shape}{split};"
             f" {self.seconds:.1f} s of compilation so far"
         )
         if len(before) == _MANY:
@@ -76,17 +75,23 @@ class Compilations:
             )
 
 
+class _Form(NamedTuple):
+    """What a step was compiled for; the batches themselves are not kept."""
+
+    split: bool
+    rows: tuple[int, ...]
+    """Of the micro-batches, however many steps and slots there are."""
+    leaf: str
+    """A name, and the shape in the batch that differs most from the usual."""
+    shape: tuple[int, ...]
+
+
+def _form(packed: Dispatch) -> _Form:
+    batches = [group.batch for group in packed.groups]
+    shapes = [jax.tree.leaves(batch)[0].shape[1:] for batch in batches]
+    rows = tuple(sorted({shape[0] for shape in shapes}))
+    return _Form(packed.split, rows, leaf_name(batches[-1], 0), shapes[-1])
+
+
 def _nothing(message: str) -> None:
     pass
-
-
-def _sizes(packed: Packed) -> tuple[bool, tuple[int, ...]]:
-    """Rows of the micro-batches, however many steps and slots there are."""
-    shapes = [jax.tree.leaves(group.batch)[0].shape for group in packed.groups]
-    return packed.split, tuple(sorted({shape[1] for shape in shapes}))
-
-
-def _first_leaf(packed: Packed) -> tuple[str, tuple[int, ...]]:
-    """A name, and the shape in the batch that differs most from the usual."""
-    batch = packed.groups[-1].batch
-    return leaf_name(batch, 0), jax.tree.leaves(batch)[0].shape[1:]

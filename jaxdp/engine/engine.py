@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tree import leaf_path
-from ..data import Packed, Packer, check_labels
+from ..data import Dispatch, Packer, check_labels
 from ..distributed import RowBlocks
 from ..step import (
     BLOCKS_IN_FLIGHT,
@@ -66,14 +66,6 @@ class InFlight:
         self._waiting.append(array)
         while len(self._waiting) > most:
             self.wait(self._waiting.popleft())
-
-
-class Block(NamedTuple):
-    """Optimizer steps that one dispatch takes."""
-
-    windows: list[list[Batch]]
-    """The batches of each step."""
-    packed: Packed
 
 
 class Engine:
@@ -265,10 +257,12 @@ class Engine:
         self._whole = self._arrays, state
         self._handed_out = None
 
-    def _placed(self, kind: Kind, packed: Packed, compiled: Program) -> Sequence[Group]:
+    def _placed(
+        self, kind: Kind, dispatch: Dispatch, compiled: Program
+    ) -> Sequence[Group]:
         """The batches of a dispatch, past all checks, as its step takes them."""
         self._sizes_taken[kind] = self.packers[kind].size
-        groups = self.strategy.place_batch(packed.groups, split=packed.split)
+        groups = self.strategy.place_batch(dispatch.groups, split=dispatch.split)
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
         is_shared = self.programs.donate != "all"
@@ -286,15 +280,16 @@ class Engine:
 
         return Packer(strategy.num_shards, what, self._blocks, in_order, collect)
 
-    def _shapes(self, packed: Packed) -> list[Group]:
+    def _shapes(self, dispatch: Dispatch) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
         if self._is_abstract:
             return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), packed.groups
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+                dispatch.groups,
             )
-        if not packed.split or self._blocks.count == 1:
-            return packed.groups
-        return [self._blocks.whole(group) for group in packed.groups]
+        if not dispatch.split or self._blocks.count == 1:
+            return dispatch.groups
+        return [self._blocks.whole(group) for group in dispatch.groups]
 
     def arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step of the state, by the leaves in it."""
@@ -375,78 +370,81 @@ class Engine:
             packer.start_from(sizes.get(kind, 0))
             self._sizes_taken[kind] = packer.size
 
-    def blocks(self, windows: list[list[Batch]]) -> Iterator[Block]:
-        """The batches of some optimizer steps in blocks, one for each dispatch.
+    def dispatches(self, windows: list[list[Batch]]) -> Iterator[Dispatch]:
+        """The batches of some optimizer steps, packed as they are dispatched.
 
         All in one, if they fit together and a program for so many steps is there or
-        worth its compilation; otherwise a block for each, packed when its turn comes.
+        worth its compilation; otherwise one for each, packed when its turn comes.
         """
-        packed = self._packed_together(windows)
-        if packed is None:
+        together = self._packed_together(windows)
+        if together is None:
             yield from map(self._single, windows)
         else:
-            yield Block(windows, packed)
+            yield together
 
-    def _single(self, window: list[Batch]) -> Block:
-        return Block([window], self.packers["train"].pack(window, self.micro_batches))
+    def _single(self, window: list[Batch]) -> Dispatch:
+        return self.packers["train"].pack([window], self.micro_batches)
 
-    def _packed_together(self, windows: list[list[Batch]]) -> Packed | None:
-        """The batches of several steps for one dispatch; None where that can't be."""
+    def _packed_together(self, windows: list[list[Batch]]) -> Dispatch | None:
+        """Several steps in one dispatch; None where that can't be."""
         steps = len(windows)
         if steps < 2 or not self._block_size.is_worth_compiling(steps):
             return None
-        packer, slots = self.packers["train"], steps * self.micro_batches
-        micros = [batch for window in windows for batch in window]
-        if not packer.can_stack(micros, slots, self.micro_batches):
+        packer = self.packers["train"]
+        if not packer.can_stack(windows, self.micro_batches):
             return None
         try:
-            packed = packer.pack(micros, slots, steps)
+            together = packer.pack(windows, self.micro_batches)
         except ValueError:
             if self._blocks.count > 1:  # other processes may know of nothing wrong
                 raise
             return None  # the steps before the wrong batch are taken first
-        return None if self._has_wrong_labels(packed) else packed
+        return None if self._has_wrong_labels(together) else together
 
-    def prepare_training(self, block: Block) -> Iterable[Block]:
-        """Compiles for `block`; returns it, or the blocks it must be taken apart to."""
-        if self.steps_per_execution > 1 and not self._loops_well(block.packed):
+    def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
+        """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
+        if self.steps_per_execution > 1 and not self._loops_well(dispatch):
             self._block_size.steps = 1
-            first, *others = block.windows
-            blocks = self.prepare_training(self._single(first))
-            return itertools.chain(blocks, map(self._single, others))
-        self.compiled_for("train", block.packed)
-        if self.programs.is_watched and len(block.packed.rows) > 1:
-            return self.prepare_training(block)  # only the compilation tells
+            first, *others = dispatch.windows
+            prepared = self.prepare_training(self._single(first))
+            return itertools.chain(prepared, map(self._single, others))
+        self.compiled_for("train", dispatch)
+        if self.programs.is_watched and len(dispatch.rows) > 1:
+            return self.prepare_training(dispatch)  # only the compilation tells
+
         packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
-            blocks = list(self.blocks(block.windows))
-            if all(each.packed.shape != block.packed.shape for each in blocks):
+            again = list(self.dispatches(dispatch.windows))
+            if all(each.shape != dispatch.shape for each in again):
                 self.programs.forget_training()  # a program that nothing will run
-            return blocks
-        if self._has_wrong_labels(block.packed):
-            return map(self._single, block.windows)
-        return [block]
+            return again
+        if self._has_wrong_labels(dispatch):
+            return map(self._single, dispatch.windows)
+        return [dispatch]
 
-    def _has_wrong_labels(self, packed: Packed) -> bool:
+    def _has_wrong_labels(self, dispatch: Dispatch) -> bool:
         """Whether a step of several, on one process, will be refused for its labels."""
-        if len(packed.rows) < 2 or "train" not in self.facts or self._blocks.count > 1:
+        if (
+            len(dispatch.rows) < 2
+            or "train" not in self.facts
+            or self._blocks.count > 1
+        ):
             return False
         try:
-            self._check_labels("train", packed)
+            self._check_labels("train", dispatch)
         except ValueError:
             return True
         return False
 
-    def train(self, block: Block) -> list[Metrics]:
-        """Takes the steps of `block`, in one dispatch; returns each one's metrics."""
-        packed = block.packed
-        compiled = self.compiled_for("train", packed)
-        facts, steps = self.facts["train"], len(packed.rows)
+    def train(self, dispatch: Dispatch) -> list[Metrics]:
+        """Takes the steps of `dispatch`; returns each one's metrics."""
+        compiled = self.compiled_for("train", dispatch)
+        facts, steps = self.facts["train"], len(dispatch.rows)
         if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
-            self._check_labels("train", packed)
-        groups = self._placed("train", packed, compiled)
+            self._check_labels("train", dispatch)
+        groups = self._placed("train", dispatch, compiled)
         if self._handed_out is not None:
             self.check_handed_out()
             self._handed_out = None
@@ -461,17 +459,17 @@ class Engine:
         self.in_flight.add(means)
         if started:
             means.block_until_ready()  # a wait for the device, in the trial only
-            self._time_step(time.perf_counter() - started, packed)
+            self._time_step(time.perf_counter() - started, dispatch)
         return [Metrics(facts, means, inside)]
 
-    def _time_step(self, seconds: float, packed: Packed) -> None:
+    def _time_step(self, seconds: float, dispatch: Dispatch) -> None:
         """Tells how long a step has taken to what finds the size of blocks."""
-        groups = packed.groups
+        groups = dispatch.groups
         self._block_size.time(
             seconds,
             lambda: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(groups)),
             self.steps_per_epoch,
-            lambda: self._loops_well(packed),
+            lambda: self._loops_well(dispatch),
         )
 
     def _outdate(self, kept: bool) -> None:
@@ -514,9 +512,9 @@ class Engine:
     ) -> Any:
         """`totals` with those of `batch` added; start from `new_totals()`."""
         with _in_batch(batch_idx):
-            packed, compiled = self.prepare("evaluate", batch)
-            self._check_labels("evaluate", packed)
-            groups = self._placed("evaluate", packed, compiled)
+            dispatch, compiled = self.prepare("evaluate", batch)
+            self._check_labels("evaluate", dispatch)
+            groups = self._placed("evaluate", dispatch, compiled)
             totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
         self.in_flight.add(means)
         return totals
@@ -543,8 +541,8 @@ class Engine:
         weights = self.weights()
         for number, x in enumerate(inputs):
             with _in_batch(number):
-                packed, compiled = self.prepare("predict", x)
-                groups = self._placed("predict", packed, compiled)
+                dispatch, compiled = self.prepare("predict", x)
+                groups = self._placed("predict", dispatch, compiled)
                 prediction = compiled(weights, groups)
             waiting.append((replicated(prediction) if gather else prediction, x))
             if len(waiting) > IN_FLIGHT:
@@ -557,10 +555,10 @@ class Engine:
         packer = self.packers["train"]
         if self._blocks.count > 1:
             packer = Packer(1, packer.what)  # of the rows that are here
-        packed = packer.pack(window, self.micro_batches)
+        dispatch = packer.pack([list(window)], self.micro_batches)
         steps = self.programs.steps._replace(inside=(), remat=False)
-        jaxpr = self.programs.traced(steps, self.state, packed)
-        return matmul_flops(jaxpr) / rows_in(packed.groups)
+        jaxpr = self.programs.traced(steps, self.state, dispatch)
+        return matmul_flops(jaxpr) / rows_in(dispatch.groups)
 
     def shapes(self) -> TrainState:
         """The state without its values: nothing is looked at on the devices."""
@@ -570,27 +568,27 @@ class Engine:
         """In which argument of a compiled step each leaf of the state crosses."""
         return self._flat.places()
 
-    def prepare(self, kind: Kind, batch: Batch) -> tuple[Packed, Program]:
+    def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
         packer = self.packers[kind]
-        packed = packer.pack([batch])
-        compiled = self.compiled_for(kind, packed)
+        dispatch = packer.pack([[batch]])
+        compiled = self.compiled_for(kind, dispatch)
         if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
             packer.rows_interact = True
-            packed = packer.pack([batch])
-            compiled = self.compiled_for(kind, packed)
-        return packed, compiled
+            dispatch = packer.pack([[batch]])
+            compiled = self.compiled_for(kind, dispatch)
+        return dispatch, compiled
 
-    def compiled_for(self, kind: Kind, packed: Packed) -> Program:
+    def compiled_for(self, kind: Kind, dispatch: Dispatch) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""
-        compiled = self.programs.find(kind, packed)
+        compiled = self.programs.find(kind, dispatch)
         if compiled is not None:
             return compiled
         inputs = self.evaluated.weights
         if kind == "train":
             inputs = self._flat, list(self._arrays)
         try:
-            return self.programs.compile(kind, packed, self._shapes(packed), inputs)
+            return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
         except Exception:
             self._unpad(kind)
             if not self.programs.has(kind):
@@ -598,11 +596,11 @@ class Engine:
                 self.packers[kind].forget()
             raise
 
-    def _check_labels(self, kind: Kind, packed: Packed) -> None:
+    def _check_labels(self, kind: Kind, dispatch: Dispatch) -> None:
         num_classes = self.facts[kind].num_classes
         if num_classes is None:
             return
-        for group in packed.groups:
+        for group in dispatch.groups:
             try:
                 check_labels(group.batch, num_classes)
             except ValueError:
@@ -614,7 +612,7 @@ class Engine:
         if self._blocks.count == 1:  # several processes must stay of one mind
             self.packers[kind].start_from(self._sizes_taken[kind])
 
-    def _loops_well(self, packed: Packed) -> bool:
+    def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
         steps = self.programs.steps
         if self.programs.is_watched:
@@ -626,7 +624,7 @@ class Engine:
         if not steps.unroll_convolutions:
             return True
         if self._convolves is None:
-            traced = self.programs.traced(steps, self.state, packed)
+            traced = self.programs.traced(steps, self.state, dispatch)
             self._convolves = has_convolutions(traced)
             if self._convolves:
                 say(

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data import Packed
+from ..data import Dispatch
 from ..step import (
     OWN_LOOP,
     Collectives,
@@ -96,14 +96,14 @@ class Programs:
         """Replaces some fields of `steps`, for what is compiled from now on."""
         self.steps = self.steps._replace(**fields)
 
-    def find(self, kind: Kind, packed: Packed) -> Program | None:
+    def find(self, kind: Kind, packed: Dispatch) -> Program | None:
         """The step for batches of this shape, if it was compiled."""
         return self._compiled.get((kind, packed.shape))
 
     def compile(
         self,
         kind: Kind,
-        packed: Packed,
+        packed: Dispatch,
         groups: list[Group],
         inputs: tuple[Flat, list[Any]] | Weights,
     ) -> Program:
@@ -165,14 +165,14 @@ class Programs:
         self._of_training.clear()
         self._compiled = {k: v for k, v in self._compiled.items() if k[0] != "train"}
 
-    def traced(self, steps: Steps, state: PyTree, packed: Packed) -> Any:
+    def traced(self, steps: Steps, state: PyTree, packed: Dispatch) -> Any:
         """A train step for batches like `packed`, as JAX sees it."""
         with no_ambient_mesh():
             train = functools.partial(steps.train, Collectives())
             return jax.make_jaxpr(train)(state, packed.groups)
 
     def _compile(
-        self, kind: Kind, packed: Packed, groups: list[Group], inputs: Any
+        self, kind: Kind, packed: Dispatch, groups: list[Group], inputs: Any
     ) -> Program:
         def compiled() -> Program:
             if kind == "train":
@@ -212,7 +212,7 @@ class Programs:
         flat: Flat,
         arrays: list[Any],
         groups: list[Group],
-        packed: Packed,
+        packed: Dispatch,
         donate: tuple[int, ...],
     ) -> Program:
         number = len(packed.rows)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..basics.console import say
 from ..callbacks.base import Hooks
-from ..data import Source, windows
-from ..engine import Block, wait
+from ..data import Dispatch, Source, windows
+from ..engine import wait
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Feed:
     ):
         self._trainer, self._run = trainer, trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
-        self._begun: Iterator[Block] | None = None
+        self._begun: Iterator[Dispatch] | None = None
 
     def begin(self) -> None:
         """Reads the first batch and compiles for it; `epoch` goes on from there."""
         run = self._run
         self._set_up_engine()
 
-        blocks = self._blocks()
-        first = next(blocks, None)
+        dispatches = self._dispatches()
+        first = next(dispatches, None)
         if first is None and run.progress.done:
             if run.progress.epoch_ended or not self._compile_at_end():
                 self._begin_next_epoch()
@@ -53,18 +53,21 @@ class Feed:
 
         try:
             engine = run.engine_for(first.windows[0][0])
-            self._begun = itertools.chain(engine.prepare_training(first), blocks)
+            prepared = engine.prepare_training(first)
+            self._begun = itertools.chain(prepared, dispatches)
         except Exception as wrong:
             if not run.engine.strategy.compiles:  # the step has run
                 wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
             run.progress.begin()
             raise
 
-    def epoch(self) -> Iterator[Block]:
+    def epoch(self) -> Iterator[Dispatch]:
         """What is left of the present epoch."""
         begun, self._begun = self._begun, None
-        blocks = self._blocks() if begun is None else begun
-        return self._without_left_out(blocks) if self._run.progress.left_out else blocks
+        dispatches = self._dispatches() if begun is None else begun
+        if self._run.progress.left_out:
+            return self._without_left_out(dispatches)
+        return dispatches
 
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
@@ -101,7 +104,7 @@ class Feed:
         if window is None:
             return False
         engine = run.engine_for(window[0])
-        engine.prepare_training(*engine.blocks([window]))
+        engine.prepare_training(*engine.dispatches([window]))
         self._begun = iter(())
         return True
 
@@ -119,7 +122,7 @@ class Feed:
         progress.next_epoch()
         self.begin()
 
-    def _blocks(self) -> Iterator[Block]:
+    def _dispatches(self) -> Iterator[Dispatch]:
         run, source = self._run, self._source
         progress, engine = run.progress, run.engine
         limit = None if self._limits is None else self._limits.train_batches
@@ -132,7 +135,7 @@ class Feed:
             if not found and error is None:
                 return
             try:
-                yield from engine.blocks(found)
+                yield from engine.dispatches(found)
             except Exception as wrong:
                 progress.begin()  # the wrong batch does not come again
                 wrong.add_note(place(run))
@@ -151,14 +154,14 @@ class Feed:
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
 
-    def _without_left_out(self, blocks: Iterator[Block]) -> Iterator[Block]:
-        """All but the batches that a roll-back leaves out, each a block of its own."""
+    def _without_left_out(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """All but the steps that a roll-back leaves out, each dispatched by itself."""
         progress = self._run.progress
-        for block in blocks:
+        for dispatch in dispatches:
             if (progress.epoch, self._run.batch_idx) not in progress.left_out:
-                yield block
+                yield dispatch
                 continue
-            for window in block.windows:
+            for window in dispatch.windows:
                 progress.begin()
                 progress.pass_over(window)
 

@@ -8,9 +8,8 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..callbacks.base import HOOKS, Hooks, RollBack
 from ..callbacks.stopwatch import NO_STOPWATCH
-from ..data import Source, read_only, shown
+from ..data import Dispatch, Source, read_only, shown
 from ..distributed import Preempted, tell
-from ..engine import Block
 from ..step import Batch, Metrics
 from . import evaluation, resume
 from .feed import Feed, place
@@ -339,7 +338,7 @@ def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metric
 
 
 def take(
-    trainer: "Trainer", dispatches: Iterable[Block], hooks: Hooks
+    trainer: "Trainer", dispatches: Iterable[Dispatch], hooks: Hooks
 ) -> Generator[Metrics, None, None]:
     """Takes the steps of each dispatch, calls their hooks, and never waits for one."""
     run = trainer.run
@@ -361,7 +360,7 @@ def take(
                 progress.begin()
                 if number == 0:
                     results = iter(_dispatched(run, dispatch))
-                progress.count(window, dispatch.packed.rows[number])
+                progress.count(window, dispatch.rows[number])
                 run.ahead = last - number
 
                 metrics = next(results)
@@ -376,7 +375,7 @@ def take(
     run.epoch_is_over = True
 
 
-def _dispatched(run: "Run", dispatch: Block) -> list[Metrics]:
+def _dispatched(run: "Run", dispatch: Dispatch) -> list[Metrics]:
     """The lazy metrics of all the steps of a dispatch, which the device now has."""
     try:
         return run.engine.train(dispatch)
@@ -388,12 +387,12 @@ def _dispatched(run: "Run", dispatch: Block) -> list[Metrics]:
         raise
 
 
-def _catch_up(run: "Run", dispatch: Block) -> None:
+def _catch_up(run: "Run", dispatch: Dispatch) -> None:
     """Counts the steps of a dispatch that was left before its last hook.
 
     The state has them, and a fit that goes on must not take them again.
     """
-    rest = list(zip(dispatch.windows, dispatch.packed.rows, strict=True))[-run.ahead :]
+    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.ahead :]
     run.ahead = 0
     for window, rows in rest:
         run.progress.begin()

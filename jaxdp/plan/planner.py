@@ -112,9 +112,9 @@ class Planner:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # A compiler without its devices can't take up what it compiled before.
             warnings.filterwarnings("ignore", "Error reading persistent compilation")
-            (block,) = engine.blocks([window])
-            (block,) = engine.prepare_training(block)
-        compiled = engine.compiled_for("train", block.packed)
+            (dispatch,) = engine.dispatches([window])
+            (dispatch,) = engine.prepare_training(dispatch)
+        compiled = engine.compiled_for("train", dispatch)
         if not isinstance(compiled, jax.stages.Compiled):
             raise TypeError(
                 "`plan` reads the compiled step, and `compile` of"

@@ -141,8 +141,8 @@ def test_labels_outside_the_classes_are_refused():
 
 def test_short_batches_are_padded_with_their_own_first_row_and_counted():
     packer = Packer(4, "train")
-    full = packer.pack([(np.arange(8.0),)])
-    short = packer.pack([(np.arange(3.0) + 5,)])
+    full = packer.pack([[(np.arange(8.0),)]])
+    short = packer.pack([[(np.arange(3.0) + 5,)]])
     assert full.shape == short.shape
     np.testing.assert_array_equal(
         short.groups[0].batch[0], [[5.0, 6.0, 7.0, 5.0, 5.0, 5.0, 5.0, 5.0]]
@@ -152,48 +152,49 @@ def test_short_batches_are_padded_with_their_own_first_row_and_counted():
 
 
 def test_sizes_are_rounded_up_to_the_devices():
-    assert Packer(4, "train").pack([(np.ones(13),)]).shape == (True, 1, ((1, 16),))
+    assert Packer(4, "train").pack([[(np.ones(13),)]]).shape == (True, 1, ((1, 16),))
 
 
 def test_rows_that_interact_keep_their_size():
     packer = Packer(4, "train")
     packer.rows_interact = True
-    assert packer.pack([(np.ones(8),)]).shape == (True, 1, ((1, 8),))
-    assert packer.pack([(np.ones(6),)]).shape == (False, 1, ((1, 6),))
+    assert packer.pack([[(np.ones(8),)]]).shape == (True, 1, ((1, 8),))
+    assert packer.pack([[(np.ones(6),)]]).shape == (False, 1, ((1, 6),))
     sizes = [8, 8, 6, 8]
-    packed = packer.pack([(np.ones(size),) for size in sizes])
+    packed = packer.pack([[(np.ones(size),) for size in sizes]], 4)
     assert packed.shape == (False, 1, ((2, 8), (1, 6), (1, 8)))
 
 
 def test_batches_that_grow_are_not_stacked_to_other_sizes_than_one_by_one():
     packer, sizes = Packer(4, "training"), [8, 16, 16, 15, 17]
     grow = [np.zeros((size, 2), np.float32) for size in sizes]
-    assert not packer.can_stack(grow[:2], 2, 1)
-    assert packer.can_stack(grow[1:4], 3, 1)
-    assert packer.can_stack(grow[:4], 4, 2)  # of two steps of two batches
-    assert not packer.can_stack(grow[1:], 4, 1)
-    packer.pack([grow[4]])
-    assert packer.can_stack(grow, 5, 1)
+    alone = [[batch] for batch in grow]
+    assert not packer.can_stack(alone[:2], 1)
+    assert packer.can_stack(alone[1:4], 1)
+    assert packer.can_stack([grow[:2], grow[2:4]], 2)
+    assert not packer.can_stack(alone[1:], 1)
+    packer.pack([[grow[4]]])
+    assert packer.can_stack(alone, 1)
 
 
 def test_a_window_with_places_left_is_filled_with_empty_batches():
-    packed = Packer(1, "train").pack([(np.ones(4),)], slots=3)
+    packed = Packer(1, "train").pack([[(np.ones(4),)]], slots=3)
     assert packed.shape == (True, 1, ((3, 4),))
     np.testing.assert_array_equal(packed.groups[0].counts, [[4], [0], [0]])
 
 
 def test_a_batch_that_changes_is_named_leaf_by_leaf():
     packer = Packer(1, "train")
-    packer.pack([{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.int32)}])
+    packer.pack([[{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.int32)}]])
     with pytest.raises(ValueError) as caught:
-        packer.pack([{"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}])
+        packer.pack([[{"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}]])
     for part in (
         "batch['x'] was float32 (rows, 2), is float32 (rows, 3)",
         "batch['y'] was int32 (rows, -), is float32 (rows, -)",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="structure"):
-        packer.pack([{"x": np.ones((4, 2), np.float32)}])
+        packer.pack([[{"x": np.ones((4, 2), np.float32)}]])
 
 
 def test_windows_cut_batches_into_steps():

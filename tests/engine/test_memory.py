@@ -1,5 +1,8 @@
 """What the compiled step holds: less with micro-batches, less with recomputation."""
 
+import gc
+import weakref
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -7,6 +10,8 @@ import optax
 import pytest
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.data import Packer
+from jaxdp.engine.compile_messages import Compilations
 
 ROWS, WIDTH, DEPTH = 1024, 64, 16
 
@@ -61,3 +66,14 @@ def test_recomputed_layers_are_not_held():
     hidden = ROWS * 2 * WIDTH * 4 * DEPTH  # of the MLPs, after the activation
     assert less < whole - hidden
     assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_batch_is_kept_for_messages_about_compilations():
+    compilations, packer = Compilations(quiet=True), Packer(1, "training")
+    dispatch = packer.pack([[(np.ones((4, 2), np.float32),)]])
+    with compilations.timed("train", dispatch):
+        pass
+    kept = weakref.ref(dispatch.groups[0].batch[0])
+    del dispatch
+    gc.collect()
+    assert kept() is None
