@@ -7,7 +7,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-
 KINDS = {
     "np.random.Generator": lambda: np.random.default_rng(3),
     "MT19937": lambda: np.random.Generator(np.random.MT19937(3)),

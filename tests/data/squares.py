@@ -7,9 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import (  # noqa: E402
-    Dataset,
-)
+from torch.utils.data import Dataset  # noqa: E402
 
 
 class Squares(Dataset):

@@ -29,8 +29,6 @@ from jaxdp.data.own_generators import Found, Search  # noqa: E402
 from jaxdp.data.source import Position  # noqa: E402
 
 X, Y = rows(24)
-
-
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
 
 

@@ -13,10 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from squares import Squares, assert_same, flat  # noqa: E402
-from torch.utils.data import (  # noqa: E402
-    DataLoader,
-    Dataset,
-)
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.data import torch_source  # noqa: E402
