@@ -1,6 +1,8 @@
 # make demo   train on real images over eight devices, and draw what happened
 # make test   format, lint, types, the documentation and the test suite
 # make test-all   with the slowest tests, too
+# make test-guards   those of them that guard bits, resuming and several processes
+# make test-short   numbers, strategies and checkpoints alone, for another Python
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; two hours
@@ -28,7 +30,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all faults lint docs format bench bench-quick clean
+.PHONY: demo test test-all test-guards test-short faults lint docs format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -38,6 +40,15 @@ test: lint docs
 
 test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-guards: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow tests/strategies/test_reproducible.py \
+	  tests/engine tests/fit/test_resume.py tests/distributed
+
+test-short: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \
+	  tests/fit/test_numbers.py tests/strategies/test_strategies.py \
+	  tests/checkpoint/test_saving.py tests/checkpoint/test_old_checkpoint.py
 
 faults: $(READY)
 	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \

@@ -38,9 +38,12 @@ with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartyp
     import jaxdp  # noqa: F401
 
 
-# A shell has what it starts with `&` ignore Ctrl-C; tests send it.
+# A shell has what it starts with `&` ignore Ctrl-C, and `nohup` the end of the terminal;
+# tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What is said goes to the root logger, where `caplog` listens.
 logging.getLogger("jaxdp").propagate = True
