@@ -89,7 +89,9 @@ class _Run(Callback):
         self.traces = 0
         self.trainer: Any = None
 
-    def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, metrics: Any, batch_idx: int
+    ) -> None:
         self.losses.append(float(metrics["loss"]))
 
 

@@ -38,8 +38,8 @@ with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartyp
     import jaxdp  # noqa: F401
 
 
-# A shell has what it starts with `&` ignore Ctrl-C, and `nohup` the end of the terminal;
-# tests send both.
+# What a shell starts with `&` ignores Ctrl-C, and under `nohup` SIGHUP; tests send
+# both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jaxtyping import Array, PyTree
 
 from ..engine import StepOptions
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 HOOKS: Final = (
     "setup",
@@ -74,26 +77,28 @@ class Callback:
     list. What measures a fit (1) comes after what takes time at its end, and what logs
     it (2) after that."""
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         """Before placement and compilation: the place to set what they depend on."""
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         """After the step is compiled, so `trainer.run.logged_names` is known."""
 
-    def on_train_epoch_start(self, trainer: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer") -> None:
         """Before the first batch of an epoch is asked for."""
 
-    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", batch: Any, batch_idx: int
+    ) -> None:
         """Before a step. `batch` is on the host, as the loader gave it, and read-only:
         the step may have been given its rows before. Change rows in the dataset or
         `collate_fn`."""
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         """After a step was handed to the device; `trainer.global_step` counts it."""
 
-    def on_boundary(self, trainer: Any) -> None:
+    def on_boundary(self, trainer: "Trainer") -> None:
         """After every callback has seen a step or the end of an epoch.
 
         The moment to read or save `trainer.state`: it is that of
@@ -101,31 +106,31 @@ class Callback:
         it comes once for all of them; ask for the steps you need with `next_stop`.
         """
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """After an epoch and its validation, whose `val_...` values `metrics` has."""
 
-    def on_pass_start(self, trainer: Any) -> None:
+    def on_pass_start(self, trainer: "Trainer") -> None:
         """Before the first batch of a validation, test or prediction is asked for."""
 
-    def on_validation_start(self, trainer: Any) -> None:
+    def on_validation_start(self, trainer: "Trainer") -> None:
         """Before a pass over the validation loader."""
 
-    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
         """After a validation batch was handed to the device."""
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """After a pass over the validation loader, with its `val_...` means."""
 
-    def on_save_checkpoint(self, trainer: Any, path: str) -> None:
+    def on_save_checkpoint(self, trainer: "Trainer", path: str) -> None:
         """After a checkpoint was written to the folder `path`."""
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         """When a fit ends by an exception, Ctrl-C included, before it goes on up."""
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         """When a fit ends, also by an exception: the place to close files."""
 
-    def next_stop(self, trainer: Any) -> int | None:
+    def next_stop(self, trainer: "Trainer") -> int | None:
         """The next `global_step` at which `on_boundary` must be called; None: any.
 
         Always more than `trainer.global_step`. Several steps that run as one are cut
@@ -133,7 +138,7 @@ class Callback:
         """
         return None
 
-    def identity(self, trainer: Any) -> str:
+    def identity(self, trainer: "Trainer") -> str:
         """What tells this callback from others of its class in a list: the folder it
         writes to, or the metric it watches. Its state is saved and found again by it.
         """
@@ -254,7 +259,7 @@ class Hooks:
             )
         return found[0].evaluated_state if found else None
 
-    def next_stop(self, trainer: Any) -> int | None:
+    def next_stop(self, trainer: "Trainer") -> int | None:
         """The earliest step that any callback must see the state at, or None."""
         stops = (callback.next_stop(trainer) for callback in self.callbacks)
         return min((stop for stop in stops if stop is not None), default=None)

@@ -9,13 +9,16 @@ import shutil
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
 from .logger import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class CSVLogger(Logger):
@@ -71,7 +74,7 @@ class CSVLogger(Logger):
         """Where the table is; None before the first fit."""
         return self._path
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         from ..plan.page import SUFFIX
 
         super().setup(trainer)
@@ -88,7 +91,7 @@ class CSVLogger(Logger):
         if self._restored is not None and table.exists():
             _read(table)  # what is wrong with it is found before the first step
 
-    def open(self, trainer: Any, folder: Path) -> None:
+    def open(self, trainer: "Trainer", folder: Path) -> None:
         path = folder / self.name
         latest = None if self._trainer is None else self._trainer()
         if not path.exists():
@@ -166,7 +169,7 @@ class CSVLogger(Logger):
         super().load_state_dict(state)
         self._path = None
 
-    def _take_over(self, trainer: Any, path: Path) -> None:
+    def _take_over(self, trainer: "Trainer", path: Path) -> None:
         """Goes on with the table of the run that is resumed, or moves it away."""
         from ..plan.page import SUFFIX
 

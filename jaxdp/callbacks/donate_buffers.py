@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -10,6 +10,9 @@ import numpy as np
 from ..basics.console import warn
 from ..engine import StepOptions
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _CHOICES: Final = ("state", "all", "none")
 
@@ -51,11 +54,11 @@ class DonateBuffers(Callback):
     def step_options(self, options: StepOptions) -> StepOptions:
         return options._replace(donate=self.what)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self.report, self._checked = None, False
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if self._checked:
             return

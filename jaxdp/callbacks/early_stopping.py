@@ -1,12 +1,15 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.json_checks import fields, maybe, number_text, row, truth, whole
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _SAVED: Final = fields(
     {
@@ -84,7 +87,7 @@ class EarlyStopping(Callback):
         self._last: tuple[float, bool] | None = None
         self._is_restored = False
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         check_monitor(trainer, "EarlyStopping", self.monitor)
         self._fitting = True
         if self._is_restored and self._last is not None:
@@ -93,18 +96,18 @@ class EarlyStopping(Callback):
             self._stop_if(self._reason(*self._last), trainer)
         self._is_restored = False
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._fitting = False
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if self._fitting and self.monitor.startswith("val_"):
             self._check(trainer, metrics)
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if not self.monitor.startswith("val_"):
             self._check(trainer, metrics)
 
-    def identity(self, trainer: Any) -> str:
+    def identity(self, trainer: "Trainer") -> str:
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class EarlyStopping(Callback):
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
 
-    def _check(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def _check(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         value = metrics[self.monitor]
         improved = is_better(self.mode, value, self.best_score, self.min_delta)
         if improved:
@@ -139,7 +142,7 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
         self._stop_if(self.reason, trainer)
 
-    def _stop_if(self, reason: str | None, trainer: Any) -> None:
+    def _stop_if(self, reason: str | None, trainer: "Trainer") -> None:
         if reason is None:
             return
         trainer.should_stop, self.reason = True, reason

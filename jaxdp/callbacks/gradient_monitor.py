@@ -1,7 +1,7 @@
 """Norms of gradients and updates by layer, and leaves that do not learn."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from ..basics.json_checks import each, fields, maybe, row, text, truth, whole
 from ..basics.tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
@@ -89,11 +92,11 @@ class GradientMonitor(Callback):
             )
         return values
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._late = LateReads()
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self._checked + len(self._late) < self.check_steps:
@@ -105,11 +108,11 @@ class GradientMonitor(Callback):
             add: Any = getattr(metrics, "add")  # noqa: B009
             add(self._named(metrics))
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         # A step that failed on the device can't be read; the fit's own error says so.
         self._late = LateReads()
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._check_rest()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """The learning rate of every step, as the optimizer's state has it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..engine import RATES, hyperparams
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class LearningRateMonitor(Callback):
@@ -40,7 +43,7 @@ class LearningRateMonitor(Callback):
         self.schedule = schedule
         self.name = name
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         held = trainer.hyperparams if self.schedule is None else {}
         if self.schedule is None and not any(map(is_rate, held)):
             raise ValueError(

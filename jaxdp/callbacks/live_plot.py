@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ..reports import draw, metric_curves, save_figure, to_png
 from .base import Callback
 from .logger import check_writable
 from .monitor import LateReads, in_notebook
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _MAX_POINTS: Final = 1000
 """Steps kept for drawing; with more, every second one is dropped."""
@@ -57,12 +60,12 @@ class LivePlot(Callback):
         self._fitting = False
         self._stale = False
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         if trainer.is_global_zero:
             check_writable(self._file(trainer).parent, "LivePlot")
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._fitting = bool(trainer.is_global_zero)
         self._late = LateReads()
         self._display = None
@@ -71,7 +74,7 @@ class LivePlot(Callback):
             self._steps, self._means, self._stride = [], {}, 1
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if not self._fitting:
             return
@@ -84,11 +87,11 @@ class LivePlot(Callback):
         elif len(self._late) > 64:
             self._read(self._late.ready(step))
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if self._fitting:
             self._add(trainer.global_step, metrics)
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if not self._fitting:
             return
         self._read(self._late.drain())
@@ -98,20 +101,20 @@ class LivePlot(Callback):
         if time.monotonic() > self._drawn + 0.2 * self._pause:
             self._draw(trainer)
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         try:
             self._read(self._late.drain())
         finally:
             self._late = LateReads()  # the device may be what failed
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         if self._fitting:
             self._read(self._late.drain())
             if self._stale:
                 self._draw(trainer)
         self._fitting = False
 
-    def _file(self, trainer: Any) -> Path:
+    def _file(self, trainer: "Trainer") -> Path:
         if self.path is None:
             return Path(trainer.default_root_dir) / "curves.png"
         return Path(self.path)
@@ -134,7 +137,7 @@ class LivePlot(Callback):
                 self._means.setdefault(name, []).append((step, value))
                 self._stale = True
 
-    def _draw(self, trainer: Any) -> None:
+    def _draw(self, trainer: "Trainer") -> None:
         start = time.monotonic()
         metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self._means)
         charts = {

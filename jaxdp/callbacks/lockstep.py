@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,6 +17,9 @@ from ..distributed import is_stop, meetings
 from ..step import IN_FLIGHT
 from .base import Callback
 from .stall_watch import waits_for
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _ARGUMENTS = (
     "strategy",
@@ -83,7 +86,7 @@ class Lockstep(Callback):
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
@@ -98,7 +101,7 @@ class Lockstep(Callback):
             self._has_compared_model = True
         self._meet(trainer, "the start of a fit", facts)
 
-    def on_pass_start(self, trainer: Any) -> None:
+    def on_pass_start(self, trainer: "Trainer") -> None:
         self._set_limits()
 
     def _set_limits(self) -> None:
@@ -107,13 +110,15 @@ class Lockstep(Callback):
         here.timeout, here.warn_after = self.timeout, self.warn_after
         here.every = self.every_n_steps
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         rows = {
             f"rows of a {k} batch": str(n) for k, n in trainer.run.batch_sizes.items()
         }
         self._meet(trainer, "the first step", rows)
 
-    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", batch: Any, batch_idx: int
+    ) -> None:
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
@@ -121,7 +126,7 @@ class Lockstep(Callback):
         if coordination.is_there():
             meetings.here().step(where, self._facts(trainer, where, rows))
 
-    def on_boundary(self, trainer: Any) -> None:
+    def on_boundary(self, trainer: "Trainer") -> None:
         if not coordination.is_there():
             return
         step, every = trainer.global_step, self.fingerprint_every_n_steps
@@ -132,28 +137,28 @@ class Lockstep(Callback):
             # By then the device is done with it, and reading waits for nothing.
             self._fingerprints = step + IN_FLIGHT, start_fingerprints(arrays)
 
-    def next_stop(self, trainer: Any) -> int | None:
+    def next_stop(self, trainer: "Trainer") -> int | None:
         every = self.fingerprint_every_n_steps
         if every is None or not coordination.is_there():
             return None
         return (trainer.global_step // every + 1) * every
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of epoch {trainer.current_epoch}")
 
-    def on_validation_start(self, trainer: Any) -> None:
+    def on_validation_start(self, trainer: "Trainer") -> None:
         self._meet(trainer, f"validation after step {trainer.global_step}")
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of validation after step {trainer.global_step}")
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._has_failed = True
         if (line := distributed.lifeline()) is not None:
             agreed = is_stop(exception)  # by a signal that all have heard
             line.end_fit(None if agreed else distributed.first_line(exception))
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._stop_watching()
         if self._has_failed:
             return
@@ -165,7 +170,7 @@ class Lockstep(Callback):
             line.where = f"after a fit of {trainer.global_step} steps"
 
     def _meet(
-        self, trainer: Any, where: str, facts: Mapping[str, str] | None = None
+        self, trainer: "Trainer", where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.is_there():
             here = meetings.here()
@@ -173,7 +178,7 @@ class Lockstep(Callback):
             here.meet()
 
     def _facts(
-        self, trainer: Any, where: str, facts: Mapping[str, str] | None
+        self, trainer: "Trainer", where: str, facts: Mapping[str, str] | None
     ) -> dict[str, str]:
         """What to compare, and the programs if there are others than before."""
         if (line := distributed.lifeline()) is not None:
@@ -184,7 +189,7 @@ class Lockstep(Callback):
             found["the compiled programs"] = ", ".join(programs)
         return found
 
-    def _compare_states(self, trainer: Any) -> None:
+    def _compare_states(self, trainer: "Trainer") -> None:
         assert self._fingerprints is not None
         (step, read), self._fingerprints = self._fingerprints, None
         where = f"the state after step {step - IN_FLIGHT}"
@@ -216,7 +221,7 @@ class Lockstep(Callback):
                 here.tell(waits_for(frame))
 
 
-def _facts_of(trainer: Any) -> Iterator[tuple[str, str]]:
+def _facts_of(trainer: "Trainer") -> Iterator[tuple[str, str]]:
     for name, version in versions().items():
         yield f"the version of {name}", version
     for name in _ARGUMENTS:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
@@ -14,6 +14,9 @@ from ..plan.page import page
 from .logger import Logger, Number
 from .monitor import announce
 from .run_facts import Facts, flat
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class MLFlowLogger(Logger):
@@ -66,11 +69,11 @@ class MLFlowLogger(Logger):
         self._client: Any = None
         self._saved_in: str | None = None
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         _mlflow()
 
-    def open(self, trainer: Any, folder: Path) -> None:
+    def open(self, trainer: "Trainer", folder: Path) -> None:
         artifacts = None
         if self.tracking_uri is None:
             self.tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -148,7 +151,7 @@ class MLFlowLogger(Logger):
         # Only told of: a checkpoint does not decide where anything is sent or written.
         self._saved_in = state["tracking_uri"]
 
-    def _goes_on(self, trainer: Any) -> bool:
+    def _goes_on(self, trainer: "Trainer") -> bool:
         """Whether the store has the run `run_id`, which then runs again."""
         try:
             self._client.update_run(self.run_id, status="RUNNING")

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
@@ -25,6 +25,9 @@ from ..distributed import Pulse, is_stop
 from .base import Callback
 from .monitor import announce, check_monitor
 from .states import saved_state
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _SAVED = fields(
     {
@@ -144,7 +147,7 @@ class ModelCheckpoint(Callback):
     def last_model_path(self) -> str:
         return self._path_of(max(self._scores)) if self._scores else ""
 
-    def folder(self, trainer: Any) -> CheckpointDir:
+    def folder(self, trainer: "Trainer") -> CheckpointDir:
         """Where the checkpoints of a trainer go."""
         if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
@@ -156,7 +159,7 @@ class ModelCheckpoint(Callback):
         _SAVED(state, "state")
         return _ranked(_scores_in(state), self._mode)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         """Takes the folder, so that one that can't be written to is found now."""
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
@@ -176,16 +179,18 @@ class ModelCheckpoint(Callback):
         self._is_restored = False
         self._save_if_due(trainer)  # else a kill came before it
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         if self.monitor is not None:
             check_monitor(trainer, "ModelCheckpoint", self.monitor)
         self._saved_at = time.monotonic()
 
-    def next_stop(self, trainer: Any) -> int | None:
+    def next_stop(self, trainer: "Trainer") -> int | None:
         every = self.every_n_train_steps
         return None if every is None else (trainer.global_step // every + 1) * every
 
-    def on_train_batch_end(self, trainer: Any, metrics: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: "Trainer", metrics: Any, batch_idx: int
+    ) -> None:
         every = self.every_n_train_steps
         if every is not None and trainer.global_step % every == 0:
             self._is_due = True
@@ -195,11 +200,11 @@ class ModelCheckpoint(Callback):
             if self._clock.beat(is_over or None):
                 self._is_due = True
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.run.is_fitting:
             self._look(metrics)
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._look(metrics)
         every = self.every_n_epochs
         # An epoch without a value of its own can't be judged by an older model's.
@@ -208,11 +213,11 @@ class ModelCheckpoint(Callback):
             self._is_due = True
         self._is_fresh = False
 
-    def on_boundary(self, trainer: Any) -> None:
+    def on_boundary(self, trainer: "Trainer") -> None:
         self._settle()
         self._save_if_due(trainer)
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
         if is_stop(exception):  # at a boundary: the state is whole
             self._settle(wait=True)
@@ -223,7 +228,7 @@ class ModelCheckpoint(Callback):
                 self._begin(trainer, judged)
                 self._settle(wait=True)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         if self._dir is None:  # another callback's `setup` has failed
             return
         try:
@@ -235,7 +240,7 @@ class ModelCheckpoint(Callback):
         """Waits until what is being saved is in its folder."""
         self._settle(wait=True)
 
-    def identity(self, trainer: Any) -> str:
+    def identity(self, trainer: "Trainer") -> str:
         return self.folder(trainer).path
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,14 +265,14 @@ class ModelCheckpoint(Callback):
         if self.monitor in metrics:
             self._score, self._is_fresh = metrics[self.monitor], True
 
-    def _save_if_due(self, trainer: Any) -> None:
+    def _save_if_due(self, trainer: "Trainer") -> None:
         # After the last step of an epoch its validation comes first: that is what the
         # checkpoint is judged by, and need not be repeated when it is resumed.
         if self._is_due and not is_at_epoch_end(trainer):
             self._is_due = False
             self._save(trainer)
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: "Trainer") -> None:
         """Begins to save the present step, if it is to be kept."""
         self._settle(wait=True)  # one at a time
         step, judged = trainer.global_step, self._new(trainer.global_step)
@@ -285,7 +290,7 @@ class ModelCheckpoint(Callback):
         # NaN if there is nothing to judge by yet: worse than anything that comes.
         return {step: math.nan if self._score is None else self._score}
 
-    def _begin(self, trainer: Any, judged: dict[int, float]) -> None:
+    def _begin(self, trainer: "Trainer", judged: dict[int, float]) -> None:
         assert self._dir is not None
         step = trainer.global_step
         self._scores |= judged  # what is saved knows of itself
@@ -361,7 +366,7 @@ class ModelCheckpoint(Callback):
                     stacklevel=2,
                 )
 
-    def _sorted_out(self, trainer: Any) -> list[tuple[int, float]]:
+    def _sorted_out(self, trainer: "Trainer") -> list[tuple[int, float]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
         assert self._dir is not None
         there = set(self._dir.steps())
@@ -403,7 +408,7 @@ class ModelCheckpoint(Callback):
         except (OSError, ValueError):
             return None
 
-    def _score_in(self, step: int, trainer: Any) -> float | None:
+    def _score_in(self, step: int, trainer: "Trainer") -> float | None:
         """What a checkpoint that this callback has saved says of itself."""
         try:
             meta = checkpoint.read_meta(self._path_of(step))
@@ -433,12 +438,12 @@ def _ranked(scores: dict[int, float], mode: str) -> list[int]:
     return sorted(scores, key=rank)
 
 
-def savers_of(trainer: Any) -> list[ModelCheckpoint]:
+def savers_of(trainer: "Trainer") -> list[ModelCheckpoint]:
     """Those of a trainer's callbacks that save checkpoints."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
 
 
-def last_checkpoint(trainer: Any, before: int) -> str | None:
+def last_checkpoint(trainer: "Trainer", before: int) -> str | None:
     """The path of the newest checkpoint of fewer than `before` steps, if there is one.
 
     Of those that the callbacks of `trainer` have saved.
@@ -460,7 +465,7 @@ def last_checkpoint(trainer: Any, before: int) -> str | None:
     return trainer.run.processes.first("the last checkpoint", newest)
 
 
-def is_at_epoch_end(trainer: Any) -> bool:
+def is_at_epoch_end(trainer: "Trainer") -> bool:
     """Whether all steps of the epoch are done, and what ends it is still to come:
     validation, history, `on_train_epoch_end`."""
     total, done = trainer.num_training_batches, trainer.batch_idx

@@ -4,18 +4,21 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ..basics.console import say
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 LAG: Final = 8
 """Steps to stay behind the newest one when reading: never more are in flight, but for
 blocks of steps, whose metrics say how far behind to stay."""
 
 
-def check_monitor(trainer: Any, callback_name: str, monitor: str) -> None:
+def check_monitor(trainer: "Trainer", callback_name: str, monitor: str) -> None:
     """Raises when no epoch will have a value of the name `monitor`."""
     logged = tuple(trainer.run.logged_names)
     if monitor in logged:
@@ -88,7 +91,7 @@ class Later:
         return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
-def announce(trainer: Any, callback_name: str, text: str) -> None:
+def announce(trainer: "Trainer", callback_name: str, text: str) -> None:
     """Tells the user something, once for all processes."""
     if trainer.is_global_zero:
         say(f"{callback_name}: {text}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from ..engine import StepOptions
 from .base import Callback, RollBack
 from .model_checkpoint import last_checkpoint
 from .monitor import LateReads
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _FLAGS = "nonfinite_gradients"
 
@@ -101,7 +104,7 @@ class NanGuard(Callback):
     def step_options(self, options: StepOptions) -> StepOptions:
         return options._replace(skip_nonfinite=True)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._trainer = trainer
 
     def inside_step(
@@ -111,13 +114,13 @@ class NanGuard(Callback):
         self._leaves = tuple(leaf_path(path) for path, _ in paths)
         return {_FLAGS: jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in paths])}
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._late = LateReads()
         self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
         self._failed = False
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         step = trainer.global_step
         place = _Place(trainer.current_epoch, step, batch_idx)
@@ -125,13 +128,13 @@ class NanGuard(Callback):
         for where, past in self._late.ready(step):
             self._check(trainer, where, past)
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._check_rest(trainer)
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._failed = True
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         if not self._failed:
             self._check_rest(trainer)
 
@@ -152,11 +155,13 @@ class NanGuard(Callback):
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
         self._usual = _Usual(*state.get("usual", ()))
 
-    def _check_rest(self, trainer: Any) -> None:
+    def _check_rest(self, trainer: "Trainer") -> None:
         for where, past in self._late.drain():
             self._check(trainer, where, past)
 
-    def _check(self, trainer: Any, where: "_Place", metrics: Mapping[str, Any]) -> None:
+    def _check(
+        self, trainer: "Trainer", where: "_Place", metrics: Mapping[str, Any]
+    ) -> None:
         skipped = bool(metrics["skipped"])
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped and not self._is_spike(float(metrics["loss"])):
@@ -198,7 +203,7 @@ class NanGuard(Callback):
         self._usual = usual.with_(loss)
         return False
 
-    def _roll_back(self, trainer: Any, where: "_Place", place: str) -> None:
+    def _roll_back(self, trainer: "Trainer", where: "_Place", place: str) -> None:
         self._late = LateReads()  # what came after is undone, too
         if self.rollbacks >= self.max_rollbacks:
             raise FloatingPointError(

@@ -1,10 +1,13 @@
 """What a signal does to a fit."""
 
 import signal
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..distributed import SIGNALS
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class Preemption(Callback):
@@ -42,9 +45,9 @@ class Preemption(Callback):
         self.action = action
         self.received: str | None = None
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self.received = None
         trainer.run.stop_on(*self.signals, returns=self.action == "return")
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self.received = getattr(exception, "signal", None)

@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 
@@ -13,6 +13,9 @@ from ..basics.files import write_whole
 from .base import Callback
 from .logger import check_writable
 from .monitor import announce
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _CONTAINERS: Final = ("while", "call", "conditional")
 """Operations that only hold others, which are in the trace themselves."""
@@ -71,16 +74,16 @@ class Profiler(Callback):
         self._step: Any = None
         self._done = False
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
         if trainer.is_global_zero:
             check_writable(self._folder, "Profiler")
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._seen, self._done = 0, not trainer.is_global_zero
         self._first = None
 
-    def next_stop(self, trainer: Any) -> int | None:
+    def next_stop(self, trainer: "Trainer") -> int | None:
         if self._done:
             return None
         if self._first is not None:
@@ -88,7 +91,9 @@ class Profiler(Callback):
         wait = self.start_step - self._seen
         return trainer.global_step + wait if wait > 0 else None
 
-    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", batch: Any, batch_idx: int
+    ) -> None:
         if self._done:
             return
         if self._first is None and self._seen >= self.start_step:
@@ -101,7 +106,7 @@ class Profiler(Callback):
             step.__enter__()
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._seen += 1
         if self._done or self._first is None:
@@ -110,7 +115,7 @@ class Profiler(Callback):
         if trainer.global_step - self._first >= self.num_steps:
             self._stop(trainer)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         if self._done:
             return
         if self._first is not None:
@@ -124,7 +129,7 @@ class Profiler(Callback):
                 f" is {self.start_step}.",
             )
 
-    def _start(self, trainer: Any) -> None:
+    def _start(self, trainer: "Trainer") -> None:
         jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = int(self.python)
@@ -142,7 +147,7 @@ class Profiler(Callback):
             self._step.__exit__(None, None, None)
         self._step = None
 
-    def _stop(self, trainer: Any) -> None:
+    def _stop(self, trainer: "Trainer") -> None:
         self._done = True
         first, steps = self._first, trainer.global_step - (self._first or 0)
         try:
@@ -156,7 +161,7 @@ class Profiler(Callback):
             key=lambda path: path.stat().st_mtime,
         )
         compiled = trainer.compiled_train_step()
-        sources = {} if compiled is None else _sources(compiled.as_text())
+        sources = {} if compiled is None else _sources(compiled.as_text() or "")
         self.operations = operations(trace, sources)
         lines = _table(self.operations, self.top, steps)
         title = f"steps {(first or 0) + 1} to {trainer.global_step}, traced in {trace}"

@@ -6,12 +6,15 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
 from .base import Callback
 from .monitor import LAG, in_notebook
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
@@ -66,17 +69,17 @@ class ProgressBar(Callback):
         self._due = 0.0
         self._fitting = False
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._close()
         self._out = self._find_output(trainer)
         self._bar_type = _find_bar_type(self._out)
         drawn = 1 / self.refresh_per_second
         self._interval = self.every_n_seconds if self._bar_type is None else drawn
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._fitting = True
 
-    def on_train_epoch_start(self, trainer: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer") -> None:
         self._close()
         self._metrics.clear()
         self._drawn = None
@@ -86,7 +89,7 @@ class ProgressBar(Callback):
             self._open(self._train)
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         # This is all that happens in most steps, in well below a microsecond.
         self._metrics.append(metrics)
@@ -94,7 +97,7 @@ class ProgressBar(Callback):
         if time.perf_counter() >= self._next:
             self._show_training(trainer)
 
-    def on_validation_start(self, trainer: Any) -> None:
+    def on_validation_start(self, trainer: "Trainer") -> None:
         if not self._fitting:
             self.setup(trainer)
         self._train.pause()
@@ -103,7 +106,7 @@ class ProgressBar(Callback):
         self._open(self._validation)
         self._next = time.perf_counter() + self._interval
 
-    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
         now = time.perf_counter()
         if now < self._next:
             return
@@ -114,12 +117,12 @@ class ProgressBar(Callback):
         else:
             self._validation.draw("")
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._validation.close()
         self._train.go_on()
         self._next = time.perf_counter() + self._interval if self._fitting else math.inf
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         self._train.examples = trainer.run.examples_seen
         seconds = self._train.seconds(now)
@@ -129,16 +132,16 @@ class ProgressBar(Callback):
         self._close()
         self._print(f"{self._train.name}: {', '.join(facts)}")
 
-    def on_exception(self, trainer: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._close()
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._close()
         self._metrics.clear()
         self._next = math.inf
         self._fitting = False
 
-    def _show_training(self, trainer: Any) -> None:
+    def _show_training(self, trainer: "Trainer") -> None:
         now = time.perf_counter()
         run = self._train
         run.examples = trainer.run.examples_seen
@@ -165,7 +168,7 @@ class ProgressBar(Callback):
         else:
             run.draw(", ".join(facts))
 
-    def _find_output(self, trainer: Any) -> Outlet | None:
+    def _find_output(self, trainer: "Trainer") -> Outlet | None:
         if not trainer.is_global_zero:
             return None
         if self.file is not None:
@@ -270,17 +273,17 @@ class _Pass:
         self.bar = None
 
 
-def _name(trainer: Any) -> str:
+def _name(trainer: "Trainer") -> str:
     of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
     return f"epoch {trainer.current_epoch + 1}{of}"
 
 
-def _notes(trainer: Any) -> list[str]:
+def _notes(trainer: "Trainer") -> list[str]:
     """What other callbacks have to say beside the numbers."""
     return [text for each in trainer.callbacks if (text := each.bar_note())]
 
 
-def _total(trainer: Any) -> int | None:
+def _total(trainer: "Trainer") -> int | None:
     """Batches in this epoch, fewer when `max_steps` comes before its end."""
     totals = []
     if trainer.num_training_batches is not None:

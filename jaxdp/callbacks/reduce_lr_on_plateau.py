@@ -1,7 +1,7 @@
 """Lowers the learning rate when training no longer gets better."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from ..basics.json_checks import fields, maybe, number_text, whole
 from ..engine import RATES
 from .base import Callback
 from .monitor import announce, check_monitor, is_better
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _SAVED = fields(
     {
@@ -85,7 +88,7 @@ class ReduceLROnPlateau(Callback):
         self.best_score: float | None = None
         self._fitting = False
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         rates = _rates(trainer)
         if not rates:
             raise ValueError(
@@ -97,22 +100,22 @@ class ReduceLROnPlateau(Callback):
             )
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         check_monitor(trainer, "ReduceLROnPlateau", self.monitor)
         self._fitting = True
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._fitting = False
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if self._fitting and self.monitor.startswith("val_"):
             self._check(trainer, metrics[self.monitor])
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if not self.monitor.startswith("val_"):
             self._check(trainer, metrics[self.monitor])
 
-    def identity(self, trainer: Any) -> str:
+    def identity(self, trainer: "Trainer") -> str:
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +133,7 @@ class ReduceLROnPlateau(Callback):
         best = state["best_score"]
         self.best_score = None if best is None else float(best)
 
-    def _check(self, trainer: Any, value: float) -> None:
+    def _check(self, trainer: "Trainer", value: float) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
@@ -141,7 +144,7 @@ class ReduceLROnPlateau(Callback):
             if self.wait_count >= self.patience:
                 self._reduce(trainer)
 
-    def _reduce(self, trainer: Any) -> None:
+    def _reduce(self, trainer: "Trainer") -> None:
         before = _rates(trainer)
         lowered = {
             name: max(rate * self.factor, self.min_lr)
@@ -166,7 +169,7 @@ class ReduceLROnPlateau(Callback):
             )
 
 
-def _rates(trainer: Any) -> dict[str, Any]:
+def _rates(trainer: "Trainer") -> dict[str, Any]:
     """The learning rates in the optimizer's state, by the names to set them by."""
     return {
         name: rate

@@ -2,19 +2,22 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
 
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
 loggers are given a `"layout"` too, see `jaxdp.reports.layout`."""
 
 
-def run_facts(trainer: Any, hyperparameters: Mapping[str, Any] | None) -> Facts:
+def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> Facts:
     """The arguments of the trainer and its fit, and what it runs on.
 
     Args:

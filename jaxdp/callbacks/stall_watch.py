@@ -9,12 +9,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import shout
 from ..distributed import meetings
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 ABORTED: Final = 70
 """Exit code of a process that `StallWatch(abort=True)` ended."""
@@ -70,7 +73,7 @@ class StallWatch(Callback):
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._note(trainer)
         self._watched = threading.get_ident()
         self._end = threading.Event()
@@ -80,23 +83,23 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._note(trainer)
 
-    def on_validation_batch_end(self, trainer: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
         self._beat = time.monotonic()
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._note(trainer)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._end.set()
         if self._thread is not None:
             self._thread.join()
         self._thread = None
 
-    def _note(self, trainer: Any) -> None:
+    def _note(self, trainer: "Trainer") -> None:
         self._beat = time.monotonic()
         self._where = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
 

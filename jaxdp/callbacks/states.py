@@ -4,9 +4,12 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
@@ -18,12 +21,12 @@ def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
         yield f"{name}:{count}" if count else name, callback
 
 
-def identities(trainer: Any) -> dict[str, str]:
+def identities(trainer: "Trainer") -> dict[str, str]:
     """What a checkpoint tells of each callback beside its state, by name."""
     return {name: c.identity(trainer) for name, c in named(trainer.callbacks)}
 
 
-def saved_states(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
+def saved_states(trainer: "Trainer", meta: dict[str, Any]) -> dict[str, Any]:
     """The states in a checkpoint, by the present name of the callback they belong to.
 
     Of callbacks of one class each gets the state of the one with its identity; else of
@@ -44,12 +47,12 @@ def saved_states(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
     return {new: saved[old] for new, old in found.items()}
 
 
-def saved_state(trainer: Any, meta: dict[str, Any], callback: Callback) -> Any:
+def saved_state(trainer: "Trainer", meta: dict[str, Any], callback: Callback) -> Any:
     """The state of one callback in a checkpoint, or None."""
     return saved_states(trainer, meta).get(name_of(trainer, callback))
 
 
-def name_of(trainer: Any, callback: Callback) -> str:
+def name_of(trainer: "Trainer", callback: Callback) -> str:
     """What the trainer calls one of its callbacks."""
     return next(name for name, each in named(trainer.callbacks) if each is callback)
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..basics.console import warn
 from ..basics.extras import import_extra
@@ -15,6 +15,9 @@ from ..reports import to_png
 from .logger import Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts, flat, markdown
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class TensorBoardLogger(Logger):
@@ -43,7 +46,7 @@ class TensorBoardLogger(Logger):
         self._folder_of_events: Path | None = None
         self._suffix = ""
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         _tensorboard("summary.writer.event_file_writer")
         folder = str(self._folder(trainer))
@@ -55,7 +58,7 @@ class TensorBoardLogger(Logger):
                 " which tensorboard asks for. Pass another `dirpath`."
             ) from error
 
-    def open(self, trainer: Any, folder: Path) -> None:
+    def open(self, trainer: "Trainer", folder: Path) -> None:
         self._step = trainer.global_step
         self._folder_of_events = folder
         self._suffix = f".jaxdp-{trainer.run.id}"
@@ -142,7 +145,7 @@ class TensorBoardLogger(Logger):
             elif path.stat().st_size > sizes[path.name]:
                 os.truncate(path, sizes[path.name])
 
-    def _move_others(self, trainer: Any) -> None:
+    def _move_others(self, trainer: "Trainer") -> None:
         """Event files of another run would be shown as one with this run's."""
         others = [path for path in self._files(True) if path not in self._files()]
         if others:

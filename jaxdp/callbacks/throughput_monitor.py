@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from ..plan.hardware import hardware_of
 from .base import Callback
 from .monitor import announce
 from .stopwatch import Phase, Stopwatch
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
@@ -110,15 +113,17 @@ class ThroughputMonitor(Callback):
         self._steps = self._examples = self._seen = 0
         self._start = self._last = self._mark()
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         self._stopwatch = trainer.run.measure_phases()
         self._flops = None
         self._begin()
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._begin()
 
-    def on_train_batch_start(self, trainer: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", batch: Any, batch_idx: int
+    ) -> None:
         if self._flops is None:
             self._flops = self._find_flops(trainer, batch)
             self._peak = self._find_peak(trainer)
@@ -126,7 +131,7 @@ class ThroughputMonitor(Callback):
         self._seen = trainer.run.examples_seen
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._steps += 1
         self._examples += trainer.run.examples_seen - self._seen
@@ -139,7 +144,7 @@ class ThroughputMonitor(Callback):
             add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
             self._last = now
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         now = self._mark()
         if not now.steps:
             return
@@ -221,12 +226,12 @@ class ThroughputMonitor(Callback):
         text = f"{_BOUND[name]} {values[name]:.0%}"
         return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
 
-    def _find_flops(self, trainer: Any, batch: Any) -> float:
+    def _find_flops(self, trainer: "Trainer", batch: Any) -> float:
         if self.flops_per_example is not None:
             return self.flops_per_example
         return trainer.run.flops_per_example(batch)
 
-    def _find_peak(self, trainer: Any) -> float | None:
+    def _find_peak(self, trainer: "Trainer") -> float | None:
         devices = trainer.state.step.sharding.device_set
         peak = self.peak_flops_per_device
         if peak is None:

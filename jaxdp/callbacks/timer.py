@@ -3,12 +3,15 @@
 import datetime
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..basics.durations import Duration, parse_duration
 from ..basics.json_checks import fields, number
 from .base import Callback
 from .monitor import announce
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 _SECONDS = number(0.0, finite=True)
 _SAVED = fields({"elapsed": fields({"train": _SECONDS, "validate": _SECONDS})})
@@ -60,28 +63,28 @@ class Timer(Callback):
         """Seconds of training left, negative when over; None without a limit."""
         return None if self._limit is None else self._limit - self.time_elapsed()
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self._begin("train")
         if self._limit is not None:
             self._deadline = time.monotonic() + self._limit - self._offsets["train"]
             self._check(trainer)
 
     def on_train_batch_end(
-        self, trainer: Any, metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if time.monotonic() > self._deadline:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._check(trainer)
 
-    def on_validation_start(self, trainer: Any) -> None:
+    def on_validation_start(self, trainer: "Trainer") -> None:
         self._begin("validate")
 
-    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._end("validate")
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: "Trainer") -> None:
         self._end("train")
         self._end("validate")
 
@@ -103,7 +106,7 @@ class Timer(Callback):
         if self._starts[stage] is not None and self._ends[stage] is None:
             self._ends[stage] = time.monotonic()
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: "Trainer") -> None:
         left = self.time_remaining()
         if left is None or left > 0 or trainer.should_stop:
             return

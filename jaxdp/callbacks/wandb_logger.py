@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
@@ -12,6 +12,9 @@ from ..plan.page import page
 from ..reports import to_png
 from .logger import Logger, Number
 from .run_facts import Facts, flat
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class WandbLogger(Logger):
@@ -60,11 +63,11 @@ class WandbLogger(Logger):
         self.options = options
         self.run: Any = None
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         _wandb()
 
-    def open(self, trainer: Any, folder: Path) -> None:
+    def open(self, trainer: "Trainer", folder: Path) -> None:
         options: dict[str, Any] = {"resume": "allow", **self.options}
         if self.offline:
             options["mode"] = "offline"

@@ -1,6 +1,6 @@
 """Averages of the weights over the steps of a run, to evaluate and to keep."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,6 +10,9 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number
 from .base import Callback
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 
 class WeightAveraging(Callback):
@@ -77,7 +80,7 @@ class WeightAveraging(Callback):
         """`state` with the weights that are to be evaluated as its `params`."""
         return _with_average(state) if self.evaluate else state
 
-    def averaged_model(self, trainer: Any) -> PyTree:
+    def averaged_model(self, trainer: "Trainer") -> PyTree:
         """The model with the average as its weights, live, on the default device."""
         return trainer.model_of(_with_average(trainer.state))
 

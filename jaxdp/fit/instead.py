@@ -3,7 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
 
 Instead = Callable[[Any, Any], NoReturn]
 """Given the trainer and its `train_loader`; it leaves by an exception."""
@@ -24,7 +27,7 @@ def instead_of_training(function: Instead) -> Iterator[None]:
         _ASKED.reset(token)
 
 
-def leave_if_asked(trainer: Any, train_loader: Any) -> None:
+def leave_if_asked(trainer: "Trainer", train_loader: Any) -> None:
     """What `fit` and `steps` begin with."""
     if (function := _ASKED.get()) is not None:
         function(trainer, train_loader)
