@@ -314,18 +314,18 @@ class Trainer:
         """The model as trained so far: a live copy, whole, on the default device."""
         if not self.run.has_engine:
             return self.run.model
-        return self.run.settled_engine("`trainer.model`").gather()[0]
+        return self.run.settled_engine("`trainer.model`").held.gather()[0]
 
     def model_of(self, state: TrainState) -> PyTree:
         """The model with the weights of a placed `state`, as `model` gives it."""
-        return self.run.engine.model_of(state)[0]
+        return self.run.engine.held.model_of(state)[0]
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
         if not self.run.has_engine:
             return self.run.model_state
-        return self.run.settled_engine("`trainer.model_state`").gather()[1]
+        return self.run.settled_engine("`trainer.model_state`").held.gather()[1]
 
     @property
     def state(self) -> TrainState:
@@ -334,7 +334,7 @@ class Trainer:
         It shows what is on the devices, and writing into it is an error. A
         `copy.deepcopy` is yours to write to.
         """
-        return self.run.settled_engine("`trainer.state`").hand_out()
+        return self.run.settled_engine("`trainer.state`").held.hand_out()
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
@@ -365,7 +365,7 @@ class Trainer:
         """
         engine = self.run.settled_engine("`set_hyperparams`")
         self.run.processes.same("values in `set_hyperparams`", values)
-        engine.write(hyperparams.to_set(engine.state, values))
+        engine.held.write(hyperparams.to_set(engine.state, values))
 
     @property
     def accumulate_grad_batches(self) -> int:

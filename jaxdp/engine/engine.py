@@ -1,8 +1,4 @@
-"""The placed state of a trainer, and the compiled steps taken on it.
-
-The state crosses into the compiled step as a flat list of few arrays, and stays one
-between steps: flattening a model's tree in Python costs more than a small step.
-"""
+"""Compiled steps, taken on the placed state of a trainer."""
 
 import collections
 import contextlib
@@ -13,15 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..basics.tree import leaf_path
 from ..data import Dispatch, Packer, check_labels
 from ..distributed import RowBlocks
 from ..step import (
@@ -32,23 +25,19 @@ from ..step import (
     Metrics,
     Steps,
     TrainState,
-    as_own,
-    as_stored,
-    first_state,
     has_convolutions,
     matmul_flops,
     means_of,
     new_totals,
 )
 from ..strategies import DataParallel
-from ..strategies.base import replicated, with_auto_axes
+from ..strategies.base import replicated
 from .blocks import BlockSize
 from .eager import Debugging, Uncompiled, Watched, debugging
-from .hyperparams import read_only, written_to
+from .held_state import HeldState, placed_first, shapes_of_first
 from .options import StepOptions
 from .programs import WHAT, Kind, Program, Programs, rows_in
 from .row_counts import Counts
-from .state_arrays import Flat
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""
@@ -85,7 +74,7 @@ class Engine:
         abstract: whether there are only shapes: nothing is placed, no step can run.
 
     Attributes:
-        state: the placed `TrainState`.
+        held: the placed state; `state` is all of it.
         strategy: as given.
         programs: the compiled steps.
         facts: what tracing has told of each kind of step.
@@ -120,31 +109,12 @@ class Engine:
         self._as_asked = strategy, steps_per_execution, in_order
         self._work(steps, debugging())
         strategy = self.strategy
-        self._whole: tuple[list[Array], TrainState] | None = None
-        self._fetched: tuple[Any, Any] | None = None
-        self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
-        self._own = jax.eval_shape(lambda *trees: trees, *parts[:2])
-        self._view = view
-        self._viewed: tuple[Any, TrainState] | None = None
+        self.held = HeldState(parts, view)
         if abstract:
             with no_ambient_mesh():
-                self.state = _shapes_of_state(parts, model_state, steps, strategy)
-            self._mind_convolutions()
-            return
-        params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
-        model_state = with_auto_axes(model_state)
-        with no_ambient_mesh():
-            state = first_state(
-                params, buffers, model_state, steps.optimizer, seed, steps.precision
-            )
-            placed = strategy.place(state)
-        if not isinstance(placed, TrainState):
-            raise TypeError(
-                f"`strategy`: {type(strategy).__name__}.place returned a"
-                f" {type(placed).__name__}; it must return the TrainState it was given,"
-                " copied to its devices."
-            )
-        self.state = placed
+                self.state = shapes_of_first(parts, model_state, steps, strategy)
+        else:
+            self.state = placed_first(parts, model_state, steps, strategy, seed)
         self._mind_convolutions()
 
     def _work(self, steps: Steps, mode: Debugging) -> None:
@@ -189,7 +159,7 @@ class Engine:
 
         Inside a loop they take about five times as long, and round otherwise.
         """
-        devices = self._arrays[0].sharding.device_set
+        devices = self.held.arrays[0].sharding.device_set
         unroll = any(device.platform == "cpu" for device in devices)
         unroll = unroll and self.strategy.compiles  # loops are Python's
         self.programs.set(unroll_convolutions=unroll)
@@ -197,65 +167,16 @@ class Engine:
     @property
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
-        self.check_state()
-        if self._whole is None or self._whole[0] is not self._arrays:
-            with no_ambient_mesh():
-                leaves = self._flat.leaves(self._arrays)
-            whole = jax.tree.unflatten(self._flat.treedef, leaves)
-            self._whole = self._arrays, whole
-        return self._whole[1]
+        return self.held.state
 
-    def hand_out(self) -> TrainState:
-        """`state` for a user, who may keep it until the next step but not change it."""
-        self.check_handed_out()
-        state = self.state
-        if self._handed_out is None or self._handed_out[0] is not self._arrays:
-            given = read_only(state)
-            self._handed_out = self._arrays, given, jax.tree.leaves(given)
-        return self._handed_out[1]
-
-    def check_handed_out(self) -> None:
-        """Raises where code has put something into the state it was handed.
-
-        It would read back as set, and no step would ever see it.
-        """
-        if self._handed_out is None:
-            return
-        _, state, leaves = self._handed_out
-        if (where := written_to(state, leaves)) is None:
-            return
-        self._handed_out = None
-        raise RuntimeError(
-            f"`trainer.state` was written to, at {where}, and that changed nothing: it"
-            " only shows what is on the devices. Use `trainer.set_hyperparams` for what"
-            " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
-        )
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.held.put(state, self.strategy, join=self._joins)
 
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
         return 1 if self.one_by_one else self._block_size.steps
-
-    def check_state(self) -> None:
-        """Raises where a step that failed has taken the state along."""
-        arrays = [each for each in self._arrays if isinstance(each, jax.Array)]
-        if any(array.is_deleted() for array in arrays):
-            raise RuntimeError(
-                "the state is lost: a step that had been given its memory failed while"
-                " it ran. Go on from the last checkpoint with a new Trainer"
-                " (`fit(..., ckpt_path=...)`); with DonateBuffers('none') the state"
-                " stays."
-            )
-
-    @state.setter
-    def state(self, state: TrainState) -> None:
-        leaves = jax.tree.leaves(state)
-        self._flat = Flat(state, join=self._joins)
-        self._totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
-        with no_ambient_mesh():
-            self._arrays = self._flat.placed(leaves)
-        self._whole = self._arrays, state
-        self._handed_out = None
 
     def _placed(
         self, kind: Kind, dispatch: Dispatch, compiled: Program
@@ -290,56 +211,6 @@ class Engine:
         if not dispatch.split or self._blocks.count == 1:
             return dispatch.groups
         return [self._blocks.whole(group) for group in dispatch.groups]
-
-    def arrays(self) -> dict[str, Array]:
-        """What crosses into the compiled step of the state, by the leaves in it."""
-        treedef = self._flat.treedef
-        places = treedef.unflatten(range(treedef.num_leaves))
-        with_path = jax.tree_util.tree_leaves_with_path(places)
-        names = self._flat.names([leaf_path(path) for path, _ in with_path])
-        return dict(zip(names, self._arrays, strict=True))
-
-    @property
-    def evaluated(self) -> TrainState:
-        """The state whose weights are evaluated; looked for once per step."""
-        if self._view is None:
-            return self.state
-        if self._viewed is None or self._viewed[0] is not self._arrays:
-            self._viewed = self._arrays, self._view(self.state)
-        return self._viewed[1]
-
-    def gather(self) -> tuple[PyTree, PyTree]:
-        """The model and its state, whole and live; gathered once per step."""
-        if self._gathered is None or self._gathered[0] is not self._arrays:
-            fetched, self._fetched = self._fetched, None
-            if fetched is not None and fetched[0] is self._arrays:
-                found = self._as_model(jax.tree.map(jnp.asarray, fetched[1]))
-            else:
-                found = self.model_of(self.evaluated)
-            self._gathered = self._arrays, found
-        return self._gathered[1]
-
-    def fetch(self) -> None:
-        """Brings the model to this host, if it is split between processes.
-
-        All processes must call it; `gather` is then a matter of each.
-        """
-        if jax.process_count() == 1:
-            return
-        state = self.evaluated
-        parts = state.params, state.buffers, state.model_state
-        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._fetched = self._arrays, self.strategy.fetch(parts)
-
-    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model and its state as `state` has them, whole and live."""
-        parts = state.params, state.buffers, state.model_state
-        return self._as_model(self.strategy.gather(parts))
-
-    def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        params, buffers, model_state = parts
-        params, buffers = as_own((params, buffers), self._own)
-        return eqx.combine(params, buffers, self.programs.steps.static), model_state
 
     def tell(self, note: str) -> None:
         """Says it, unless it was said before."""
@@ -445,14 +316,12 @@ class Engine:
         if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
             self._check_labels("train", dispatch)
         groups = self._placed("train", dispatch, compiled)
-        if self._handed_out is not None:
-            self.check_handed_out()
-            self._handed_out = None
+        self.held.settle()
         is_on_trial = self._block_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        self._arrays, (means, inside) = compiled(self._arrays, groups)
-        if self._whole is not None:
-            self._outdate(self.programs.donate == "none" or not self.strategy.compiles)
+        arrays, (means, inside) = compiled(self.held.arrays, groups)
+        kept = self.programs.donate == "none" or not self.strategy.compiles
+        self.held.replace(arrays, kept=kept)
         if steps > 1:
             self.in_flight.add(means, BLOCKS_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
@@ -472,40 +341,18 @@ class Engine:
             lambda: self._loops_well(dispatch),
         )
 
-    def _outdate(self, kept: bool) -> None:
-        """Deletes the small leaves of a state handed out, if its large ones are gone.
-
-        Else code that holds on to `state` would work with small models only.
-        """
-        assert self._whole is not None
-        (_, whole), self._whole = self._whole, None
-        if not kept:
-            for leaf in self._flat.small(jax.tree.leaves(whole)):
-                leaf.delete()
-
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
-        self.write({self._totals: new_totals()})
-
-    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
-        """Sets leaves of the state, by their place in it. No step is compiled for it.
-
-        Args:
-            leaves: of the dtypes and shapes that they have.
-        """
-        self._arrays = list(self._arrays)
-        with no_ambient_mesh():
-            for place, leaf in leaves.items():
-                self._flat.write(self._arrays, place, leaf)
+        self.held.write({self.held.totals: new_totals()})
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
-        totals = self._flat.fetch(self._arrays, self._totals)
+        totals = self.held.flat.fetch(self.held.arrays, self.held.totals)
         return means_of(totals, self.facts["train"].names)
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, asked for once per pass: they may be many."""
-        return jax.tree.leaves(self.evaluated.weights)
+        return jax.tree.leaves(self.held.evaluated.weights)
 
     def evaluate(
         self, weights: list[Array], batch: Batch, totals: Any, batch_idx: int
@@ -560,14 +407,6 @@ class Engine:
         jaxpr = self.programs.traced(steps, self.state, dispatch)
         return matmul_flops(jaxpr) / rows_in(dispatch.groups)
 
-    def shapes(self) -> TrainState:
-        """The state without its values: nothing is looked at on the devices."""
-        return jax.tree.unflatten(self._flat.treedef, self._flat.shapes(self._arrays))
-
-    def places(self) -> list[int]:
-        """In which argument of a compiled step each leaf of the state crosses."""
-        return self._flat.places()
-
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
         packer = self.packers[kind]
@@ -584,9 +423,9 @@ class Engine:
         compiled = self.programs.find(kind, dispatch)
         if compiled is not None:
             return compiled
-        inputs = self.evaluated.weights
+        inputs = self.held.evaluated.weights
         if kind == "train":
-            inputs = self._flat, list(self._arrays)
+            inputs = self.held.flat, list(self.held.arrays)
         try:
             return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
         except Exception:
@@ -642,27 +481,3 @@ def _in_batch(batch_idx: int) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in batch {batch_idx}")
         raise
-
-
-def _shapes_of_state(
-    parts: tuple[PyTree, PyTree, PyTree],
-    model_state: PyTree,
-    steps: Steps,
-    strategy: DataParallel,
-) -> TrainState:
-    """The first state as shapes and shardings; nothing is computed or moved."""
-
-    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
-        params, buffers = as_stored((params, buffers), steps.precision)
-        return first_state(
-            params, buffers, model_state, steps.optimizer, 0, steps.precision
-        )
-
-    state = jax.eval_shape(first, parts[0], parts[1], model_state)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        state,
-        strategy.state_shardings(state),
-    )

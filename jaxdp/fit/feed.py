@@ -72,7 +72,7 @@ class Feed:
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
         engine, limits = self._run.engine, self._limits
-        engine.check_state()
+        engine.held.check_state()
         engine.in_flight.wait = self._run.stopwatch.function("device", wait)
         engine.set_options(self._hooks.step_options())
         engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch

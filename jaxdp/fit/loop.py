@@ -115,7 +115,7 @@ class Loop:
                     self._validate()
                 self._end_epoch()
 
-            self._run.engine.fetch()
+            self._run.engine.held.fetch()
         return self._rolled_back
 
     def has_nothing_to_do(self) -> bool:

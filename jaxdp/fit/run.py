@@ -180,7 +180,7 @@ class Run:
                 " steps you need) or at the end of an epoch; or leave"
                 " `looks_inside_blocks` of the callback True."
             )
-        self.engine.check_handed_out()
+        self.engine.held.check_handed_out()
         return self.engine
 
     def check_is_free(self, method: str) -> None:
@@ -251,7 +251,7 @@ class Run:
 
         Small leaves cross in one array, whose name lists their paths.
         """
-        return self.engine.arrays()
+        return self.engine.held.named_arrays()
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

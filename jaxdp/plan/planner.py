@@ -168,7 +168,7 @@ def of_running(engine: Any) -> Plan | None:
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
     mesh = getattr(engine.strategy, "mesh", None)
-    held = engine.shapes().step.sharding.device_set
+    held = engine.held.shapes().step.sharding.device_set
     here = list(held if mesh is None else mesh.devices.flat)
     return _planned(engine, here, _hosts(here), devices_of.hardware_of(here[0]))
 
@@ -192,7 +192,9 @@ def _planned(
         planner: whose plan it is.
     """
     runs, count = engine.programs.of_training(), len(devices)
-    reading = Reading(engine.shapes(), engine.places(), engine.strategy, hosts, runs)
+    reading = Reading(
+        engine.held.shapes(), engine.held.places(), engine.strategy, hosts, runs
+    )
     name = f"{count} x {devices[0].device_kind}"
     platform = devices[0].platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform

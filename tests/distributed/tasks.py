@@ -200,15 +200,17 @@ def linger(trainer):
 def drift(trainer):
     """One bit of what this process holds a copy of is not that of the others."""
     engine = trainer.run.engine
-    place = max(range(len(engine._arrays)), key=lambda i: engine._arrays[i].size)
-    array = engine._arrays[place]
+    place = max(
+        range(len(engine.held.arrays)), key=lambda i: engine.held.arrays[i].size
+    )
+    array = engine.held.arrays[place]
     copies = []
     for shard in array.addressable_shards:
         copy = np.array(shard.data)
         copy.view(np.uint32)[0] ^= 1
         copies.append(jax.device_put(copy, shard.device))
-    engine._arrays = list(engine._arrays)
-    engine._arrays[place] = jax.make_array_from_single_device_arrays(
+    engine.held.arrays = list(engine.held.arrays)
+    engine.held.arrays[place] = jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, copies
     )
 

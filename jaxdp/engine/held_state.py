@@ -1,0 +1,261 @@
+"""The state between steps: a flat list of few arrays, and what users see of it.
+
+It crosses into the compiled step like this, because to flatten a model's tree in Python
+costs more than a small step.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ..basics.ambient_mesh import no_ambient_mesh
+from ..basics.tree import leaf_path
+from ..step import Steps, TrainState, as_own, as_stored, first_state
+from ..strategies import DataParallel
+from ..strategies.base import with_auto_axes
+from .hyperparams import read_only, written_to
+from .state_arrays import Flat
+
+
+class HeldState:
+    """A placed `TrainState`, which every step overwrites.
+
+    What is made of it for others (the whole tree, the model, what is evaluated) is made
+    when it is asked for, once per step.
+
+    Args:
+        model: as (trained leaves, other arrays, the rest), before it was placed.
+        view: from the state to the one whose weights are evaluated and handed out.
+
+    Attributes:
+        arrays: what crosses into the compiled step.
+        flat: how the leaves of the state are in them.
+        totals: which of the leaves has the epoch's sums.
+    """
+
+    arrays: list[Array]
+    flat: Flat
+    totals: int
+
+    def __init__(
+        self,
+        model: tuple[PyTree, PyTree, PyTree],
+        view: Callable[[TrainState], TrainState] | None,
+    ):
+        self._static = model[2]
+        self._own = jax.eval_shape(lambda *trees: trees, *model[:2])
+        self._view = view
+        self._strategy: DataParallel
+        self._whole: tuple[list[Array], TrainState] | None = None
+        self._handed_out: tuple[list[Array], TrainState, list[Any]] | None = None
+        self._fetched: tuple[Any, Any] | None = None
+        self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
+        self._viewed: tuple[Any, TrainState] | None = None
+
+    def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
+        """Takes up a state that `strategy` has placed.
+
+        Args:
+            state: on the devices.
+            strategy: gathers and fetches it.
+            join: whether small leaves cross together.
+        """
+        leaves = jax.tree.leaves(state)
+        self._strategy, self.flat = strategy, Flat(state, join=join)
+        self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
+        with no_ambient_mesh():
+            self.arrays = self.flat.placed(leaves)
+        self._whole, self._handed_out = (self.arrays, state), None
+
+    @property
+    def state(self) -> TrainState:
+        """The placed state. The next step overwrites its arrays: copy what you keep."""
+        self.check_state()
+        if self._whole is None or self._whole[0] is not self.arrays:
+            with no_ambient_mesh():
+                leaves = self.flat.leaves(self.arrays)
+            whole = jax.tree.unflatten(self.flat.treedef, leaves)
+            self._whole = self.arrays, whole
+        return self._whole[1]
+
+    def hand_out(self) -> TrainState:
+        """`state` for a user, who may keep it until the next step but not change it."""
+        self.check_handed_out()
+        state = self.state
+        if self._handed_out is None or self._handed_out[0] is not self.arrays:
+            given = read_only(state)
+            self._handed_out = self.arrays, given, jax.tree.leaves(given)
+        return self._handed_out[1]
+
+    def check_handed_out(self) -> None:
+        """Raises where code has put something into the state it was handed.
+
+        It would read back as set, and no step would ever see it.
+        """
+        if self._handed_out is None:
+            return
+        _, state, leaves = self._handed_out
+        if (where := written_to(state, leaves)) is None:
+            return
+        self._handed_out = None
+        raise RuntimeError(
+            f"`trainer.state` was written to, at {where}, and that changed nothing: it"
+            " only shows what is on the devices. Use `trainer.set_hyperparams` for what"
+            " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
+        )
+
+    def check_state(self) -> None:
+        """Raises where a step that failed has taken the state along."""
+        arrays = [each for each in self.arrays if isinstance(each, jax.Array)]
+        if any(array.is_deleted() for array in arrays):
+            raise RuntimeError(
+                "the state is lost: a step that had been given its memory failed while"
+                " it ran. Go on from the last checkpoint with a new Trainer"
+                " (`fit(..., ckpt_path=...)`); with DonateBuffers('none') the state"
+                " stays."
+            )
+
+    def replace(self, arrays: list[Array], *, kept: bool) -> None:
+        """Takes up what a step has made of `arrays`.
+
+        Args:
+            arrays: the new ones.
+            kept: whether the old ones are as they were. If not, the small leaves of a
+                state handed out are deleted: else code that holds on to `state` would
+                work with small models only.
+        """
+        self.arrays = arrays
+        if self._whole is None:
+            return
+        (_, whole), self._whole = self._whole, None
+        if not kept:
+            for leaf in self.flat.small(jax.tree.leaves(whole)):
+                leaf.delete()
+
+    def settle(self) -> None:
+        """What was handed out is about to be outdated: the last moment to check it."""
+        if self._handed_out is not None:
+            self.check_handed_out()
+            self._handed_out = None
+
+    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
+        """Sets leaves of the state, by their place in it. No step is compiled for it.
+
+        Args:
+            leaves: of the dtypes and shapes that they have.
+        """
+        self.arrays = list(self.arrays)
+        with no_ambient_mesh():
+            for place, leaf in leaves.items():
+                self.flat.write(self.arrays, place, leaf)
+
+    def named_arrays(self) -> dict[str, Array]:
+        """What crosses into the compiled step of the state, by the leaves in it."""
+        treedef = self.flat.treedef
+        places = treedef.unflatten(range(treedef.num_leaves))
+        with_path = jax.tree_util.tree_leaves_with_path(places)
+        names = self.flat.names([leaf_path(path) for path, _ in with_path])
+        return dict(zip(names, self.arrays, strict=True))
+
+    @property
+    def evaluated(self) -> TrainState:
+        """The state whose weights are evaluated; looked for once per step."""
+        if self._view is None:
+            return self.state
+        if self._viewed is None or self._viewed[0] is not self.arrays:
+            self._viewed = self.arrays, self._view(self.state)
+        return self._viewed[1]
+
+    def gather(self) -> tuple[PyTree, PyTree]:
+        """The model and its state, whole and live; gathered once per step."""
+        if self._gathered is None or self._gathered[0] is not self.arrays:
+            fetched, self._fetched = self._fetched, None
+            if fetched is not None and fetched[0] is self.arrays:
+                found = self._as_model(jax.tree.map(jnp.asarray, fetched[1]))
+            else:
+                found = self.model_of(self.evaluated)
+            self._gathered = self.arrays, found
+        return self._gathered[1]
+
+    def fetch(self) -> None:
+        """Brings the model to this host, if it is split between processes.
+
+        All processes must call it; `gather` is then a matter of each.
+        """
+        if jax.process_count() == 1:
+            return
+        state = self.evaluated
+        parts = state.params, state.buffers, state.model_state
+        if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
+            self._fetched = self.arrays, self._strategy.fetch(parts)
+
+    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The model and its state as `state` has them, whole and live."""
+        parts = state.params, state.buffers, state.model_state
+        return self._as_model(self._strategy.gather(parts))
+
+    def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        params, buffers, model_state = parts
+        params, buffers = as_own((params, buffers), self._own)
+        return eqx.combine(params, buffers, self._static), model_state
+
+    def shapes(self) -> TrainState:
+        """The state without its values: nothing is looked at on the devices."""
+        return jax.tree.unflatten(self.flat.treedef, self.flat.shapes(self.arrays))
+
+    def places(self) -> list[int]:
+        """In which argument of a compiled step each leaf of the state crosses."""
+        return self.flat.places()
+
+
+def placed_first(
+    model: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    strategy: DataParallel,
+    seed: int,
+) -> TrainState:
+    """The state before the first step, placed by `strategy`."""
+    params, buffers, _ = as_stored(with_auto_axes(model), steps.precision)
+    model_state = with_auto_axes(model_state)
+    with no_ambient_mesh():
+        state = first_state(
+            params, buffers, model_state, steps.optimizer, seed, steps.precision
+        )
+        placed = strategy.place(state)
+    if not isinstance(placed, TrainState):
+        raise TypeError(
+            f"`strategy`: {type(strategy).__name__}.place returned a"
+            f" {type(placed).__name__}; it must return the TrainState it was given,"
+            " copied to its devices."
+        )
+    return placed
+
+
+def shapes_of_first(
+    model: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    strategy: DataParallel,
+) -> TrainState:
+    """The first state as shapes and shardings; nothing is computed or moved."""
+
+    def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
+        params, buffers = as_stored((params, buffers), steps.precision)
+        return first_state(
+            params, buffers, model_state, steps.optimizer, 0, steps.precision
+        )
+
+    state = jax.eval_shape(first, model[0], model[1], model_state)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        state,
+        strategy.state_shardings(state),
+    )
