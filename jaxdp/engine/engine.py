@@ -18,8 +18,8 @@ from ..basics.console import say
 from ..data import Dispatch, Packer, check_labels
 from ..distributed import RowBlocks
 from ..step import (
-    BLOCKS_IN_FLIGHT,
     IN_FLIGHT,
+    LONG_IN_FLIGHT,
     Batch,
     Group,
     Metrics,
@@ -32,7 +32,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import replicated
-from .blocks import BlockSize
+from .dispatch_size import DispatchSize
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .held_state import HeldState, placed_first, shapes_of_first
 from .options import StepOptions
@@ -130,7 +130,7 @@ class Engine:
         self.strategy = strategy
         self.programs = Programs(steps, strategy, quiet=abstract)
         self.facts = self.programs.facts
-        self._block_size = BlockSize(1 if mode.is_on else steps_per_execution)
+        self._dispatch_size = DispatchSize(1 if mode.is_on else steps_per_execution)
         self._blocks = strategy.row_blocks() if several else RowBlocks()
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) for kind, what in WHAT.items()
@@ -176,7 +176,7 @@ class Engine:
     @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
-        return 1 if self.one_by_one else self._block_size.steps
+        return 1 if self.one_by_one else self._dispatch_size.steps
 
     def _placed(
         self, kind: Kind, dispatch: Dispatch, compiled: Program
@@ -259,7 +259,7 @@ class Engine:
     def _packed_together(self, windows: list[list[Batch]]) -> Dispatch | None:
         """Several steps in one dispatch; None where that can't be."""
         steps = len(windows)
-        if steps < 2 or not self._block_size.is_worth_compiling(steps):
+        if steps < 2 or not self._dispatch_size.is_worth_compiling(steps):
             return None
         packer = self.packers["train"]
         if not packer.can_stack(windows, self.micro_batches):
@@ -275,7 +275,7 @@ class Engine:
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
         if self.steps_per_execution > 1 and not self._loops_well(dispatch):
-            self._block_size.steps = 1
+            self._dispatch_size.steps = 1
             first, *others = dispatch.windows
             prepared = self.prepare_training(self._single(first))
             return itertools.chain(prepared, map(self._single, others))
@@ -313,17 +313,19 @@ class Engine:
         """Takes the steps of `dispatch`; returns each one's metrics."""
         compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
-        if steps == 1 or self._blocks.count > 1:  # else `blocks` or the first call has
+        if (
+            steps == 1 or self._blocks.count > 1
+        ):  # else `dispatches` or the first call has
             self._check_labels("train", dispatch)
         groups = self._placed("train", dispatch, compiled)
         self.held.settle()
-        is_on_trial = self._block_size.is_on_trial and not self.one_by_one
+        is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)
         kept = self.programs.donate == "none" or not self.strategy.compiles
         self.held.replace(arrays, kept=kept)
         if steps > 1:
-            self.in_flight.add(means, BLOCKS_IN_FLIGHT)
+            self.in_flight.add(means, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
         self.in_flight.add(means)
         if started:
@@ -332,9 +334,9 @@ class Engine:
         return [Metrics(facts, means, inside)]
 
     def _time_step(self, seconds: float, dispatch: Dispatch) -> None:
-        """Tells how long a step has taken to what finds the size of blocks."""
+        """Tells how long a step has taken to what finds how many a dispatch takes."""
         groups = dispatch.groups
-        self._block_size.time(
+        self._dispatch_size.time(
             seconds,
             lambda: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(groups)),
             self.steps_per_epoch,

@@ -9,7 +9,7 @@ from .jaxprs import (
     repeated,
     times_of,
 )
-from .metrics import BLOCKS_IN_FLIGHT, IN_FLIGHT, Facts, Metrics, means_of, new_totals
+from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of, new_totals
 from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
@@ -20,7 +20,7 @@ from .steps import Steps
 
 __all__ = [
     "AxisCollectives",
-    "BLOCKS_IN_FLIGHT",
+    "LONG_IN_FLIGHT",
     "Batch",
     "CallsPython",
     "Collectives",

@@ -12,8 +12,8 @@ IN_FLIGHT: Final = 8
 """Steps handed to the device and not waited for. More would gain nothing, hold more
 host batches, and abort the process on jax 0.10.2 with faked devices."""
 
-BLOCKS_IN_FLIGHT: Final = 2
-"""The same for blocks of several steps."""
+LONG_IN_FLIGHT: Final = 2
+"""The same for dispatches of several steps."""
 
 MAX_METRICS: Final = 63
 """How many metrics an epoch can sum; fixed, so that the state's shape always is."""
@@ -68,7 +68,7 @@ class Metrics(Mapping[str, Any]):
         """How many steps later the device is surely done with this one."""
         if self.index is None:
             return IN_FLIGHT
-        return BLOCKS_IN_FLIGHT * self.means.shape[0]
+        return LONG_IN_FLIGHT * self.means.shape[0]
 
     def _of_step(self, array: Any) -> np.ndarray:
         array = np.asarray(array)

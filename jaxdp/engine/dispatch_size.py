@@ -12,16 +12,16 @@ _LONG_STEP: Final = 0.005
 _ENOUGH_SECONDS: Final = 0.05
 _MOST_STEPS: Final = 64
 _MOST_BYTES: Final = 2**26
-"""What "auto" aims at: steps no longer than the first of them, in blocks that keep the
-device busy for as long as the second (a hundred arrays take a millisecond to dispatch),
-of at most so many steps and bytes of batches."""
+"""What "auto" aims at: steps no longer than the first of them, in dispatches that keep
+the device busy for as long as the second (a hundred arrays take a millisecond to
+dispatch), of at most so many steps and bytes of batches."""
 
 _TRIAL_STEPS: Final = 8
 _MOST_SIZES: Final = 4
-"""Block sizes that are compiled for; others run step by step."""
+"""Numbers of steps that are compiled for; others run step by step."""
 
 
-class BlockSize:
+class DispatchSize:
     """The present number, and which smaller ones are worth a program.
 
     Args:
@@ -39,7 +39,7 @@ class BlockSize:
         self._seen: collections.Counter[int] = collections.Counter()
 
     def is_worth_compiling(self, steps: int) -> bool:
-        """Whether blocks of so many steps are common enough for their own program."""
+        """Whether so many steps at a time are common enough for their own program."""
         if self.steps in (1, steps):
             return self.steps == steps
         self._seen[steps] += 1
