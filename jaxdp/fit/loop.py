@@ -115,7 +115,7 @@ class Loop:
                     self._validate()
                 self._end_epoch()
 
-            self._run.engine.held.fetch()
+            self._run.engine.held.fetch()  # several processes: each gets the model
         return self._rolled_back
 
     def has_nothing_to_do(self) -> bool:
