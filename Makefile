@@ -17,7 +17,8 @@ PYTHON ?= $(DEFAULT_PYTHON)
 # How many tests run at a time.
 JOBS ?= 2
 # A file's tests stay in one process, which has compiled what they share.
-PARALLEL := -n $(JOBS) --dist loadfile
+# In the order of conftest.py, which begins with the files that take longest.
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What is installed besides what jaxdp needs: an extra of setup.cfg.
 EXTRA := test
 TORCH := torch==2.13.0
@@ -43,7 +44,7 @@ test-all: lint
 
 test-guards: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow tests/strategies/test_reproducible.py \
-	  tests/engine tests/fit/test_resume.py tests/distributed
+	  tests/engine tests/fit/test_resume.py tests/distributed tests/test_docs.py
 
 test-short: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \

@@ -69,10 +69,15 @@ def pytest_runtest_makereport(item):
     return report
 
 
+LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "data"
+"""What takes long comes first: at the end one process would wait for another."""
+
+
 def pytest_collection_modifyitems(items):
     """Marks the cases of `slow_cases`, which must be the names of tests."""
     from slow_cases import CASES
 
+    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
     left = {f"tests/{case}" for case in CASES}
     for item in items:
         if item.nodeid in left:

@@ -1,7 +1,43 @@
-"""Cases that only `make test-all` runs: others of the same test take less time and show
-the same promise, here under fewer layouts, optimizers, hooks or moments."""
+"""Cases that `make test` leaves out: others of the same test show the same promise in less
+time, or CI runs them by `make test-guards`. `make test-all` runs all."""
 
 CASES = """
+faults/test_kills.py::test_kills_at_random_moments[0]
+faults/test_kills.py::test_kills_while_a_checkpoint_is_written
+faults/test_kills.py::test_ctrl_c_is_answered_once_and_workers_keep_quiet
+faults/test_kills.py::test_a_signal_may_hand_control_back
+faults/test_kills.py::test_sigterm_at_chosen_moments[a step, a second one at once]
+faults/test_kills.py::test_sigterm_at_chosen_moments[compilation]
+faults/test_bad_days.py::test_a_worker_that_is_killed
+test_docs.py::test_code_blocks_of_a_page_run_in_order[strategies.md]
+test_docs.py::test_code_blocks_of_a_page_run_in_order[watching.md]
+test_docs.py::test_code_blocks_of_a_page_run_in_order[plan.md]
+data/test_torch_workers.py::test_workers_find_the_libraries_of_the_script_already_imported
+data/test_own_generators.py::test_a_validation_goes_on_with_a_generator_of_its_own[False]
+distributed/test_together.py::test_generators_of_their_own_go_on_in_every_process
+distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start_of_a_fit
+distributed/test_lockstep.py::test_evaluations_that_differ_are_found
+distributed/test_lockstep.py::test_a_process_in_another_phase_is_found
+distributed/test_lockstep.py::test_the_slowest_process_is_in_the_log
+distributed/test_lockstep.py::test_meeting_rarely_is_enough_to_find_it
+distributed/test_failures.py::test_a_stopped_process_ends_the_others
+distributed/test_failures.py::test_a_failing_loader_ends_all
+distributed/test_failures.py::test_a_process_that_leaves_before_a_test_ends_the_others
+distributed/test_together.py::test_a_signal_to_one_stops_all[SIGTERM-0-on_validation_start-143]
+engine/test_machine.py::test_memory_of_temporaries_is_kept_for_the_next_step
+engine/test_machine.py::test_the_users_own_cache_and_a_read_only_home_are_left_alone
+engine/test_machine.py::test_convolutions_on_the_cpu_are_eigens
+engine/test_machine.py::test_weights_are_overwritten_without_copies_of_them
+engine/test_eager.py::test_numbers_without_jit_are_those_of_compiled_steps[pmap, accumulating]
+engine/test_eager.py::test_numbers_without_jit_are_those_of_compiled_steps[recomputed]
+engine/test_eager.py::test_numbers_without_jit_are_those_of_compiled_steps[16-mixed]
+engine/test_blocks.py::test_sums_of_losses_have_the_bits_of_single_steps[widths1-options1]
+engine/test_blocks.py::test_sums_of_losses_have_the_bits_of_single_steps[widths3-options3]
+engine/test_blocks.py::test_sums_of_losses_have_the_bits_of_single_steps[widths4-options4]
+engine/test_blocks.py::test_sums_of_losses_have_the_bits_of_single_steps[widths5-options5]
+engine/test_blocks.py::test_sums_of_losses_have_the_bits_of_single_steps[widths6-options6]
+engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[clipped-auto]
+engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[dropout and a ragged tail-auto]
 faults/test_bad_days.py::test_a_callback_that_raises[setup]
 faults/test_bad_days.py::test_a_callback_that_raises[on_fit_start]
 faults/test_bad_days.py::test_a_callback_that_raises[on_train_epoch_start]

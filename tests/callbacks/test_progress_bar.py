@@ -251,7 +251,8 @@ out = io.StringIO()
 bar = ProgressBar(file=out)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
-    num_training_batches=3, num_val_batches=None, global_step=0, examples_seen=8,
+    num_training_batches=3, global_step=0, callbacks=[bar],
+    run=SimpleNamespace(num_val_batches=None, examples_seen=8),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)
