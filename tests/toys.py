@@ -209,3 +209,10 @@ def run(strategy, model=None, epochs=10, data=None, **kwargs):
     )
     trainer.fit(batches(*RAGGED) if data is None else data, max_epochs=epochs)
     return np.array(recorder.losses), trainer
+
+
+def make_small(model=None, *args, **kwargs):
+    """A trainer of a perceptron of eight hidden units, or of another model; quiet."""
+    kwargs.setdefault("enable_progress_bar", False)
+    small = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    return Trainer(small if model is None else model, *args, **kwargs)

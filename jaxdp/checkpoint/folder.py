@@ -10,6 +10,7 @@ rubbish of killed saves and removals is swept when the next fit begins.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -98,6 +99,7 @@ class CheckpointDir:
         except OSError as error:  # a file system without locks
             say(f"{self.path} can't be locked ({error}): see that no other run uses it")
         self._lock = lock
+        _mind_forks()
         _locks.add(self)
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
@@ -172,11 +174,13 @@ def _holder(lock: int) -> str:
     return f"{process}, since {since}"
 
 
+@functools.cache
+def _mind_forks() -> None:
+    """Has forked children drop the locks, which they would hold beyond our end."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_locks)
+
+
 def _forget_locks() -> None:
-    """In a forked child, which would hold the lock beyond its parent's end."""
     for folder in _locks:
         folder.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)

@@ -7,8 +7,9 @@ import numpy as np
 import optax
 import pytest
 from toys import Mlp, NormNet, batches
+from toys import make_small as make
 
-from jaxdp import Callback, Sharded, Trainer
+from jaxdp import Callback, Sharded
 from jaxdp.callbacks import (
     CSVLogger,
     EarlyStopping,
@@ -26,11 +27,6 @@ from jaxdp.callbacks import (
 
 def mlp():
     return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-
-
-def make(model=None, *args, **kwargs):
-    kwargs.setdefault("enable_progress_bar", False)
-    return Trainer(mlp() if model is None else model, *args, **kwargs)
 
 
 class Unknown:

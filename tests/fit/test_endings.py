@@ -3,28 +3,18 @@
 import os
 import signal
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toys import batches
+from toys import make_small as make
 
-from jaxdp import Callback, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
 from jaxdp.distributed import is_stop
-
-
-def mlp():
-    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-
-
-def make(model=None, *args, **kwargs):
-    kwargs.setdefault("enable_progress_bar", False)
-    return Trainer(mlp() if model is None else model, *args, **kwargs)
 
 
 def x_y(x, y):
