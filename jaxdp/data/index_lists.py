@@ -13,23 +13,21 @@ from typing import Any, Final
 
 from ..basics.console import warn
 
-_FIRST: Final = 4
-"""Lists that tell the order of one epoch from that of another."""
 _INDICES: Final = 64
 """Of a list; more cost more, and tell no more."""
 _KEPT: Final = 10_000
 """Notes of lists that are ahead of the steps, at most."""
 
 
-def check(noted: Any) -> None:
-    """Raises a ValueError unless this may be a state or a note of index lists."""
-    is_pair = isinstance(noted, list) and len(noted) == 2
-    if not is_pair or any(not isinstance(each, int | None) for each in noted):
+def check(note: Any) -> None:
+    """Raises a ValueError unless this may be a count of index lists and their note."""
+    is_pair = isinstance(note, list) and len(note) == 2
+    if not is_pair or any(not isinstance(each, int | None) for each in note):
         raise ValueError("notes of index lists must be a pair of numbers.")
 
 
 class IndexLists:
-    """What a sampler gave, for a later process to compare with.
+    """What a sampler gave in an epoch, for a later process to compare with.
 
     Args:
         argument: how the user calls the loader, for messages.
@@ -41,18 +39,6 @@ class IndexLists:
         self._sampler = sampler
         self._notes: collections.deque[int | None] = collections.deque(maxlen=_KEPT)
         self._count = 0  # of lists that this epoch has given
-        self._first: int | None = None  # of the run's first epoch
-        self._vary = False  # from epoch to epoch
-        self._is_resumed = self._began_again = self._has_warned = False
-
-    def state_dict(self) -> list[Any]:
-        """What to compare the next epochs with; JSON."""
-        return [self._first, self._vary]
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        """Another process noted `state`, after which an epoch is to begin."""
-        self._first, self._vary = state
-        self._is_resumed = True
 
     def note(self, count: int) -> int | None:
         """What tells the first `count` lists of this epoch, if that is known."""
@@ -75,53 +61,20 @@ class IndexLists:
             total = _noted(each, total)
             self._count += 1
             self._notes.append(total)
-            if self._count == _FIRST:
-                self._compare(total)
             if expected is not None and self._count == expected[0]:
                 if total not in (None, expected[1]):
-                    self._warn(is_sure=True)
+                    self._warn()
             yield each
-        if self._count < _FIRST:
-            self._compare(total)
 
-    def _compare(self, order: int | None) -> None:
-        """The order of this epoch is known now, or will not be."""
-        if order is None:
-            return
-        if self._first is None:
-            self._first = order
-        elif order != self._first:
-            self._vary = True
-        elif self._is_resumed:
-            # As in a process that has just begun: right only if all epochs are alike.
-            self._began_again = True
-        self._is_resumed = False
-        if self._began_again and self._vary:
-            self._warn(is_sure=False)
-
-    def _warn(self, is_sure: bool) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        if is_sure:
-            what = (
-                f"since the run was resumed, its sampler {self._sampler} gives other"
-                " index lists than it would have given, so some rows come twice and"
-                " others not at all. It draws from"
-            )
-        else:
-            what = (
-                f"its sampler {self._sampler} began the resumed run with the index"
-                " lists of the very first epoch, and others followed. If it is not"
-                " meant to repeat that order, it may have lost its place, so that some"
-                " rows come twice and others not at all: it may draw from"
-            )
+    def _warn(self) -> None:
         warn(
-            f"`{self._argument}`: {what} what no checkpoint has, such as a generator"
-            " of a module, a closure or an iterator. Make that generator an attribute"
-            " of the sampler (torch.Generator, np.random.Generator, random.Random), or"
-            " give it `state_dict` and `load_state_dict`, or a `set_epoch` that seeds"
-            " it.",
+            f"`{self._argument}`: since the run was resumed, its sampler"
+            f" {self._sampler} gives other index lists than it would have given, so"
+            " some rows come twice and others not at all. It draws from what no"
+            " checkpoint has, such as a generator of a module, a closure or an"
+            " iterator. Make that generator an attribute of the sampler"
+            " (torch.Generator, np.random.Generator, random.Random), or give it"
+            " `state_dict` and `load_state_dict`, or a `set_epoch` that seeds it.",
             stacklevel=2,
         )
 
@@ -134,13 +87,9 @@ def _noted(indices: Any, total: int | None) -> int | None:
     if total is None:
         return None
     try:
-        if hasattr(indices, "__getitem__") and not isinstance(indices, str):
-            try:
-                shown: Any = [_index(each) for each in indices[:_INDICES]]
-            except IndexError:  # an array of no dimensions
-                shown = _index(indices)
-        else:
-            shown = _index(indices)
+        is_list = hasattr(indices, "__getitem__") and not isinstance(indices, str)
+        is_list = is_list and getattr(indices, "ndim", 1)
+        shown = [*map(_index, indices[:_INDICES])] if is_list else _index(indices)
     except (TypeError, ValueError, RuntimeError, KeyError):
         return None
     return zlib.crc32(repr(shown).encode(), total)

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..basics.console import say
 from ..step import Batch
-from . import index_lists, own_generators
+from . import index_lists, random_states
 
 _COST: Final = 0.02
 """Of the time, at most, that may go into asking for states."""
@@ -177,16 +177,13 @@ def check_loader(state: Any) -> None:
         _check_place(state)
         return
     if (generators := state.get("generators")) is not None:
-        own_generators.check(generators)
+        random_states.check(generators)
     if not isinstance(told := state.get("samplers", []), list):
         raise ValueError("`samplers` must be a list.")
     for each in (*told, state.get("own")):
         _check_state(each)
     if "lists" in state:
         index_lists.check(state["lists"])
-    if "drawn" in state:
-        _check_place(state["drawn"])
-        own_generators.check(state["drawn"]["state"])
 
 
 def _check_place(place: Any) -> None:

@@ -1,21 +1,16 @@
 """The states of random generators of torch, NumPy and Python.
 
 Those of the global generators come in sets, one for whoever draws in turn. Those of
-others are JSON, and are tried before a generator takes them up.
+others are JSON.
 """
 
 import base64
 import contextlib
-import copy
 import random
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
-
-_NUMPYS: Final = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-_LEGACY: Final = "RandomState of "
-_TORCHS: Final = "torch.Generator"
 
 
 class Generators:
@@ -34,16 +29,16 @@ class Generators:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Puts this set in place, and the user's back afterwards."""
-        users = _generator_states(self._torch_alone)
+        users = _global_states(self._torch_alone)
         if self.states is not None:
-            _set_generator_states(self.states)
+            _set_global_states(self.states)
         elif self._seed is not None:
             seed_generators(self._seed, self._torch_alone)
         try:
             yield
         finally:
-            self.states = _generator_states(self._torch_alone)
-            _set_generator_states(users)
+            self.states = _global_states(self._torch_alone)
+            _set_global_states(users)
 
     def go_on_from(self, states: Any) -> None:
         """Has the set start where a checkpoint says that another one was.
@@ -51,41 +46,25 @@ class Generators:
         Raises:
             ValueError: if these are no such states.
         """
-        users = _generator_states()
+        users = _global_states()
         try:
-            _check_numpys(*states[1:2])
-            _set_generator_states(states)
+            kind, keys, place, has_gauss, _ = states[1]
+            # NumPy takes these without a look, and would read outside of the keys.
+            is_inside = type(place) is int and 0 <= place <= len(keys)
+            if kind != "MT19937" or not is_inside or has_gauss not in (0, 1):
+                raise ValueError("NumPy's has another form")
+            _set_global_states(states)
         except Exception as error:  # of whatever stands in the place of what was saved
             raise ValueError(
                 "the states of the global random generators in the checkpoint can't be"
                 f" taken up: {type(error).__name__}: {error}. Take another checkpoint."
             ) from error
         finally:
-            _set_generator_states(users)
+            _set_global_states(users)
         self.states = states
 
 
-def _check_numpys(state: Any = None) -> None:
-    """NumPy takes the place for one in its array without a look."""
-    if state is None:
-        return
-    kind, keys, place, has_gauss, _ = state
-    is_inside = type(place) is int and 0 <= place <= len(keys) and has_gauss in (0, 1)
-    if kind != "MT19937" or not is_inside:
-        raise ValueError("NumPy's has another form")
-
-
-def state_as_text(state: Any) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def state_from_text(text: str) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _generator_states(torch_alone: bool = False) -> tuple[Any, ...]:
+def _global_states(torch_alone: bool = False) -> tuple[Any, ...]:
     import torch
 
     if torch_alone:
@@ -93,7 +72,7 @@ def _generator_states(torch_alone: bool = False) -> tuple[Any, ...]:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _set_generator_states(states: tuple[Any, ...]) -> None:
+def _set_global_states(states: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_rng_state(states[0])
@@ -115,92 +94,87 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
-class _Access(NamedTuple):
-    """How the state of a generator is read and set; a torch generator's as text."""
-
-    kind: str
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of generators by name, for `set_states`; JSON."""
+    return {name: _state_of(each) for name, each in generators.items()}
 
 
-def _access(generator: Any) -> _Access:
-    if isinstance(generator, random.Random):
-        return _Access("random.Random", generator.getstate, generator.setstate)
-    if isinstance(generator, np.random.RandomState):
-        kind = generator.get_state(legacy=False)["bit_generator"]
-        return _Access(
-            _LEGACY + kind,
-            lambda: generator.get_state(legacy=False),
-            generator.set_state,
-        )
-    if isinstance(generator, np.random.BitGenerator):
-        return _Access(
-            type(generator).__name__,
-            lambda: generator.state,
-            lambda state: setattr(generator, "state", state),
-        )
-    return _Access(
-        _TORCHS,
-        lambda: state_as_text(generator.get_state()),
-        lambda text: generator.set_state(state_from_text(text)),
-    )
+def set_states(generators: Mapping[str, Any], states: Any) -> None:
+    """Has those generators go on from `states` that are there, and of the same kind.
 
-
-def kind_of(generator: Any) -> str:
-    """Tells generators apart whose states differ in form."""
-    return _access(generator).kind
-
-
-def state_of(generator: Any) -> dict[str, Any]:
-    """The state of one generator, for `set_state`; JSON."""
-    access = _access(generator)
-    return {"kind": access.kind, "state": _json(access.get())}
-
-
-def set_state(generator: Any, state: dict[str, Any]) -> None:
-    """Has a generator go on from what `state_of` gave, past `try_state`."""
-    access = _access(generator)
-    access.set(_like(access.get(), state["state"]))
-
-
-def try_state(state: dict[str, Any], name: str, generator: Any = None) -> None:
-    """Raises unless another generator takes `state` up, and tells it again.
-
-    Args:
-        state: of the form that `state_of` gives.
-        name: of the generator, for messages.
-        generator: the one that is to go on from there, if it is known.
+    Raises:
+        ValueError: if these are no states of such generators; all are as before.
     """
-    if (other := _another(state["kind"], generator)) is None:
-        return
-    value, told = state["state"], None
+    check(states)
+    before = states_of(generators)
+    there = [name for name in states if name in before]
+    there = [name for name in there if before[name]["kind"] == states[name]["kind"]]
     try:
-        _check_places(value)
-        set_state(other, state)
-        told = _json(_access(other).get())
-    except Exception as error:  # of whatever stands in the place of what was saved
-        reason = f"{type(error).__name__}: {error}"
+        for name in there:
+            _set_state(generators[name], name, states[name]["state"])
+    except ValueError:
+        for name in there:
+            _set_state(generators[name], name, before[name]["state"])
+        raise
+
+
+def check(states: Any) -> None:
+    """Raises a ValueError unless `states` may be some that `states_of` gave."""
+    if not isinstance(states, dict):
+        kind = type(states).__name__
+        raise ValueError(f"states of generators must be a dict of them; got a {kind}.")
+    for name, state in states.items():
+        if not isinstance(state, dict) or set(state) != {"kind", "state"}:
+            raise ValueError(f"the state of the generator {name!r} is none.")
+
+
+def _state_of(generator: Any) -> dict[str, Any]:
+    """The state of one generator, and what tells those apart that differ in form."""
+    state = _told(generator)
+    if isinstance(generator, random.Random):
+        kind = "random.Random"
+    elif isinstance(generator, np.random.RandomState):
+        kind = f"RandomState of {state['bit_generator']}"
+    elif isinstance(generator, np.random.BitGenerator):
+        kind = type(generator).__name__
     else:
-        reason = "another one came of it"
-    if told is None or told != value:
+        kind = "torch.Generator"
+    return {"kind": kind, "state": _json(state)}
+
+
+def _set_state(generator: Any, name: str, state: Any) -> None:
+    try:
+        _check_places(state)
+        value = _like(_told(generator), state)
+        if isinstance(generator, random.Random):
+            generator.setstate(value)
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(value)
+        elif isinstance(generator, np.random.BitGenerator):
+            generator.state = value
+        else:
+            import torch
+
+            content = bytearray(base64.b64decode(value))
+            generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+        if _json(_told(generator)) != state:
+            raise ValueError("another one came of it")
+    except Exception as error:  # of whatever stands in the place of what was saved
         raise ValueError(
-            f"the state of the generator {name!r} can't be taken up: {reason}."
-        )
+            f"the state of the generator {name!r} can't be taken up:"
+            f" {type(error).__name__}: {error}."
+        ) from error
 
 
-def _another(kind: Any, generator: Any) -> Any:
-    """A generator of that kind to try a state on; None if it takes one to know."""
-    if not isinstance(kind, str):
-        raise ValueError(f"a generator must be of a kind that is text; got {kind!r}.")
-    if kind == "random.Random":
-        return random.Random(0)
-    if kind in _NUMPYS:
-        return getattr(np.random, kind)(0)
-    if (legacy := kind.removeprefix(_LEGACY)) in _NUMPYS:
-        return np.random.RandomState(getattr(np.random, legacy)(0))
-    if generator is not None and kind == _TORCHS:
-        return type(generator)(generator.device)
-    return copy.deepcopy(generator)
+def _told(generator: Any) -> Any:
+    """What a generator tells of its state; a torch generator's as text."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def _check_places(value: Any) -> None:

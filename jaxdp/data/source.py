@@ -14,7 +14,8 @@ from ..basics.console import Outlet, open_bar, warn
 from ..step import Batch
 from .conversion import to_host
 from .loader_state import OwnState, checksum, generators_of, own_state
-from .own_generators import Found, Search
+from .own_generators import find
+from .random_states import set_states, states_of
 from .shares import Share
 
 END: Final = object()
@@ -26,17 +27,24 @@ ALL: Final = Share()
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where in the batches of an epoch an earlier pass was, of this process or not."""
+    """Which batch of an epoch comes next, and what leads there in a loader."""
 
+    epoch: int = 0
+    batches: int = 0
+    """How many of the epoch come before. They are skipped; but an iterator has given
+    them already, and is not asked for them again."""
     state: Any = None
-    """The `Source.state` of the epoch; JSON. None to begin it as the loader is now."""
+    """What, of its own, the loader starts the epoch from; JSON. None: as it is now."""
     place: Any = None
-    """The `Source.place` inside of it, if there is one; JSON."""
+    """The `Source.place` inside of the epoch, if there is one; JSON."""
     given: int | None = 0
     """How many batches an iterator gave in another process, to be passed over. None if
     it is where the epoch began."""
     checksum: int | None = None
     """That of the last batch before the position, if it is known."""
+
+
+START: Final = Position()
 
 
 class Source:
@@ -49,8 +57,7 @@ class Source:
         share: how its batches come to several processes.
 
     Attributes:
-        state: what, of its own, the loader started the present epoch from; JSON.
-        of_epoch: the epoch that `state` is of.
+        begun: where the present epoch was begun, its state told; None before the first.
         apart_from: another source, whose generators are its own to save.
     """
 
@@ -58,10 +65,7 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share = share
-        self._find = Search()
-        self.state: Any = None
-        self.of_epoch: int | None = None
-        self._position = Position()  # for the next pass alone
+        self.begun: Position | None = None
         self.apart_from: Source | None = None
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
@@ -100,21 +104,14 @@ class Source:
         """
         return self._own is None or not self.is_iterator
 
-    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        """Host batches of an epoch, in order, but for the first `skip`.
-
-        An iterator has given those already, and is not asked for them again.
-        """
-        position = self._begin(epoch)
+    def epoch(self, position: Position = START) -> Iterator[Batch]:
+        """Host batches of an epoch from a position on, in order."""
+        position = self._begin(position)
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
         peek = None if self.is_iterator else self._peek_here
-        batches = self._positioned(epoch, skip, position)
-        return self.share.of(self._converted(batches, epoch, skip, copy), peek)
-
-    def go_on_from(self, position: Position) -> None:
-        """The next pass is of an epoch that an earlier one had begun."""
-        self._position = position
+        batches = self._positioned(position)
+        return self.share.of(self._converted(batches, position, copy), peek)
 
     def close(self) -> None:
         """Ends the passes that were not read to their end.
@@ -134,40 +131,22 @@ class Source:
         finally:
             Source.close(self)
 
-    @contextlib.contextmanager
-    def looking_back(self) -> Iterator[None]:
-        """Inside, the present epoch can be begun again; what follows it is as before.
-
-        An iterator that can't tell its position has nothing to look back at.
-        """
-        loader, state, following = self.loader, self.state, self.present_state()
-        if self.is_iterator and self._own is None:
-            self.loader = ()
-        self._position = Position(state)
-        try:
-            yield
-        finally:
-            self.loader, self.state, self._position = loader, state, Position(following)
-            if "own" not in (following or {}):
-                # Validation comes next, and may draw from the same generators.
-                self._set_generators(following)
-                self._position = Position()
-
     def present_state(self) -> Any:
-        """What `state` would be of an epoch that started now."""
-        if self._position.state is not None:
-            return self._position.state
+        """The `Position.state` of an epoch that started now."""
         parts: dict[str, Any] = {}
-        if generators := self._generators().state_dict():
+        if generators := states_of(self._generators()):
             parts["generators"] = generators
+        if samplers := [each.present() for each in self._telling_samplers()]:
+            parts["samplers"] = samplers
         if self._own is not None:
             parts["own"] = self._own.present()
         return parts or None
 
     def state_now(self) -> Any:
         """What to start from to see what is now to be seen; a pass begins again."""
-        is_over = all(map(_is_over, self._passes))
-        return self.present_state() if is_over else self.state
+        if self.begun is None or all(map(_is_over, self._passes)):
+            return self.present_state()
+        return self.begun.state
 
     def keep_places(self, trained: Callable[[], int]) -> None:
         """From now on `place` can be asked.
@@ -191,7 +170,25 @@ class Source:
         """The first batches of epoch 0: so many, or as a float such a share."""
         count = capped("overfit_batches", share, self.num_batches)
         with contextlib.closing(self):
-            return list(itertools.islice(self.epoch(0), count))
+            return list(itertools.islice(self.epoch(), count))
+
+    def look(self, position: Position = START, count: int = 1) -> list[Batch]:
+        """The next batches from a position on; the loader is left as it was.
+
+        None of an iterator that can't tell its position.
+        """
+        if self.is_iterator and self._own is None:
+            return []
+        begun, keeps, before = self.begun, self._keeps_places, self.present_state()
+        self._keeps_places = False
+        try:
+            batches = self.epoch(position)
+            found = list(itertools.islice(batches, count))
+            getattr(batches, "close", lambda: None)()
+        finally:
+            self.begun, self._keeps_places = begun, keeps
+            self._take_up(before)
+        return found
 
     def peek(self) -> Batch:
         """The first batch of epoch 0; the loader is left as it was.
@@ -205,20 +202,9 @@ class Source:
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        position, before = self._position, self.present_state()
-        present, keeps = (self.state, self.of_epoch), self._keeps_places
-        self._keeps_places, self._position = False, Position(position.state)
-        try:
-            batches = self.epoch(0)
-            batch = next(batches, None)
-            getattr(batches, "close", lambda: None)()
-        finally:
-            self._keeps_places, self._position = keeps, position
-            self.state, self.of_epoch = present
-            self._take_up(before)
-        if batch is None:
+        if not (found := self.look()):
             raise ValueError(self.gave_nothing())
-        return batch
+        return found[0]
 
     def sample(self) -> Batch | None:
         """The first batch of epoch 0, if to look at it costs next to nothing."""
@@ -245,40 +231,49 @@ class Source:
     def _own_state(self) -> OwnState | None:
         return own_state(self.loader, self.argument)
 
-    def _generators(self) -> Found:
-        """The generators of the loader's own that the state has to tell."""
-        found = self._own_generators()
-        others = self.apart_from
-        return found if others is None else found.without(others._own_generators())
+    def _telling_samplers(self) -> list[OwnState]:
+        """The user's samplers that tell their state."""
+        return []
 
-    def _own_generators(self) -> Found:
+    def _generators(self) -> dict[str, Any]:
+        """The generators of the loader's own that the state has to tell."""
+        found, others = self._own_generators(), self.apart_from
+        theirs = () if others is None else others._own_generators().values()
+        known = set(map(id, theirs))
+        return {path: each for path, each in found.items() if id(each) not in known}
+
+    def _own_generators(self) -> dict[str, Any]:
         # An iterator is replayed from its start, and one with a state tells it all.
         tells = self._own is not None or isinstance(self.loader, list | tuple)
-        return self._find({} if self.is_iterator or tells else {"loader": self.loader})
+        return {} if self.is_iterator or tells else find({"loader": self.loader})
 
-    def _begin(self, epoch: int) -> Position:
-        """Notes what the epoch starts from; returns where in it the pass begins."""
-        position, self._position, self.of_epoch = self._position, Position(), epoch
-        start = position.state
-        if start is not None and self._take_up(start):
+    def _begin(self, position: Position) -> Position:
+        """Has the loader be where an epoch starts; returns the position, complete."""
+        if position.state is None:
+            position = dataclasses.replace(position, state=self.present_state())
+        elif self._take_up(position.state):
             position = dataclasses.replace(position, given=None)
-        self.state = self.present_state() if start is None else start
+        self.begun = position
         if self._own is not None:
             self._own.begin()
         return position
 
-    def _take_up(self, start: Any) -> bool:
-        """Has the loader be where `start` says; whether it tells the whole place."""
-        own = self._own if "own" in (start or {}) else None
+    def _take_up(self, state: Any) -> bool:
+        """Has the loader be where `state` says; whether it tells the whole place."""
+        own = self._own if "own" in (state or {}) else None
         if own is not None:
-            own.load(start["own"])
-        self._set_generators(start)
+            own.load(state["own"])
+        self._set_generators(state)
         return own is not None
 
-    def _set_generators(self, start: Any) -> None:
-        """Has the loader's own generators be where a state has them."""
-        if isinstance(start, dict) and isinstance(start.get("generators"), dict):
-            self._generators().load_state_dict(start["generators"])
+    def _set_generators(self, state: Any) -> None:
+        """Has generators and samplers of the user's be where a state has them."""
+        state = state or {}
+        if (generators := state.get("generators")) is not None:
+            set_states(self._generators(), generators)
+        told = state.get("samplers", ())
+        for sampler, each in zip(self._telling_samplers(), told, strict=False):
+            sampler.load(each)
 
     def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
         """Iterates the loader in its own way."""
@@ -286,15 +281,17 @@ class Source:
         self._goes_on = batches is self.loader
         return batches
 
-    def _positioned(self, epoch: int, skip: int, position: Position) -> Iterator[Any]:
-        """The loader's batches of an epoch, but for the first `skip`."""
-        place = position.place
+    def _positioned(self, position: Position) -> Iterator[Any]:
+        """The loader's batches of an epoch from a position on."""
+        epoch, skip, place = position.epoch, position.batches, position.place
         if place is None or self._own is None or "batches" not in place:
             batches = self._iterate(epoch)
             given = position.given if self._goes_on else None
             count = skip if given is None else given
             self._pass_over(batches, count, position.checksum)
             return batches
+
+        # The newest place that the loader has told, and on from there.
         first = place["batches"]
         self._own.load(place["state"])
         batches = self._iterate(epoch, generators_of(place))
@@ -310,7 +307,7 @@ class Source:
             " replayed from its start.",
             stacklevel=2,
         )
-        self._take_up(self.state)
+        self._take_up(position.state)
         batches = self._iterate(epoch)
         self._pass_over(batches, skip)
         return batches
@@ -349,22 +346,21 @@ class Source:
     def _converted(
         self,
         batches: Iterator[Any],
-        epoch: int,
-        first: int,
+        position: Position,
         copy: bool,
         ready: bool = False,
     ) -> Iterator[Batch]:
-        """The loader's batches, the first being number `first`, as host batches."""
-        converted = self._conversion(batches, epoch, first, copy, ready)
+        """The loader's batches from a position on, as host batches."""
+        converted = self._conversion(batches, position, copy, ready)
         self._passes = [each for each in self._passes if not _is_over(each)]
         self._passes.append(converted)
         return converted
 
     def _conversion(
-        self, batches: Iterator[Any], epoch: int, first: int, copy: bool, ready: bool
+        self, batches: Iterator[Any], position: Position, copy: bool, ready: bool
     ) -> Generator[Batch, None, None]:
         own = self._own if self._keeps_places else None
-        for batch_idx in itertools.count(first):
+        for batch_idx in itertools.count(position.batches):
             try:
                 if own is not None:
                     own.before(batch_idx)
@@ -376,7 +372,8 @@ class Source:
                     own.after(batch_idx, host)
             except Exception as exception:
                 exception.add_note(
-                    f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
+                    f"in batch {batch_idx} of epoch {position.epoch} of"
+                    f" `{self.argument}`"
                 )
                 self._explain(exception)
                 raise

@@ -17,10 +17,16 @@ from ..step import Batch
 from .batches import taken
 from .index_lists import IndexLists
 from .loader_state import OwnState
-from .own_generators import Found, Search
-from .random_states import Generators, seed_generators, seed_of
+from .own_generators import find
+from .random_states import (
+    Generators,
+    seed_generators,
+    seed_of,
+    set_states,
+    states_of,
+)
 from .shares import Share
-from .source import ALL, END, Position, Source
+from .source import ALL, END, START, Position, Source
 from .table import fetch, table
 from .torch_collation import collation
 from .torch_workers import (
@@ -77,9 +83,9 @@ class SeededSource(Source):
             # torchdata's loader sets its sampler's generator to where an epoch began,
             # and the next epoch would not have the order that it should.
             started.go_on_from(generators[0])
-            self._set_generators({"generators": generators[1]})
+            set_states(own, generators[1])
         if self._own is not None:
-            self._own.generators = lambda: (started.states, own.state_dict())
+            self._own.generators = lambda: (started.states, states_of(own))
         return self._as_it_is(batches, started)
 
     def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
@@ -104,39 +110,37 @@ class TorchSource(SeededSource):
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
-        self._find_in_fetching, self._find_in_sampling = Search(), Search()
         super().__init__(loader, argument, seed, share)
         self._workers: Any = None
         self._seeded_lists = SeededLists()
         self._index_lists = IndexLists(argument, self._name_of_sampler())
 
-    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        position = self._begin(epoch)
+    def epoch(self, position: Position = START) -> Iterator[Batch]:
+        position = self._begin(position)
         for each in (*self._samplers(), self.loader.dataset):
             if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+                each.set_epoch(position.epoch)
 
         # torch's collation makes new tensors, and what crosses from a worker is new.
         is_torchs, workers = self.is_torchs_collation(), self.loader.num_workers
         copy = not (self._iterates_as_torch() and (is_torchs or workers))
         if not self.is_plain():
-            batches = self._positioned(epoch, skip, position)
-            converted = self._converted(batches, epoch, skip, copy)
+            batches = self._positioned(position)
+            converted = self._converted(batches, position, copy)
             return self.share.of(converted, self._peek_here)
 
         whole_rows = self._whole_rows() if is_torchs else None
-        draws = whole_rows is None  # in fetching
-        first, lists = self._lists(epoch, skip, draws, position.place or {})
-        share = self.share.of
+        first, lists = self._lists(position, draws=whole_rows is None)
+        share, passed = self.share.of, position.batches - first
         if is_torchs:  # each process need only fetch its own rows
-            lists, share = self.share.of_lists(lists, skip - first)
+            lists, share = self.share.of_lists(lists, passed)
         if whole_rows is not None:
             batches = whole_rows(lists)
         else:
-            batches = self._by_index(lists, epoch, first)
-            self._pass_over(batches, skip - first)
+            batches = self._by_index(lists, position.epoch, first)
+            self._pass_over(batches, passed)
         ready = whole_rows is not None
-        converted = self._converted(batches, epoch, skip, copy, ready)
+        converted = self._converted(batches, position, copy, ready)
         return share(converted, self._peek_here)
 
     @property
@@ -157,62 +161,25 @@ class TorchSource(SeededSource):
         if "exited unexpectedly" in str(exception):
             exception.add_note(WORKER_RULES)
 
-    def present_state(self) -> Any:
-        if self._position.state is not None:
-            return self._position.state
-        if not self.is_plain():
-            return super().present_state()
-        parts: dict[str, Any] = {}
-        if generators := self._generators().state_dict():
-            parts["generators"] = generators
-        if samplers := [each.present() for each in self._telling_samplers()]:
-            parts["samplers"] = samplers
-        if not self._has_torchs_samplers():
-            parts["lists"] = self._index_lists.state_dict()
-        return parts or None
-
     def place(self, trained: int) -> Any:
         if not self.is_plain():
             return super().place(trained)
-        parts: dict[str, Any] = {}
-        if (note := self._index_lists.note(trained)) is not None:
-            parts["lists"] = [trained, note]
-        if drawn := super().place(trained):
-            parts["drawn"] = drawn
-        return parts or None
+        note = self._index_lists.note(trained)
+        return None if note is None else {"lists": [trained, note]}
 
     def _own_state(self) -> OwnState | None:
-        if not self.is_plain():
-            return super()._own_state()
-        drawn = self._drawn_in_fetching()
-        # Else fetching goes with sampling, and nothing but both leads to a place.
-        is_apart = drawn.by_path and not drawn.shares_with(
-            self._drawn_in_sampling(drawn)
-        )
-        return OwnState(_InFetching(self), self.argument) if is_apart else None
+        return None if self.is_plain() else super()._own_state()
 
-    def _begin(self, epoch: int) -> Position:
-        position = super()._begin(epoch)
-        if isinstance(position.state, dict) and "lists" in position.state:
-            self._index_lists.load_state_dict(position.state["lists"])
-        return position
-
-    def _take_up(self, start: Any) -> bool:
-        tells = super()._take_up(start)
-        state = getattr(self.loader, "next_iter_state", None)
-        if state and state.get("_iterator_finished"):
+    def _take_up(self, state: Any) -> bool:
+        tells = super()._take_up(state)
+        next_one = getattr(self.loader, "next_iter_state", None)
+        if next_one and next_one.get("_iterator_finished"):
             # From the end of an epoch, torchdata's loader starts two iterations, whose
             # draws would differ from those of one.
             with Generators().active(), safe_workers(self.loader):
                 started(self.loader, self.argument)
-            self._set_generators(start)  # these draws are not the user's
+            self._set_generators(state)  # these draws are not the user's
         return tells
-
-    def _set_generators(self, start: Any) -> None:
-        super()._set_generators(start)
-        states = start.get("samplers", ()) if isinstance(start, dict) else ()
-        for sampler, state in zip(self._telling_samplers(), states, strict=False):
-            sampler.load(state)
 
     def sample(self) -> Batch | None:
         # A dataset of the user's may draw from generators of its own, which training
@@ -221,29 +188,18 @@ class TorchSource(SeededSource):
         is_here = self.is_plain() and runs_nothing and self._whole_rows() is not None
         return self.peek() if is_here else None
 
-    def _own_generators(self) -> Found:
-        drawn = self._drawn_in_fetching()
-        return self._drawn_in_sampling(drawn) | drawn
-
-    def _drawn_in_sampling(self, in_fetching: Found) -> Found:
-        """What the others have, who may know the dataset."""
+    def _own_generators(self) -> dict[str, Any]:
         parts = {**vars(self.loader)}
         for name in (*_FETCHING, "_iterator"):
             parts.pop(name, None)
-        apart = in_fetching.seen
-        if not in_fetching.is_whole:  # what was seen may hold what was not
-            apart = {id(each): each for each in map(vars(self.loader).get, _FETCHING)}
-        return self._find_in_sampling(parts, apart)
+        return find(parts, self.loader.dataset) | self._drawn_in_fetching()
 
-    def _drawn_in_fetching(self) -> Found:
+    def _drawn_in_fetching(self) -> dict[str, Any]:
         """What the dataset has, unless it tells it itself."""
-        owner = None if self.is_plain() or self._own is None else self._own.owner
-        parts = {name: getattr(self.loader, name) for name in _FETCHING}
-        apart = {id(owner): owner} if owner is self.loader.dataset else {}
-        return self._find_in_fetching(parts, apart)
+        owner = None if self._own is None else self._own.owner
+        return find({name: getattr(self.loader, name) for name in _FETCHING}, owner)
 
     def _telling_samplers(self) -> list[OwnState]:
-        """The user's samplers that tell their state."""
         found = filter(_has_state, self._samplers() if self.is_plain() else ())
         return [OwnState(sampler, self.argument) for sampler in found]
 
@@ -329,23 +285,19 @@ class TorchSource(SeededSource):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(
-        self, epoch: int, skip: int, draws: bool, place: dict[str, Any]
-    ) -> tuple[int, Iterator[Any]]:
-        """The index lists from the batch on that is to be fetched first.
+    def _lists(self, position: Position, draws: bool) -> tuple[int, Iterator[Any]]:
+        """The index lists from that of the batch on which is to be fetched first.
 
-        That is the number `skip`, or if fetching `draws`, one before it, to lead
-        generators of the dataset to where they were.
+        Args:
+            position: of the pass.
+            draws: whether the dataset may draw from generators of its own. Then all
+                are fetched, to lead them to where they were.
         """
-        lists, first = self._drawn_lists(epoch), skip
+        lists, first = self._drawn_lists(position.epoch), position.batches
         if self._keeps_places and not self._has_torchs_samplers():
-            lists = self._index_lists.noted(lists, place.get("lists"))
-        draws = draws and not self.loader.num_workers
-        if skip and draws and self._drawn_in_fetching().by_path:
-            drawn = place.get("drawn") if self._own is not None else None
-            first = 0 if drawn is None else drawn["batches"]
-            if self._own is not None and drawn is not None:
-                self._own.load(drawn["state"])
+            lists = self._index_lists.noted(lists, (position.place or {}).get("lists"))
+        if first and draws and not self.loader.num_workers:
+            first = 0 if self._drawn_in_fetching() else first
         return first, itertools.islice(lists, first, None)
 
     def _drawn_lists(self, epoch: int) -> Iterator[Any]:
@@ -391,19 +343,6 @@ class TorchSource(SeededSource):
         )
         with safe_workers(self._workers):
             return started(self._workers, self.argument)
-
-
-class _InFetching:
-    """The generators that a loader's dataset has, as what can tell its state."""
-
-    def __init__(self, source: TorchSource):
-        self._source = source
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._source._drawn_in_fetching().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._source._drawn_in_fetching().load_state_dict(state)
 
 
 def _has_state(part: Any) -> bool:

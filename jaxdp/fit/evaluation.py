@@ -96,7 +96,8 @@ def _pass(
     run = trainer.run
     run.hooks.on_pass_start(trainer)
     run.processes.all(f"the start of {doing}", None)
-    for number, batch in enumerate(itertools.islice(source.epoch(0), limit)):
+    batches = source.epoch(run.progress.start_of_pass(source))
+    for number, batch in enumerate(itertools.islice(batches, limit)):
         run.processes.step(f"batch {number} of {doing}")
         yield batch
         run.interrupts.check()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..basics.console import say
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Source, windows
+from ..data import Dispatch, Position, Source
 from ..engine import wait
 from .limits import Limits
 
@@ -97,11 +97,11 @@ class Feed:
         Returns:
             Whether it has a first batch to compile for.
         """
-        run = self._run
-        with self._source.looking_back():
-            again = self._source.epoch(run.progress.epoch)
-            window = next(windows(again, run.accumulate_grad_batches), None)
-        if window is None:
+        run, begun = self._run, self._source.begun
+        assert begun is not None
+        start = Position(begun.epoch, state=begun.state)
+        window = self._source.look(start, run.accumulate_grad_batches)
+        if not window:
             return False
         engine = run.engine_for(window[0])
         engine.prepare_training(*engine.dispatches([window]))

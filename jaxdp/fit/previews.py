@@ -93,7 +93,8 @@ def compare(
 
     source = run.open(loader, "loader", "train")
     with contextlib.closing(source):
-        each = windows(map(shown, source.epoch(0)), run.accumulate_grad_batches)
+        batches = map(shown, source.epoch())
+        each = windows(batches, run.accumulate_grad_batches)
         found = list(itertools.islice(each, steps))
     if not found:
         raise ValueError(source.gave_nothing())

@@ -36,6 +36,7 @@ class Progress:
         self.left_out: set[tuple[int, int]] = set()
         self._source: Source | None = None
         self._position = Position()  # in a source that is here no more
+        self._start = Position()  # of the next pass over the source
         self._val: Source | None = None
         self._val_state: Any = None  # in a checkpoint
         self._taken: collections.deque[list[Batch]] = collections.deque()
@@ -49,25 +50,32 @@ class Progress:
             source: of the training's batches.
             val: of the validations'.
         """
-        if (last := self._read()) is not None:
-            goes_on = last.of_epoch == self.epoch and last.loader is source.loader
-            goes_on = goes_on or self.done > 0
-            state, place = last.state if goes_on else None, last.place(self.done)
-            self._position = Position(state, place, checksum=self._checksum())
-        source.go_on_from(self._position)
+        if (read := self._read()) is not None:
+            last, begun = read
+            goes_on = begun.epoch == self.epoch and last.loader is source.loader
+            self._position = Position(
+                state=begun.state if goes_on or self.done else None,
+                place=last.place(self.done),
+                checksum=self._checksum(),
+            )
+        self._start = self._position
         self._keep(source)
-        if self._val is not None and self._val.of_epoch is not None:
+        if self._val is not None and self._val.begun is not None:
             self._val_state = None  # what was saved is read since
         if val is not None:
             val.apart_from = source
-            val.go_on_from(Position(self._val_state))
         self._val = val
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
-        self.done = 0
+        self.done, self._start = 0, Position()
         self._forget_epoch()
         self._keep(source)
+
+    def start_of_pass(self, source: Source) -> Position:
+        """Where a validation begins: after a resume, where the saved one had begun."""
+        is_saved = source is self._val and source.begun is None
+        return Position(state=self._val_state if is_saved else None)
 
     def begin_epoch(self) -> None:
         """Its first step is about to be taken."""
@@ -89,7 +97,10 @@ class Progress:
     ) -> Iterator[list[Batch]]:
         """What is left of an epoch of at most `limit` batches, window by window."""
         kept = self._left_over(source)
-        rest = source.epoch(self.epoch, skip=self.done + len(kept))
+        start, self._start = self._start, Position()
+        rest = source.epoch(
+            dataclasses.replace(start, epoch=self.epoch, batches=self.done + len(kept))
+        )
         left = None if limit is None else max(0, limit - self.done)
         return windows(itertools.islice(itertools.chain(kept, rest), left), accumulate)
 
@@ -130,13 +141,16 @@ class Progress:
         """
         state, place = self._position.state, self._position.place
         after = self._checksum()
-        if (source := self._read()) is not None:
-            goes_on = source.of_epoch == self.epoch and not self.is_whole
-            state = source.state if goes_on else source.present_state()
+        if (read := self._read()) is not None:
+            source, begun = read
+            goes_on = begun.epoch == self.epoch and not self.is_whole
+            state = begun.state if goes_on else source.present_state()
             place = None if self.is_whole else source.place(self.done)
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
-        val = self._val_state if self._val is None else self._val.state_now()
+        val, was_read = self._val_state, self._val is not None and self._val.begun
+        if self._val is not None and (was_read or val is None):
+            val = self._val.state_now()
         of_epoch = Progress() if self.is_whole else self
         return {
             "global_step": self.global_step,
@@ -181,15 +195,20 @@ class Progress:
         self._source = self._taken_from = None
         place = share.state(state.get("place"))
         self._position = Position(
-            share.state(state["source"]), place, self.seen, state.get("after")
+            state=share.state(state["source"]),
+            place=place,
+            given=self.seen,
+            checksum=state.get("after"),
         )
         self._val, self._val_state = None, share.state(state.get("validation"))
         self._last = None
 
-    def _read(self) -> Source | None:
-        """The source of the last batch, if it is here; a fit may have read none."""
+    def _read(self) -> tuple[Source, Position] | None:
+        """The source of the last batch, if it is here, and where its epoch began."""
         source = self._source
-        return None if source is None or source.of_epoch is None else source
+        if source is None or source.begun is None:  # a fit may have read none
+            return None
+        return source, source.begun
 
     def _checksum(self) -> int | None:
         """What a checkpoint told of the batch before, while none was trained since."""

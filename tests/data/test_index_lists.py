@@ -38,4 +38,3 @@ def test_indices_that_are_no_numbers_are_not_noted():
     lists = IndexLists("loader", "Sampler")
     assert len([*lists.noted(iter([[object()], [1]]), [2, 5])]) == 2
     assert lists.note(2) is None
-    assert lists.state_dict() == [None, False]

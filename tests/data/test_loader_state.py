@@ -164,7 +164,7 @@ def test_states_are_asked_for_as_often_as_is_cheap():
     loader = Slow()
     source = Source(loader, "train_loader")
     source.keep_places(lambda: 0)
-    list(source.epoch(0))
+    list(source.epoch())
     assert loader.asked == 2  # what the epoch starts from, and before batch 0
     assert source.place(5)["batches"] == 0
     assert source.place(0) is None

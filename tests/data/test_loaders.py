@@ -25,7 +25,7 @@ from torch.utils.data import (  # noqa: E402
 from jaxdp import Callback, Trainer  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
 from jaxdp.data.random_states import seed_of  # noqa: E402
-from jaxdp.data.source import Source  # noqa: E402
+from jaxdp.data.source import Position, Source  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 
 
@@ -116,7 +116,7 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
     loader = DataLoader(dataset, **options)
     source = open_loader(loader, "train_loader", seed=7)
     for epoch in range(2):
-        ours = list(source.epoch(epoch))
+        ours = list(source.epoch(Position(epoch)))
         torch.manual_seed(seed_of(7, epoch))
         assert_same(ours, loader)
 
@@ -125,7 +125,7 @@ def test_more_batches_than_the_length_says_all_count():
     loader = DataLoader(Sized(), 4, num_workers=2)
     assert len(loader) == 3
     source = open_loader(loader, "train_loader", seed=7)
-    assert len(list(source.epoch(0))) == 4
+    assert len(list(source.epoch())) == 4
     trainer = Trainer(
         linear(), loss_fn=lambda model, x: (x + 0 * jax.vmap(model)(x))[:, 0]
     )
@@ -159,7 +159,7 @@ def test_a_loader_may_reuse_its_memory():
     trainer.fit(loader)
     assert seen == [0, 1, 2, 3, 4, 5]
     source = open_loader(loader, "train_loader", seed=7)
-    assert [float(batch[0, 0]) for batch in list(source.epoch(0))] == seen
+    assert [float(batch[0, 0]) for batch in list(source.epoch())] == seen
 
 
 @pytest.mark.parametrize("dataset", [Squares(), TENSORS])
@@ -167,7 +167,7 @@ def test_a_sampler_may_listen_to_training(dataset):
     sampler = Listening()
     source = open_loader(DataLoader(dataset, 1, sampler=sampler), "train_loader", 7)
     found = []
-    for sampler.told, batch in enumerate(source.epoch(0), 1):
+    for sampler.told, batch in enumerate(source.epoch(), 1):
         found.append(int(batch[1][0] if dataset is TENSORS else batch[0][0]))
     assert found == [0, 1, 2, 3, 4, 5]
 
@@ -183,7 +183,7 @@ def test_a_sampler_may_listen_to_training(dataset):
 )
 def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
     loader = DataLoader(TENSORS, batch_sampler=lists)
-    batches = open_loader(loader, "train_loader", seed=7).epoch(0)
+    batches = open_loader(loader, "train_loader", seed=7).epoch()
     next(batches)
     with pytest.raises(error, match=match) as caught:
         next(batches)
@@ -193,10 +193,16 @@ def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
 def test_values_that_are_never_drawn_need_not_fit():
     wide = torch.tensor([2**40, 1, 2])
     dataset = Subset(TensorDataset(wide), [1, 2])
-    (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).epoch(0)
+    (batch,) = open_loader(DataLoader(dataset, 2), "train_loader", seed=7).epoch(
+        Position(0)
+    )
     np.testing.assert_array_equal(batch[0], [1, 2])
     with pytest.raises(ValueError, match=str(2**40)) as caught:
-        list(open_loader(DataLoader(TensorDataset(wide)), "loader", seed=7).epoch(0))
+        list(
+            open_loader(DataLoader(TensorDataset(wide)), "loader", seed=7).epoch(
+                Position(0)
+            )
+        )
     assert caught.value.__notes__ == ["in batch 0 of epoch 0 of `loader`"]
 
 
@@ -211,17 +217,18 @@ def test_a_loaders_own_generator_is_respected(workers):
     theirs = make(0)
     ours = open_loader(make(workers), "train_loader", seed=7)
     for epoch in range(3):
-        assert_same(ours.epoch(epoch), theirs)
+        assert_same(ours.epoch(Position(epoch)), theirs)
 
 
 def test_a_sampler_that_draws_as_it_goes_is_seeded_too():
     loader = DataLoader(Squares(), batch_sampler=Pairs())
     source = open_loader(loader, "train_loader", seed=1)
-    first = flat(source.epoch(0))
+    first = flat(source.epoch())
     torch.rand(3)
-    assert_same(source.epoch(0), first)
+    assert_same(source.epoch(), first)
     assert any(
-        (a[0] != b[0]).any() for a, b in zip(flat(source.epoch(1)), first, strict=True)
+        (a[0] != b[0]).any()
+        for a, b in zip(flat(source.epoch(Position(1))), first, strict=True)
     )
 
 
@@ -230,7 +237,9 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     orders = {
         (seed, epoch): tuple(
-            np.concatenate([b[0] for b in TorchSource(loader, "x", seed).epoch(epoch)])
+            np.concatenate(
+                [b[0] for b in TorchSource(loader, "x", seed).epoch(Position(epoch))]
+            )
         )
         for seed in (0, 1)
         for epoch in (0, 1)
@@ -245,7 +254,7 @@ def test_iterable_datasets_are_iterated():
     for workers in (0, 2):
         loader = DataLoader(Stream(), 4, num_workers=workers)
         source = open_loader(loader, "train_loader", seed=0)
-        seen = np.concatenate([batch for batch in source.epoch(0)])
+        seen = np.concatenate([batch for batch in source.epoch()])
         assert sorted(seen) == list(range(20))
     assert source.num_batches is None
 
@@ -260,12 +269,12 @@ class Shuffled(IterableDataset):
 
 def test_an_iterable_dataset_may_give_batches_and_the_seed_decides_what_it_draws():
     source = open_loader(Shuffled(), "train_loader", seed=0)
-    first, second = flat(source.epoch(0)), flat(source.epoch(1))
+    first, second = flat(source.epoch()), flat(source.epoch(Position(1)))
     assert len(first) == 4 and source.num_batches is None
     order = [[batch[0][0] for batch in epoch] for epoch in (first, second)]
     assert sorted(order[0]) == [0, 3, 6, 9] and order[0] != order[1]
     random.random(), torch.rand(1)
-    assert_same(open_loader(Shuffled(), "train_loader", seed=0).epoch(0), first)
+    assert_same(open_loader(Shuffled(), "train_loader", seed=0).epoch(), first)
 
 
 def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
@@ -274,19 +283,19 @@ def test_an_iterable_dataset_of_single_examples_is_refused_with_the_remedy():
             yield np.zeros((2, 2)), 1
 
     with pytest.raises(ValueError, match="share a leading axis") as caught:
-        list(open_loader(Single(), "train_loader", seed=0).epoch(0))
+        list(open_loader(Single(), "train_loader", seed=0).epoch())
     assert "DataLoader(dataset, batch_size)" in "".join(caught.value.__notes__)
 
 
 def test_loaders_without_batching_give_what_the_dataset_holds():
     whole = DataLoader([np.full((3, 2), i) for i in range(4)], batch_size=None)
-    batches = list(open_loader(whole, "train_loader", seed=0).epoch(0))
+    batches = list(open_loader(whole, "train_loader", seed=0).epoch())
     assert [int(batch[0, 0]) for batch in batches] == [0, 1, 2, 3]
 
 
 def test_a_collate_fn_is_used():
     loader = DataLoader(Squares(6), 3, collate_fn=collate_sum)
-    batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+    batches = list(open_loader(loader, "train_loader", seed=0).epoch())
     np.testing.assert_array_equal(batches[1]["sum"], [12, 20, 30])
 
 
@@ -312,7 +321,9 @@ def test_set_epoch_is_called_on_all_parts_that_have_it():
     ):
         source = open_loader(DataLoader(dataset, **options), "train_loader", seed=0)
         for epoch in (3, 5):
-            assert int(next(source.epoch(epoch))[0][0]) == dataset.epoch == epoch
+            assert (
+                int(next(source.epoch(Position(epoch)))[0][0]) == dataset.epoch == epoch
+            )
 
 
 @pytest.mark.parametrize("kind", ["one list", "iterators"])
@@ -326,7 +337,7 @@ def test_batch_samplers_may_be_generators(kind):
     rows = torch.arange(10)
     for dataset in (TensorDataset(rows), [(row,) for row in rows]):
         loader = DataLoader(dataset, batch_sampler=lists())
-        batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+        batches = list(open_loader(loader, "train_loader", seed=0).epoch())
         assert [x.tolist() for (x,) in batches] == [[i, i + 1] for i in range(0, 10, 2)]
 
 
@@ -347,7 +358,7 @@ def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():
             buffer[:] = i
             yield (buffer,)
 
-    batches = list(Source(reusing(), "train_loader").epoch(0))
+    batches = list(Source(reusing(), "train_loader").epoch())
     assert [int(batch[0][0]) for batch in batches] == [0, 1, 2, 3]
 
 
@@ -359,19 +370,19 @@ def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
         return (buffer,)
 
     loader = DataLoader(Squares(8), 4, collate_fn=collate)
-    batches = list(open_loader(loader, "train_loader", seed=0).epoch(0))
+    batches = list(open_loader(loader, "train_loader", seed=0).epoch())
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_batch_of_nothing_is_no_end():
     with pytest.raises(TypeError, match="a batch has no arrays in it: None"):
-        list(Source([(np.ones(2),), None], "train_loader").epoch(0))
+        list(Source([(np.ones(2),), None], "train_loader").epoch())
 
 
 def test_an_iterator_goes_on_from_epoch_to_epoch():
     source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
     for epoch in range(2):
-        got = [int(b[0][0]) for b in itertools.islice(source.epoch(epoch), 3)]
+        got = [int(b[0][0]) for b in itertools.islice(source.epoch(Position(epoch)), 3)]
         assert got == [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]
 
 
@@ -384,7 +395,7 @@ def test_errors_say_where_in_the_data_they_arose():
 
     source = open_loader(DataLoader(Broken(), 4), "train_loader", seed=0)
     with pytest.raises(RuntimeError, match="item nine is bad") as caught:
-        list(source.epoch(1))
+        list(source.epoch(Position(1)))
     assert caught.value.__notes__ == ["in batch 2 of epoch 1 of `train_loader`"]
 
 
@@ -410,7 +421,7 @@ def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():
         [(x, y)],
     ):
         source = open_loader(loader, "loader", 0)
-        next(source.epoch(5))
-        before = source.of_epoch, source.state
+        next(source.epoch(Position(5)))
+        before = source.begun
         source.peek()
-        assert (source.of_epoch, source.state) == before and before[0] == 5
+        assert source.begun is before and before.epoch == 5

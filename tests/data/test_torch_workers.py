@@ -19,6 +19,7 @@ from jaxdp import Trainer  # noqa: E402
 from jaxdp.data import torch_source  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
+from jaxdp.data.source import Position  # noqa: E402
 from jaxdp.data.torch_collation import PIPE_BYTES  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 from jaxdp.data.torch_workers import started  # noqa: E402
@@ -46,7 +47,7 @@ def test_random_augmentations_are_the_same_for_any_number_of_workers():
         dataset = Squares(16, noisy=True)
         loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
         source = open_loader(loader, "train_loader", seed=5)
-        return [flat(source.epoch(epoch)) for epoch in range(2)]
+        return [flat(source.epoch(Position(epoch))) for epoch in range(2)]
 
     epochs = {workers: epochs_with(workers) for workers in (0, 1, 2)}
     for epoch in range(2):
@@ -61,7 +62,7 @@ def test_workers_give_the_same_batches_without_fork_warnings(persistent):
     source = open_loader(loader, "train_loader", seed=0)
     plain = DataLoader(Squares(), 4)
     for epoch in range(2):
-        assert_same(source.epoch(epoch), plain)
+        assert_same(source.epoch(Position(epoch)), plain)
     assert loader.multiprocessing_context is None
 
 
@@ -80,17 +81,17 @@ def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
     monkeypatch.setattr(torch_source, "started", noted)
     plain = DataLoader(Squares(), 4)
     loader = DataLoader(Squares(), 4, num_workers=1)
-    assert_same(open_loader(loader, "train_loader", seed=0).epoch(0), plain)
+    assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
     # Where that is forbidden, they come through a narrow one.
     monkeypatch.setattr(fcntl, "F_SETPIPE_SZ", -1)
-    assert_same(open_loader(loader, "train_loader", seed=0).epoch(0), plain)
+    assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
     assert found == [PIPE_BYTES, 2**16]
 
 
 def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
     loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
     with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
-        list(open_loader(loader, "train_loader", seed=0).epoch(0))
+        list(open_loader(loader, "train_loader", seed=0).epoch())
 
 
 class Held(Squares):
@@ -109,10 +110,10 @@ class Broken(torch.utils.data.Sampler):
 def test_errors_of_sending_and_of_samplers_are_told_apart():
     loader = DataLoader(Held(), 4, num_workers=1)
     with pytest.raises(TypeError, match="`x` can't be sent to its workers: holds a l"):
-        list(open_loader(loader, "x", seed=0).epoch(0))
+        list(open_loader(loader, "x", seed=0).epoch())
     loader = DataLoader(Squares(), 4, num_workers=1, sampler=Broken())
     with pytest.raises(ValueError, match="nothing to draw from"):
-        list(open_loader(loader, "x", seed=0).epoch(0))
+        list(open_loader(loader, "x", seed=0).epoch())
     assert not multiprocessing.active_children()
 
 
@@ -133,6 +134,7 @@ import own
 from torch.utils.data import DataLoader, Dataset
 
 from jaxdp.data.loaders import open_loader
+from jaxdp.data.source import Position
 
 
 class Imported(Dataset):
@@ -146,7 +148,7 @@ class Imported(Dataset):
 if __name__ == "__main__":
     sysconfig.get_path = lambda name: os.path.dirname(own.library.__file__)
     loader = DataLoader(Imported(), 2, num_workers=1)
-    print(next(open_loader(loader, "train_loader", seed=0).epoch(0)).tolist())
+    print(next(open_loader(loader, "train_loader", seed=0).epoch()).tolist())
 """
 
 
@@ -204,7 +206,7 @@ KINDS = "arrays wide bytes tensors bfloat16 large transposed mixed".split()
 def test_collation_gives_what_torchs_gives(kind, workers):
     loader = DataLoader(Rows(kind), 3, num_workers=workers)
     plain = [to_host(batch) for batch in DataLoader(Rows(kind), 3)]
-    found = list(TorchSource(loader, "loader", 0).epoch(0))
+    found = list(TorchSource(loader, "loader", 0).epoch())
     for one, other in zip(found, plain, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -218,4 +220,4 @@ def test_rows_that_differ_get_the_error_of_torchs_collation():
             return np.zeros(index + 1)
 
     with pytest.raises(RuntimeError, match="equal size"):
-        list(TorchSource(DataLoader(Uneven(""), 3), "loader", 0).epoch(0))
+        list(TorchSource(DataLoader(Uneven(""), 3), "loader", 0).epoch())
