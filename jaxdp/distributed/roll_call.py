@@ -5,24 +5,16 @@ a port is taken, so these are found here, and named. Like JAX's own service it a
 no credentials: the network must be trusted.
 """
 
-import contextlib
 import errno
 import os
-import selectors
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from ..basics.console import listed, say
 from ..basics.json_checks import by_name, fields, has_form, text, whole
-from .connections import (
-    MOST_STRANGERS,
-    Connection,
-    Message,
-    check_room,
-    hang_up,
-)
+from .connections import Connection, Message
 from .launchers import Place, join_address
 
 _PATIENCE: Final = 10.0
@@ -30,6 +22,12 @@ _PATIENCE: Final = 10.0
 
 _MORE_TIME: Final = 3.0
 """Seconds in which processes may still come to hear what is wrong."""
+
+_SILENCE: Final = 1.0
+"""Seconds in which a caller must have shown its card; ours do it at once."""
+
+_OTHER_FILES: Final = 64
+"""That a process may have open, beside those for each other one."""
 
 _LINE: Final = text(r"[^\x00-\x1f\x7f]{0,300}", "a line of text")
 
@@ -77,7 +75,7 @@ def call_the_roll(
         TimeoutError: if somebody is missing after `timeout`.
         RuntimeError: if the processes don't belong together.
     """
-    check_room(place.process_id, place.num_processes)
+    _check_room(place)
     me = {
         "jaxdp": 1,
         "job": place.job,
@@ -101,8 +99,7 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
     wrong = missing = ""
     said = False
 
-    with listener, selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+    with listener:
         while len(cards) < place.num_processes:
             now = time.monotonic()
             absent = listed("process", set(range(place.num_processes)) - set(cards))
@@ -113,13 +110,15 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
                 said = True
                 where = join_address(place.host, port)
                 say(f"process 0 waits for {absent} at {where}")
-            for card, connection in _who_calls(selector, place, min(0.5, timeout)):
-                if not wrong and (wrong := _what_is_wrong(cards, card)):
-                    # Those who are on their way shall hear it too.
-                    deadline = min(deadline, now + _MORE_TIME)
-                there.append((card["process"], connection))
-                cards.setdefault(card["process"], card)
-        hang_up(selector, 0)
+
+            if (caller := _next_caller(listener, place)) is None:
+                continue
+            card, connection = caller
+            if not wrong and (wrong := _what_is_wrong(cards, card)):
+                # Those who are on their way shall hear it too.
+                deadline = min(deadline, now + _MORE_TIME)
+            there.append((card["process"], connection))
+            cards.setdefault(card["process"], card)
 
     names = {p: f"process {p} ({card['name']})" for p, card in cards.items()}
     answer = {"wrong": wrong, "missing": missing, "names": names, "port": port}
@@ -130,42 +129,33 @@ def _as_host(place: Place, me: Message, timeout: float, bind: str | None) -> Rol
     return RollCall(dict(there), names, address, join_address(host, port))
 
 
-def _who_calls(
-    selector: selectors.BaseSelector, place: Place, seconds: float
-) -> list[tuple[Message, Connection]]:
-    """Those of this job who show their cards within so many seconds.
+def _next_caller(
+    listener: socket.socket, place: Place
+) -> tuple[Message, Connection] | None:
+    """One of this job who shows its card, if one comes soon; strangers are sent off."""
+    try:
+        connection = Connection(listener.accept()[0])
+    except OSError:  # nobody came, or who called has given up meanwhile
+        return None
+    end = time.monotonic() + _SILENCE
+    connection.sock.settimeout(_SILENCE)
+    while (messages := connection.receive()) == [] and time.monotonic() < end:
+        pass
+    connection.sock.settimeout(5.0)
 
-    Args:
-        selector: has the listener, and the connections of those who have shown none.
-        place: of process 0.
-        seconds: to wait for any.
-    """
-    found = []
-    hang_up(selector, place.num_processes + MOST_STRANGERS)
-    for key, _ in selector.select(seconds):
-        if key.data is None:  # the listener
-            with contextlib.suppress(OSError):  # who called has given up meanwhile
-                caller = Connection(cast(socket.socket, key.fileobj).accept()[0])
-                selector.register(caller.sock, selectors.EVENT_READ, caller)
-            continue
-        connection: Connection = key.data
-        messages = connection.receive()
-        if messages == []:
-            continue
-        selector.unregister(key.fileobj)
-        card = messages[0] if messages else {}
-        if _is_card(card) and card["job"] == place.job:
-            connection.send({"welcome": True})
-            found.append((card, connection))
-        else:
-            connection.send({"other": place.job})
-            connection.close()
-    return found
+    card = messages[0] if messages else {}
+    is_one = has_form(card, _CARD) and card["process"] < card["of"]
+    if is_one and card["job"] == place.job:
+        connection.send({"welcome": True})
+        return card, connection
+    connection.send({"other": place.job})
+    connection.close()
+    return None
 
 
 def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
     start = time.monotonic()
-    ports = listed("port", place.ports)
+    where = f"process 0 at {place.host}, {listed('port', place.ports)}"
     who = f"process {place.process_id} of {place.num_processes}"
     said = False
     while True:
@@ -185,17 +175,13 @@ def _as_guest(place: Place, me: Message, timeout: float) -> RollCall:
         waited = time.monotonic() - start
         if waited > timeout:
             raise TimeoutError(
-                f"{who} did not reach process 0 at {place.host}, {ports}, within"
-                f" {timeout:g} s: {why}. Has it been started, is that its machine, and"
-                " does a firewall let others in? `initialization_timeout` is how long"
-                " to wait."
+                f"{who} did not reach {where}, within {timeout:g} s: {why}. Has it been"
+                " started, is that its machine, and does a firewall let others in?"
+                " `initialization_timeout` is how long to wait."
             )
         if waited > _PATIENCE and not said:
             said = True
-            say(
-                f"{who} waits for process 0 at {place.host}, {ports}: {why}",
-                everywhere=True,
-            )
+            say(f"{who} waits for {where}: {why}", everywhere=True)
         time.sleep(0.1)
 
 
@@ -227,11 +213,6 @@ def _call(
         why = f"another program listens at port {port}"
     connection.close()
     return why
-
-
-def _is_card(card: Any) -> bool:
-    """Whether it is a process like this one that has called."""
-    return has_form(card, _CARD) and card["process"] < card["of"]
 
 
 def _is_answer(answer: Any, count: int) -> bool:
@@ -304,8 +285,8 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen(place.num_processes + MOST_STRANGERS)
-            listener.setblocking(False)  # a caller may be gone again
+            listener.listen(place.num_processes + 64)  # and strangers
+            listener.settimeout(0.5)
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
@@ -324,4 +305,27 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
         f" {listed('port', place.ports)} of {host}. It may be a run that was not ended."
         " Pass another port in `coordinator_address`='host:port', or set"
         " JAX_COORDINATOR_ADDRESS, for all processes."
+    )
+
+
+def _check_room(place: Place) -> None:
+    """Raises an OSError unless this process may open the files that it will need.
+
+    Each connection is one, and JAX ends a process that lacks some without saying why.
+    Process 0 is connected to all others twice.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    needed = _OTHER_FILES + (0 if place.process_id else 2 * place.num_processes)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    raise OSError(
+        errno.EMFILE,
+        f"process {place.process_id} of {place.num_processes} can open {soft} files,"
+        f" and needs {needed} to be connected to the others; the limit may be raised to"
+        f" {hard}. Raise it before the process starts, with `ulimit -n {needed}` in its"
+        " shell or LimitNOFILE of its service.",
     )
