@@ -1,27 +1,17 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from ..basics.arguments import check_choice, check_count, check_number
-from ..basics.json_checks import fields, maybe, number_text, row, truth, whole
-from .base import Callback
-from .monitor import announce, check_monitor, is_better
+from ..basics.arguments import check_number
+from ..basics.json_checks import maybe, number_text, row, truth, whole
+from .monitor import MetricCheck, announce, is_better
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-_SAVED: Final = fields(
-    {
-        "wait_count": whole(),
-        "stopped_epoch": maybe(whole()),
-        "best_score": maybe(number_text()),
-    },
-    {"last": maybe(row(number_text(), truth()))},
-)
 
-
-class EarlyStopping(Callback):
+class EarlyStopping(MetricCheck):
     """Stops when a monitored value has not improved for `patience` checks in a row.
 
     A check happens after every validation when `monitor` begins with `val_`, and
@@ -45,7 +35,10 @@ class EarlyStopping(Callback):
         reason: why the fit was stopped; None before.
     """
 
-    skip_in_fast_dev_run = True
+    own_form = {
+        "stopped_epoch": maybe(whole()),
+        "last": maybe(row(number_text(), truth())),
+    }
 
     def __init__(
         self,
@@ -59,88 +52,50 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         verbose: bool = True,
     ):
-        if not isinstance(monitor, str):
-            raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
-        check_choice("mode", mode, ("min", "max"))
-        check_count("patience", patience, least=0)
-        way = "; `mode` says in which direction"
-        check_number("min_delta", min_delta, least=0, or_else=way)
+        super().__init__(monitor, patience, min_delta, mode)
         for name, threshold in (
             ("stopping_threshold", stopping_threshold),
             ("divergence_threshold", divergence_threshold),
         ):
             if threshold is not None:
                 check_number(name, threshold, or_else=", or None")
-        self.monitor = monitor
-        self.patience = int(patience)
-        self.min_delta = float(min_delta)
-        self.mode = mode
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.verbose = verbose
-        self.wait_count = 0
         self.stopped_epoch: int | None = None
-        self.best_score: float | None = None
         self.reason: str | None = None
-        self._fitting = False
-        self._last: tuple[float, bool] | None = None
+        self._last: tuple[float, bool] | None = None  # a value, and whether it improved
         self._is_restored = False
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        check_monitor(trainer, "EarlyStopping", self.monitor)
-        self._fitting = True
+        super().on_fit_start(trainer)
         if self._is_restored and self._last is not None:
             # A run that was killed when it was to stop has nothing more to do, unless
             # the rules are others now.
             self._stop_if(self._reason(*self._last), trainer)
         self._is_restored = False
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
-        self._fitting = False
-
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if self._fitting and self.monitor.startswith("val_"):
-            self._check(trainer, metrics)
-
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if not self.monitor.startswith("val_"):
-            self._check(trainer, metrics)
-
-    def identity(self, trainer: "Trainer") -> str:
-        return self.monitor
-
-    def state_dict(self) -> dict[str, Any]:
-        best = self.best_score
-        return {
-            "wait_count": self.wait_count,
-            "stopped_epoch": self.stopped_epoch,
-            "best_score": best if best is None or math.isfinite(best) else str(best),
-            "last": self._last and [str(self._last[0]), self._last[1]],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
-        self.wait_count = state["wait_count"]
-        self.stopped_epoch = state["stopped_epoch"]
-        best = state["best_score"]
-        self.best_score = None if best is None else float(best)
-        last = state.get("last")
-        self._last = None if last is None else (float(last[0]), last[1])
-        self._is_restored = True
-
-    def _check(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        value = metrics[self.monitor]
-        improved = is_better(self.mode, value, self.best_score, self.min_delta)
-        if improved:
-            self.best_score, self.wait_count = value, 0
-        else:
+    def check(self, trainer: "Trainer", value: float) -> None:
+        improved = self.improves(value)
+        if not improved:
             self.wait_count += 1
         self._last = value, improved
         self.reason = self._reason(value, improved)
         if self.reason is not None:
             self.stopped_epoch = trainer.current_epoch
         self._stop_if(self.reason, trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        last = self._last and [str(self._last[0]), self._last[1]]
+        own = {"stopped_epoch": self.stopped_epoch, "last": last}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.stopped_epoch, last = state["stopped_epoch"], state["last"]
+        self._last = None if last is None else (float(last[0]), last[1])
+        self._is_restored = True
 
     def _stop_if(self, reason: str | None, trainer: "Trainer") -> None:
         if reason is None:
@@ -160,9 +115,5 @@ class EarlyStopping(Callback):
         if worse is not None and is_better(self.mode, worse, value):
             return f"{got}, worse than the `divergence_threshold` of {worse:.6g}."
         if not improved and self.wait_count >= self.patience:
-            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
-            return (
-                f"{self.monitor} did not improve on {best} for {self.wait_count}"
-                f" {'check' if self.wait_count == 1 else 'checks'}."
-            )
+            return f"{self.not_improved()}."
         return None

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say
+from ..basics.json_checks import Form, fields, maybe, number_text, whole
+from .base import Callback
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -39,13 +42,76 @@ def is_better(
 
     NaN beats nothing, and every other value beats NaN and None.
     """
-    if math.isnan(value):
-        return False
-    if best is None or math.isnan(best):
+    if math.isnan(value) or best is None or math.isnan(best):
+        return not math.isnan(value)
+    return value < best - min_delta if mode == "min" else value > best + min_delta
+
+
+class MetricCheck(Callback):
+    """Checks one value after every validation of a fit, or after every epoch where its
+    name does not begin with `val_`; counts the checks without improvement."""
+
+    skip_in_fast_dev_run = True
+
+    own_form: Mapping[str, Form] = {}
+    """How each value of a subclass must look to be taken back."""
+
+    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str):
+        if not isinstance(monitor, str):
+            raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
+        check_choice("mode", mode, ("min", "max"))
+        check_count("patience", patience, least=0)
+        way = "; `mode` says in which direction"
+        check_number("min_delta", min_delta, least=0, or_else=way)
+        self.monitor = monitor
+        self.patience = int(patience)
+        self.min_delta = float(min_delta)
+        self.mode = mode
+        self.wait_count = 0
+        self.best_score: float | None = None
+
+    def check(self, trainer: "Trainer", value: float) -> None:
+        """What a subclass does about a new value."""
+        raise NotImplementedError
+
+    def improves(self, value: float) -> bool:
+        """Whether `value` is the best so far, which is then kept."""
+        if not is_better(self.mode, value, self.best_score, self.min_delta):
+            return False
+        self.best_score, self.wait_count = value, 0
         return True
-    if mode == "min":
-        return value < best - min_delta
-    return value > best + min_delta
+
+    def not_improved(self) -> str:
+        """What has happened, in words."""
+        best = "none" if self.best_score is None else f"{self.best_score:.6g}"
+        checks = "check" if self.wait_count == 1 else "checks"
+        return (
+            f"{self.monitor} did not improve on {best} for {self.wait_count} {checks}"
+        )
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        check_monitor(trainer, type(self).__name__, self.monitor)
+
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if trainer.run.is_fitting and self.monitor.startswith("val_"):
+            self.check(trainer, metrics[self.monitor])
+
+    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if not self.monitor.startswith("val_"):
+            self.check(trainer, metrics[self.monitor])
+
+    def identity(self, trainer: "Trainer") -> str:
+        return self.monitor
+
+    def state_dict(self) -> dict[str, Any]:
+        best = None if self.best_score is None else str(self.best_score)
+        return {"wait_count": self.wait_count, "best_score": best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = {"wait_count": whole(), "best_score": maybe(number_text())}
+        fields({**own, **self.own_form})(state, "state")
+        self.wait_count, best = state["wait_count"], state["best_score"]
+        self.best_score = None if best is None else float(best)
 
 
 class LateReads:

@@ -1,29 +1,19 @@
 """Lowers the learning rate when training no longer gets better."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count, check_number
-from ..basics.json_checks import fields, maybe, number_text, whole
+from ..basics.json_checks import whole
 from ..engine import RATES
-from .base import Callback
-from .monitor import announce, check_monitor, is_better
+from .monitor import MetricCheck, announce
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-_SAVED = fields(
-    {
-        "wait_count": whole(),
-        "cooldown_count": whole(),
-        "best_score": maybe(number_text()),
-    }
-)
 
-
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(MetricCheck):
     """Multiplies the learning rate by `factor` when a monitored value stops improving.
 
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
@@ -51,7 +41,7 @@ class ReduceLROnPlateau(Callback):
         best_score: the best value so far; None before the first check.
     """
 
-    skip_in_fast_dev_run = True
+    own_form = {"cooldown_count": whole()}
 
     def __init__(
         self,
@@ -64,29 +54,18 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0.0,
     ):
-        if not isinstance(monitor, str):
-            raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
-        check_number("factor", factor, above=0, below=1)
-        check_count("patience", patience, least=0)
         check_choice("mode", mode, ("auto", "min", "max"))
-        way = "; `mode` says in which direction"
-        check_number("min_delta", min_delta, least=0, or_else=way)
+        if mode == "auto":
+            mode = "max" if "acc" in str(monitor) else "min"
+        super().__init__(monitor, patience, min_delta, mode)
+        check_number("factor", factor, above=0, below=1)
         check_count("cooldown", cooldown, least=0)
         check_number("min_lr", min_lr, least=0)
-        if mode == "auto":
-            mode = "max" if "acc" in monitor else "min"
-        self.monitor = monitor
         self.factor = float(factor)
-        self.patience = int(patience)
         self.verbose = verbose
-        self.mode = mode
-        self.min_delta = float(min_delta)
         self.cooldown = int(cooldown)
         self.min_lr = float(min_lr)
-        self.wait_count = 0
         self.cooldown_count = 0
-        self.best_score: float | None = None
-        self._fitting = False
 
     def setup(self, trainer: "Trainer") -> None:
         rates = _rates(trainer)
@@ -100,49 +79,21 @@ class ReduceLROnPlateau(Callback):
             )
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        check_monitor(trainer, "ReduceLROnPlateau", self.monitor)
-        self._fitting = True
-
-    def on_fit_end(self, trainer: "Trainer") -> None:
-        self._fitting = False
-
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if self._fitting and self.monitor.startswith("val_"):
-            self._check(trainer, metrics[self.monitor])
-
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if not self.monitor.startswith("val_"):
-            self._check(trainer, metrics[self.monitor])
-
-    def identity(self, trainer: "Trainer") -> str:
-        return self.monitor
-
-    def state_dict(self) -> dict[str, Any]:
-        best = self.best_score
-        return {
-            "wait_count": self.wait_count,
-            "cooldown_count": self.cooldown_count,
-            "best_score": best if best is None or math.isfinite(best) else str(best),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
-        self.wait_count = state["wait_count"]
-        self.cooldown_count = state["cooldown_count"]
-        best = state["best_score"]
-        self.best_score = None if best is None else float(best)
-
-    def _check(self, trainer: "Trainer", value: float) -> None:
+    def check(self, trainer: "Trainer", value: float) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
-        if is_better(self.mode, value, self.best_score, self.min_delta):
-            self.best_score, self.wait_count = value, 0
-        elif not self.cooldown_count:
+        if not self.improves(value) and not self.cooldown_count:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 self._reduce(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"cooldown_count": self.cooldown_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.cooldown_count = state["cooldown_count"]
 
     def _reduce(self, trainer: "Trainer") -> None:
         before = _rates(trainer)
@@ -156,17 +107,11 @@ class ReduceLROnPlateau(Callback):
         new = {n: rate for n, rate in _rates(trainer).items() if rate != before[n]}
         if not new:
             return
-        self.cooldown_count, self.wait_count = self.cooldown, 0
         if self.verbose:
             rates = ", ".join(f"{name} is {rate:.6g}" for name, rate in new.items())
-            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
-            checks = "check" if self.patience == 1 else "checks"
-            announce(
-                trainer,
-                "ReduceLROnPlateau",
-                f"{self.monitor} did not improve on {best} for"
-                f" {self.patience} {checks}: {rates} from now on",
-            )
+            text = f"{self.not_improved()}: {rates} from now on"
+            announce(trainer, "ReduceLROnPlateau", text)
+        self.cooldown_count, self.wait_count = self.cooldown, 0
 
 
 def _rates(trainer: "Trainer") -> dict[str, Any]:
