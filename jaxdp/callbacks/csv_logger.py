@@ -6,13 +6,13 @@ import io
 import json
 import os
 import shutil
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
+from ..plan.page import SUFFIX
 from .logger import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
@@ -41,6 +41,9 @@ class CSVLogger(Logger):
         dirpath: folder of the table; None means `trainer.default_root_dir`.
         name: file name of the table.
         hyperparameters: your own, by name, to record beside the trainer's arguments.
+
+    Attributes:
+        path: where the table is; None before the first fit.
     """
 
     own_form = {"rows": whole(), "last": maybe(by_name(text()))}
@@ -52,36 +55,24 @@ class CSVLogger(Logger):
         hyperparameters: Mapping[str, Any] | None = None,
     ):
         super().__init__(dirpath, hyperparameters)
-        given = name
-        name = os.path.normpath(name) if isinstance(name, str) and name else ""
         if os.path.basename(name) != name or Path(name).suffix in ("", ".json"):
             raise ValueError(
                 "`name` must be the file name of a table, such as 'metrics.csv', and"
-                f" `dirpath` its folder; got {given!r}."
+                f" `dirpath` its folder; got {name!r}."
             )
         self.name = name
+        self.path: Path | None = None
         self._record: dict[str, Any] = {}
-        self._path: Path | None = None
-        self._file: IO[bytes] | None = None
-        self._trainer: weakref.ref[Any] | None = None
         self._columns: list[str] = []
         self._rows = 0
-        self._last: dict[str, str] | None = None  # row, by column
-        self._inode: int | None = None  # of the table; others may have put theirs there
-
-    @property
-    def path(self) -> Path | None:
-        """Where the table is; None before the first fit."""
-        return self._path
+        self._last: dict[str, str] | None = None  # row; mends a torn one
 
     def setup(self, trainer: "Trainer") -> None:
-        from ..plan.page import SUFFIX
-
         super().setup(trainer)
         if not trainer.is_global_zero:
             return
         table = self._folder(trainer) / self.name
-        for path in (table, table.with_suffix(".json"), table.with_suffix(SUFFIX)):
+        for path in _files_of(table):
             if path.is_dir():
                 raise IsADirectoryError(
                     f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder, and a"
@@ -92,148 +83,121 @@ class CSVLogger(Logger):
             _read(table)  # what is wrong with it is found before the first step
 
     def open(self, trainer: "Trainer", folder: Path) -> None:
-        path = folder / self.name
-        latest = None if self._trainer is None else self._trainer()
-        if not path.exists():
+        path, run, known = folder / self.name, trainer.run, self.path
+        self.path, whose = path, _run_of(path)
+        columns, rows, torn = [], [], False
+        if self._restored is not None and path.exists() and whose in (None, run.id):
+            columns, rows, torn = _read(path)
+
+        if columns[:2] == ["epoch", "step"]:
+            self._columns = columns
+            self._take_back(trainer, rows, torn)
+        elif self._restored or not path.exists() or (path, run.id) != (known, whose):
             self._columns, self._rows, self._last = [], 0, None
-        elif (path, latest, path.stat().st_ino) != (self._path, trainer, self._inode):
-            self._take_over(trainer, path)
-        self._path, self._trainer = path, weakref.ref(trainer)
+            if path.exists():
+                kept = free_name(path)
+                for old, new in zip(_files_of(path), _files_of(kept), strict=True):
+                    if old.exists():
+                        os.replace(old, new)
+                announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
+
         epoch_names = [
             name if name.startswith(VALIDATION) else EPOCH + name
-            for name in trainer.run.logged_names
+            for name in run.logged_names
         ]
-        self._widen([*trainer.run.metric_names, *epoch_names])
+        self._widen([*run.metric_names, *epoch_names])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        assert self.path is not None
         self._widen(values)
         row = {"epoch": epoch, "step": step, **values}
-        if self._file is None:
-            assert self._path is not None
-            with naming(self._path, "CSVLogger"):
-                self._file = self._path.open("ab", buffering=0)
-        rows = [[row.get(column, "") for column in self._columns]]
-        if not os.fstat(self._file.fileno()).st_size:
-            rows.insert(0, self._columns)
-        with naming(str(self._path), "CSVLogger"):
-            append_whole(self._file, _text(rows))
+        with naming(self.path, "CSVLogger"), self.path.open("ab", buffering=0) as file:
+            append_whole(file, _text(self._columns, [row], with_head=not file.tell()))
         self._rows += 1
-        self._last = dict(zip(self._columns, map(str, rows[-1]), strict=True))
+        self._last = {name: str(value) for name, value in row.items()}
 
     def log_run(self, facts: Facts) -> None:
-        trainer = None if self._trainer is None else self._trainer()
-        assert trainer is not None  # it is what calls this
-        self._record = {**facts, "run_id": trainer.run.id, "started": _now()}
-        self._record |= {"ended": None, "status": "running"}
+        self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
         self._write_record()
 
     def log_plan(self, plan: Any) -> None:
-        assert self._path is not None
-        from ..plan.page import SUFFIX
-
+        assert self.path is not None
         # The record has a layout of its own.
         found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
         self._record["plan"] = found
         self._write_record()
-        page = self._path.with_suffix(SUFFIX)
+        page = self.path.with_suffix(SUFFIX)
         with naming(page, "CSVLogger"):
             plan.to_html(page)
 
     def close(self) -> None:
-        self._close_file()
         error = self._error
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
         self._record |= {"ended": _now(), "status": status}
         self._write_record()
-        if self._path is not None and self._path.exists():
-            self._inode = self._path.stat().st_ino
+
+    def own_state(self) -> dict[str, Any]:
+        return {"rows": self._rows, "last": self._last}
 
     def _write_record(self) -> None:
-        """Writes the record anew, in one piece."""
-        assert self._path is not None
-        path = self._path.with_suffix(".json")
+        assert self.path is not None
+        path = self.path.with_suffix(".json")
         text = json.dumps(self._record, indent=2, default=str)
         with naming(path, "CSVLogger"):
             write_whole(path, text + "\n")
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    def own_state(self) -> dict[str, Any]:
-        # With the last row a torn one is mended.
-        return {"rows": self._rows, "last": self._last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._path = None
-
-    def _take_over(self, trainer: "Trainer", path: Path) -> None:
-        """Goes on with the table of the run that is resumed, or moves it away."""
-        from ..plan.page import SUFFIX
-
-        self._columns, self._rows, self._last = [], 0, None
-        is_own = self._restored is not None and _run_of(path) in (None, trainer.run.id)
-        columns, rows, torn = _read(path) if is_own else ([], [], False)
-        if columns[:2] != ["epoch", "step"]:
-            kept = free_name(path)
-            os.replace(path, kept)
-            for suffix in (".json", SUFFIX):
-                if path.with_suffix(suffix).exists():
-                    os.replace(path.with_suffix(suffix), kept.with_suffix(suffix))
-            announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
-            return
-
-        # What the checkpoint has seen of it; the rows after come again.
-        assert self._restored is not None
-        count, last = self._restored["rows"], self._restored["last"]
-        found = [_dict(columns, row) for row in rows[:count]]
-        if len(found) == count - 1 and last is not None:
-            found.append(last)
+    def _take_back(
+        self, trainer: "Trainer", rows: list[dict[str, str]], torn: bool
+    ) -> None:
+        """Keeps the rows that the checkpoint knows; those after come again."""
+        assert self.path is not None and self._restored is not None
+        path, count, last = self.path, self._restored["rows"], self._restored["last"]
+        kept = rows[:count]
+        if len(kept) == count - 1 and last is not None:
+            kept.append(last)
             announce(trainer, "CSVLogger", f"mended the last row of {path}.")
-        elif len(found) < count:
-            announce(
-                trainer,
-                "CSVLogger",
-                f"{path} has {len(rows)} rows, of the {count} that were logged when the"
-                " checkpoint was saved.",
-            )
+        elif len(kept) < count:
+            text = f"{path} has {len(rows)} rows, and {count} when it was saved."
+            announce(trainer, "CSVLogger", text)
 
-        self._columns, self._rows = columns, len(found)
-        self._last = found[-1] if found else None
+        self._rows, self._last = len(kept), kept[-1] if kept else None
         if len(rows) > count or torn:
             shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-        if torn or found != [_dict(columns, row) for row in rows]:
-            self._rewrite(path, found)
+        if torn or kept != rows:
+            self._rewrite(kept)
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""
+        assert self.path is not None
         known = self._columns or ["epoch", "step"]
         columns = sorted({**dict.fromkeys(known), **dict.fromkeys(names)}, key=_kind)
-        if columns == self._columns:
-            return
-        assert self._path is not None
-        self._columns = columns
-        if self._path.exists():
-            self._close_file()
-            columns, rows, _ = _read(self._path)
-            self._rewrite(self._path, [_dict(columns, row) for row in rows])
+        if columns != self._columns:
+            self._columns = columns
+            if self.path.exists():
+                _, rows, _ = _read(self.path)
+                self._rewrite(rows)
 
-    def _rewrite(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the whole table anew, in one piece."""
-        cells = [[row.get(name, "") for name in self._columns] for row in rows]
-        with naming(path, "CSVLogger"):
-            write_whole(path, _text([self._columns, *cells]))
+        assert self.path is not None
+        with naming(self.path, "CSVLogger"):
+            write_whole(self.path, _text(self._columns, rows, with_head=True))
 
 
-def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:
+def _files_of(table: Path) -> list[Path]:
+    """A table and what is written beside it."""
+    return [table, table.with_suffix(".json"), table.with_suffix(SUFFIX)]
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
     """The columns and rows of a table, and whether a torn row was left out."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         lines = list(file)
     torn = bool(lines) and not lines[-1].endswith("\n")
+    reader = csv.DictReader(lines[:-1] if torn else lines, restval="")
     try:
-        columns, *rows = list(csv.reader(lines[:-1] if torn else lines)) or [[]]
+        columns = list(reader.fieldnames or [])
+        rows = [{name: row[name] for name in columns} for row in reader]
     except csv.Error as error:
         raise ValueError(
             f"`CSVLogger`: {str(path)!r} can't be read as a table: {error}. Move it"
@@ -242,13 +206,14 @@ def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:
     return columns, rows, torn
 
 
-def _dict(columns: list[str], row: list[str]) -> dict[str, str]:
-    return dict(zip(columns, row, strict=False))
-
-
-def _text(rows: Iterable[Iterable[Any]]) -> str:
+def _text(
+    columns: list[str], rows: Iterable[Mapping[str, Any]], *, with_head: bool
+) -> str:
     text = io.StringIO()
-    csv.writer(text).writerows(rows)
+    writer = csv.DictWriter(text, columns, restval="")
+    if with_head:
+        writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -1,7 +1,6 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,9 @@ VALIDATION: Final = "val_"
 EPOCH: Final = "epoch_"
 
 Number = int | float
+
+_MISREAD: Final = AssertionError, AttributeError, LookupError, TypeError, ValueError
+"""What comes of reading a text that is another than was thought."""
 
 
 class Logger(Callback):
@@ -62,7 +64,6 @@ class Logger(Callback):
         self.hyperparameters = hyperparameters
         self._error: BaseException | None = None
         self._late = LateReads()
-        self._fitting = False
         self._active = False
         self._lacks_plan = False
         self._validation: tuple[int, dict[str, float]] | None = None
@@ -91,6 +92,9 @@ class Logger(Callback):
     def close(self) -> None:
         """After the last `log` of a fit."""
 
+    def flush(self) -> None:
+        """Before a checkpoint: what was logged must be where it goes."""
+
     def setup(self, trainer: "Trainer") -> None:
         if trainer.is_global_zero:
             check_writable(self._folder(trainer), type(self).__name__)
@@ -100,11 +104,10 @@ class Logger(Callback):
         self._lacks_plan = self._active and (
             self._shows("log_plan") or self._shows("log_text")
         )
-        self._fitting = True
         self._late, self._validation, self._error = LateReads(), None, None
         # In all processes: what looks at the state may run a program.
         facts = run_facts(trainer, self.hyperparameters)
-        facts["layout"] = layout(trainer.state)
+        facts |= {"run_id": trainer.run.id, "layout": layout(trainer.state)}
         if self._active:
             if self._restored and self._restored.get("validation"):
                 step, values = self._restored["validation"]
@@ -126,7 +129,7 @@ class Logger(Callback):
             self._log_plan(trainer)
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if self._fitting and self._active:
+        if self._active:
             self._log_steps(self._late.drain())  # the device is done with them
             self._log_validation(trainer)
             self._validation = trainer.global_step, dict(metrics)
@@ -154,7 +157,6 @@ class Logger(Callback):
             self._late = LateReads()  # the device may be what failed
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._fitting = False
         if self._active:
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
@@ -179,6 +181,7 @@ class Logger(Callback):
         try:
             if self._active:
                 self._log_steps(self._late.drain())
+                self.flush()
         except OSError as error:  # a full disk of logs costs no checkpoint
             warn(f"{error}. These rows are missing.", stacklevel=2)
         return {"validation": self._validation, **self.own_state()}
@@ -197,26 +200,21 @@ class Logger(Callback):
 
     def _log_history(self, trainer: "Trainer") -> None:
         """The curves of the epochs, where figures can be shown."""
-        if (
-            self._shows("log_figure")
-            and trainer.history.epochs
-            and find_spec("matplotlib")
-        ):
+        has_curves = self._shows("log_figure") and trainer.history.epochs
+        if has_curves and find_spec("matplotlib"):
             self.log_figure("history", trainer.history.plot())
 
     def _log_plan(self, trainer: "Trainer") -> None:
         """Reads the program's text, while the device is busy with the first step."""
         try:
             plan = trainer.running_plan()
-        except Exception as error:
-            if not comes_of_reading(error):
-                raise
+        except _MISREAD as error:
             # Compilers change how they write; that is no reason to end a run.
-            kind = type(self).__name__
-            announce(trainer, kind, f"the plan could not be read: {error!r}")
-            return
-        if plan is not None:
-            self.log_plan(plan)
+            text = f"the plan could not be read: {error!r}"
+            announce(trainer, type(self).__name__, text)
+        else:
+            if plan is not None:
+                self.log_plan(plan)
 
     def _shows(self, what: str) -> bool:
         """Whether a subclass has given the method `what` something to do."""
@@ -232,21 +230,6 @@ class Logger(Callback):
             step, values = self._validation
             self.log(trainer.current_epoch, step, values)
         self._validation = None
-
-
-def comes_of_reading(error: Exception) -> bool:
-    """Whether what reads a program has raised this, and not what came in between.
-
-    That may be a handler of the user's for an alarm, or memory that is short.
-    """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
-    known = {"builtins", "jax", "jaxlib", "jaxdp", "numpy"} | sys.stdlib_module_names
-    return not isinstance(error, MemoryError) and all(
-        module.partition(".")[0] in known for module in (type(error).__module__, where)
-    )
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:

@@ -1,6 +1,6 @@
 """What a run was made of, for its records: hyperparameters, versions, hardware."""
 
-import functools
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
-loggers are given a `"layout"` too, see `jaxdp.reports.layout`."""
+loggers are given a `"run_id"` and a `"layout"` too, see `jaxdp.reports.layout`."""
 
 
 def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> Facts:
@@ -34,7 +34,7 @@ def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> 
     found["parameters"] = _count((state.params, state.buffers))
     found["trained_parameters"] = _count(state.params)
     return {
-        "hyperparameters": {**own, **{k: v for k, v in found.items() if k not in own}},
+        "hyperparameters": own | {k: v for k, v in found.items() if k not in own},
         "versions": versions(),
         "hardware": hardware(),
     }
@@ -74,112 +74,53 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 
 def optimizer_text(update: Any) -> str:
-    """The stages of an optax optimizer with their numbers, as far as they show.
+    """The stages of an optax optimizer with their numbers, as far as its closures show
+    them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
+    function = inspect.unwrap(update)
+    if inspect.ismethod(function):
+        maker, inside = type(function.__self__).__name__, vars(function.__self__)
+    elif inspect.isfunction(function):
+        maker, inside = _maker(function), inspect.getclosurevars(function).nonlocals
+    else:
+        return type(function).__name__
 
-    optax keeps them in closures: `clip_by_global_norm(max_norm=1.0),
-    scale_by_adam(b1=0.9, b2=0.999, eps=1e-08), scale(step_size=-0.001)`, or
-    `scale_by_schedule(step_size_fn=cosine_decay_schedule(init_value=0.001, ...))`.
-    """
-    stages: list[str] = []
-    _add_stages(update, stages, set())
-    return ", ".join(stages) or "custom"
-
-
-def _add_stages(update: Any, stages: list[str], seen: set[int]) -> None:
-    if id(update) in seen:
-        return
-    seen.add(id(update))
-    maker, inside = _closure(update)
-    inner = _transformations(inside)
-    own = [f"{name}={float(v):g}" for name, v in inside.items() if _is_number(v)]
-    own += [
-        f"{name}={_function_text(value)}"
-        for name, value in inside.items()
-        if name in ("step_size_fn", "inner_factory") and hasattr(value, "__qualname__")
+    stages = [
+        optimizer_text(each) for value in inside.values() for each in _updates(value)
     ]
-    groups = {
-        label: group.update
-        for label, group in inside.get("transforms", {}).items()
-        if hasattr(group, "update")
-    }
-    if groups:
-        texts = [f"{label}: {optimizer_text(group)}" for label, group in groups.items()]
-        stages.append(f"{maker}({'; '.join(texts)})")
-    elif (not inner or own) and maker != "identity":
-        stages.append(f"{maker}({', '.join(own)})")
-    for stage in inner:
-        _add_stages(stage, stages, seen)
+    told = ((name, _told(value)) for name, value in inside.items())
+    own = ", ".join(f"{name}={text}" for name, text in told if text)
+    if own or not stages and maker != "identity":
+        stages.insert(0, f"{maker}({own})")
+    return ", ".join(stage for stage in stages if stage)
 
 
-def _function_text(function: Any) -> str:
-    """A schedule with its numbers: `cosine_decay_schedule(init_value=0.001, ...)`."""
-    maker, inside = _closure(function)
-    if maker == "scale_by_learning_rate" and callable(inside.get("learning_rate")):
-        return _function_text(inside["learning_rate"])  # times -1
-    found = {name: _value_text(value) for name, value in inside.items()}
-    told = ", ".join(f"{name}={text}" for name, text in found.items() if text)
-    return f"{maker}({told})" if told else maker
-
-
-def _value_text(value: Any) -> str:
-    if _is_number(value):
-        return f"{float(value):g}"
+def _updates(value: Any) -> list[Any]:
+    """The `update` functions of what may be stages of an optimizer."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return [value.update]
+    if getattr(value, "__name__", "") in ("update", "update_fn"):
+        return [value]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{k}: {_value_text(v)}' for k, v in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value_text, value))}]"
-    return _function_text(value) if hasattr(value, "__qualname__") else ""
+        value = tuple(value.values())
+    is_several = isinstance(value, list | tuple)
+    return [each for item in value for each in _updates(item)] if is_several else []
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, jax.Array):
-        return value.ndim == 0
-    return isinstance(value, float | int | np.number) and value is not False
+def _told(value: Any) -> str:
+    """A number, or who made a function; "" for all else."""
+    if isinstance(value, float | int | np.number) and not isinstance(value, bool):
+        return f"{float(value):g}"
+    return _maker(value) if inspect.isfunction(value) and not _updates(value) else ""
+
+
+def _maker(function: Any) -> str:
+    return function.__qualname__.split(".<locals>")[0]
 
 
 def _is_model(value: Any) -> bool:
-    return any(
-        isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value)
-    )
+    leaves = jax.tree.leaves(value)
+    return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 
 
 def _count(tree: Any) -> int:
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
-
-
-def _closure(update: Any) -> tuple[str, dict[str, Any]]:
-    """Who made `update`, and the values it closes over, by name."""
-    while hasattr(update, "__wrapped__"):
-        update = update.__wrapped__
-    if isinstance(update, functools.partial):
-        return _closure(update.func)
-    owner = getattr(update, "__self__", None)
-    if owner is not None:
-        return type(owner).__name__, dict(vars(owner))
-    maker = getattr(update, "__qualname__", "").split(".<locals>")[0]
-    cells = getattr(update, "__closure__", None) or ()
-    names = update.__code__.co_freevars if cells else ()
-    values = {}
-    for name, cell in zip(names, cells, strict=True):
-        try:
-            values[name] = cell.cell_contents
-        except ValueError:
-            continue
-    return maker, values
-
-
-def _transformations(inside: Mapping[str, Any]) -> list[Any]:
-    """The `update` functions of the stages in a closure, in order."""
-    found: list[Any] = []
-    for name, value in inside.items():
-        several = isinstance(value, list | tuple) and not hasattr(value, "update")
-        items: list[Any] = list(value) if several else [value]
-        for item in items:
-            if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
-                item = item[1]
-            stage: Any = item
-            if hasattr(stage, "update") and hasattr(stage, "init"):
-                found.append(stage.update)
-            elif callable(item) and name in ("update_fns", "update_fn", "update"):
-                found.append(item)
-    return found
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

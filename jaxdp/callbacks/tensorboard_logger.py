@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..basics.console import warn
 from ..basics.extras import import_extra
 from ..basics.files import naming
 from ..basics.json_checks import by_name, whole
@@ -49,14 +48,6 @@ class TensorBoardLogger(Logger):
     def setup(self, trainer: "Trainer") -> None:
         super().setup(trainer)
         _tensorboard("summary.writer.event_file_writer")
-        folder = str(self._folder(trainer))
-        try:
-            folder.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"`TensorBoardLogger`: the name of the folder {folder!r} is not UTF-8,"
-                " which tensorboard asks for. Pass another `dirpath`."
-            ) from error
 
     def open(self, trainer: "Trainer", folder: Path) -> None:
         self._step = trainer.global_step
@@ -70,12 +61,8 @@ class TensorBoardLogger(Logger):
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._step = max(step, self._step)
-        make = _proto("Summary").Value
-        tagged = [
-            make(tag=tag, simple_value=value)
-            for tag, value in {"epoch": epoch, **values}.items()
-        ]
-        self._write(step, tagged)
+        make, tagged = _proto("Summary").Value, {"epoch": epoch, **values}
+        self._write(step, [make(tag=k, simple_value=v) for k, v in tagged.items()])
 
     def log_run(self, facts: Facts) -> None:
         self.log_text("hyperparameters", markdown(facts["hyperparameters"]))
@@ -99,12 +86,8 @@ class TensorBoardLogger(Logger):
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
         width, height = map(int, figure.get_size_inches() * figure.dpi)
-        image = _proto("Summary").Image(
-            width=width,
-            height=height,
-            colorspace=4,
-            encoded_image_string=to_png(figure),
-        )
+        facts = {"width": width, "height": height, "colorspace": 4}
+        image = _proto("Summary").Image(encoded_image_string=to_png(figure), **facts)
         self._write(self._step, [_proto("Summary").Value(tag=name, image=image)])
 
     def close(self) -> None:
@@ -128,13 +111,11 @@ class TensorBoardLogger(Logger):
         assert self._folder_of_events is not None
         return naming(self._folder_of_events, "TensorBoardLogger")
 
+    def flush(self) -> None:
+        with self._naming():
+            self._writer.flush()
+
     def own_state(self) -> dict[str, Any]:
-        if self._writer is not None:
-            try:
-                with self._naming():
-                    self._writer.flush()
-            except OSError as error:
-                warn(f"{error}. These events are missing.", stacklevel=2)
         return {"sizes": {p.name: p.stat().st_size for p in self._files()}}
 
     def _take_back(self, sizes: Mapping[str, int]) -> None:
@@ -153,12 +134,8 @@ class TensorBoardLogger(Logger):
             folder.mkdir()
             for path in others:
                 path.rename(folder / path.name)
-            announce(
-                trainer,
-                "TensorBoardLogger",
-                f"{others[0].parent} had events of another run; they are now in"
-                f" {folder}.",
-            )
+            text = f"{folder.parent} had events of another run; they are in {folder}."
+            announce(trainer, "TensorBoardLogger", text)
 
     def _files(self, of_all: bool = False) -> list[Path]:
         """The event files of this run, or of all runs that this class wrote."""

@@ -72,11 +72,7 @@ class WandbLogger(Logger):
         if self.offline:
             options["mode"] = "offline"
         self.run = _wandb().init(
-            project=self.project,
-            name=self.name,
-            dir=str(folder),
-            id=self.id,
-            **options,
+            project=self.project, name=self.name, dir=str(folder), id=self.id, **options
         )
         self.id = self.run.id
         # W&B's own step only grows, and drops what is read late.

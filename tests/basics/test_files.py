@@ -9,7 +9,7 @@ from toys import batches, linear_trainer
 
 from jaxdp import Callback
 from jaxdp.basics.files import append_whole, naming, replacing, write_whole
-from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
+from jaxdp.callbacks import CSVLogger, Logger, ModelCheckpoint
 from jaxdp.history import History
 from jaxdp.reports import read_run
 
@@ -100,15 +100,11 @@ def test_a_table_that_cannot_be_read_is_moved_or_refused(tmp_path):
     assert (tmp_path / "metrics.1.csv").stat().st_size > 200_000
 
 
-def test_a_folder_that_is_not_utf_8_is_written_to_or_refused(tmp_path):
+def test_a_folder_that_is_not_utf_8_is_written_to(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     fit(folder, 1)
     fit(folder, 2)
     assert (folder / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
-    trainer = linear_trainer(TensorBoardLogger(folder))
-    with pytest.raises(ValueError, match="is not UTF-8.*Pass another `dirpath`"):
-        trainer.fit(batches(8))
-    assert trainer.global_step == 0
 
 
 def test_a_full_disk_of_logs_costs_no_checkpoint(tmp_path):

@@ -1,7 +1,6 @@
 """The table of a run, and the record beside it."""
 
 import json
-import re
 
 import jax
 import numpy as np
@@ -175,17 +174,14 @@ def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
     assert f"{plan['memory']['peak']:,}" in page
 
 
-@pytest.mark.parametrize("pattern", ["", "("])  # what raises is ours, or Python's
-def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(
-    tmp_path, caplog, pattern
-):
+def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplog):
     class Odd(jax.stages.Compiled):
         """A compiled step that writes itself in another language."""
 
         __slots__ = ()
 
         def as_text(self):
-            return "(module)" if re.compile(pattern) else ""
+            return "(module)"
 
     class Engine(SingleDevice):
         def compile(self, *arguments, **options):
