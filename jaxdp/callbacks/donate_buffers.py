@@ -2,19 +2,18 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from ..basics.arguments import check_choice
 from ..basics.console import warn
 from ..engine import StepOptions
 from .base import Callback
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
-
-_CHOICES: Final = ("state", "all", "none")
 
 
 class DonateBuffers(Callback):
@@ -42,11 +41,7 @@ class DonateBuffers(Callback):
     looks_inside_blocks = False
 
     def __init__(self, what: str = "state"):
-        if what not in _CHOICES:
-            raise ValueError(
-                f"`DonateBuffers(what={what!r})` must be one of"
-                f" {', '.join(map(repr, _CHOICES))}."
-            )
+        check_choice("what", what, ("state", "all", "none"))
         self.what = what
         self.report: dict[str, Any] | None = None
         self._checked = False
@@ -87,9 +82,7 @@ def _report(compiled: Any, arrays: dict[str, Any]) -> dict[str, Any]:
         # when a batch is donated too and a result has its shape after all.
         overwritten = _aliased_arguments(compiled)
         missing = [
-            path
-            for index, (path, size) in enumerate(sizes.items())
-            if size and index not in overwritten
+            path for i, path in enumerate(sizes) if sizes[path] and i not in overwritten
         ]
     return {
         "donated_bytes": total,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
-from ..basics.console import warn
+from ..basics.console import some_of, warn
 from ..basics.json_checks import each, fields, maybe, row, text, truth, whole
 from ..basics.tree import leaf_path
 from .base import Callback
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
+_REMEDY: Final = (
+    "Leaves that are not to be trained cost less when `filter_spec` leaves them out."
+)
 
 _SAVED: Final = fields(
     {
@@ -159,27 +162,24 @@ class GradientMonitor(Callback):
         self._checked += 1
         if self._checked != self.check_steps:
             return
-        has_gradient, is_updated = alive
-        for index, path in enumerate(self._leaves):
-            if not has_gradient[index]:
+        for path, has_gradient, is_updated in zip(self._leaves, *alive, strict=True):
+            if not has_gradient:
                 self.dead.append(path)
-            elif not is_updated[index]:
+            elif not is_updated:
                 self.never_updated.append(path)
         steps = f"in the first {self._checked} steps"
         if self.dead:
             warn(
-                f"`GradientMonitor`: the gradient of {_listed(self.dead)} was exactly"
+                f"`GradientMonitor`: the gradient of {some_of(self.dead)} was exactly"
                 f" zero {steps}: the loss does not depend on it, or what comes before"
-                " it is dead. Leaves that are not to be trained cost less when"
-                " `filter_spec` leaves them out.",
+                f" it is dead. {_REMEDY}",
                 stacklevel=2,
             )
         if self.never_updated:
             warn(
-                f"`GradientMonitor`: {_listed(self.never_updated)} had a gradient and"
+                f"`GradientMonitor`: {some_of(self.never_updated)} had a gradient and"
                 f" no update {steps}: the optimizer leaves it out, or its rate is"
-                " zero. Leaves that are not to be trained cost less when"
-                " `filter_spec` leaves them out.",
+                f" zero. {_REMEDY}",
                 stacklevel=2,
             )
 
@@ -205,8 +205,3 @@ def _square(leaf: Array) -> Array:
     """The sum of squares in float32."""
     wide = jnp.abs(leaf).astype(jnp.float32)
     return jnp.sum(wide * wide)
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
-    return ", ".join(paths[:8]) + more

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count, check_number
-from ..basics.console import warn
+from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.console import some_of, warn
 from ..basics.json_checks import each, fields, number, row, whole
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
@@ -73,18 +73,10 @@ class NanGuard(Callback):
         spike: float | None = None,
         warmup: int = 50,
     ):
-        if action not in ("stop", "skip", "rollback"):
-            raise ValueError(
-                f"`NanGuard(action={action!r})` must be 'stop' (raise an error), 'skip'"
-                " (warn, and go on without the update) or 'rollback' (go on from the"
-                " last good checkpoint)."
-            )
-        for name, count in (
-            ("max_skips", max_skips),
-            ("max_rollbacks", max_rollbacks),
-            ("warmup", warmup),
-        ):
-            check_count(name, count, least=0)
+        check_choice("action", action, ("stop", "skip", "rollback"))
+        check_count("max_skips", max_skips, least=0)
+        check_count("max_rollbacks", max_rollbacks, least=0)
+        check_count("warmup", warmup, least=0)
         if spike is not None:
             check_number("spike", spike, above=0, or_else=", or None")
         self.action = action
@@ -237,13 +229,9 @@ class NanGuard(Callback):
             text = f"the loss was finite ({loss:.6g})"
         if not len(bad):
             return f"{text}, gradients were finite"
-        names = [self._leaves[i] for i in bad[:5]]
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         gradients = "gradient" if len(bad) == 1 else "gradients"
-        return (
-            f"{text}, and NaN or infinity was in the {gradients} of"
-            f" {', '.join(names)}{more}"
-        )
+        names = some_of(self._leaves[i] for i in bad)
+        return f"{text}, and NaN or infinity was in the {gradients} of {names}"
 
 
 class _Place(NamedTuple):

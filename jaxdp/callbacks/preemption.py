@@ -3,6 +3,7 @@
 import signal
 from typing import TYPE_CHECKING
 
+from ..basics.arguments import check_choice
 from ..distributed import SIGNALS
 from .base import Callback
 
@@ -30,18 +31,15 @@ class Preemption(Callback):
     """
 
     def __init__(self, signals: tuple[str, ...] = SIGNALS, action: str = "exit"):
-        for name in (signals,) if isinstance(signals, str) else signals:
+        signals = (signals,) if isinstance(signals, str) else tuple(signals)
+        for name in signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(
                     f"`Preemption(signals={signals!r})`: {name!r} is not the name of a"
                     " signal that a process can answer, such as 'SIGTERM'."
                 )
-        if action not in ("exit", "return"):
-            raise ValueError(
-                f"`Preemption(action={action!r})` must be 'exit' (with code 143) or"
-                " 'return' (from `fit`)."
-            )
-        self.signals = (signals,) if isinstance(signals, str) else tuple(signals)
+        check_choice("action", action, ("exit", "return"))
+        self.signals = signals
         self.action = action
         self.received: str | None = None
 

@@ -4,20 +4,13 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 Phase = Literal["data", "device", "callbacks", "checkpoints", "validation", "loop"]
 """`"data"`: waiting for the next batch. `"device"`: waiting for steps in flight.
 `"loop"`: all the rest, most of it packing batches and handing them over."""
 
-PHASES: Final[tuple[Phase, ...]] = (
-    "data",
-    "device",
-    "callbacks",
-    "checkpoints",
-    "validation",
-    "loop",
-)
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 _WHOLE: Final = ("validation", "checkpoints")
 """What happens inside of these counts as theirs."""
 

@@ -10,6 +10,7 @@ from ..basics import coordination
 from ..basics.arguments import check_number
 from ..distributed import meetings
 from ..plan.hardware import hardware_of
+from ..reports import number
 from .base import Callback
 from .monitor import announce
 from .stopwatch import Phase, Stopwatch
@@ -60,18 +61,17 @@ class ThroughputMonitor(Callback):
       what `remat` computes again; and `throughput/mfu`, its share of what the hardware
       can do;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
-      `.../validation` and `.../loop`: shares of those seconds, which add up to 1. The
-      loop waits for the next batch, waits for the device, or is in a callback, a
-      checkpoint or a validation; the rest is packing batches and handing them over.
+      `.../validation` and `.../loop`: shares of those seconds, which add up to 1; the
+      last is packing batches and handing them over.
 
-    When the fit ends, a last row has the seconds, examples and shares of what was left.
-    So the rows add up to the whole: `summary`, the line in the terminal,
-    `trainer.report` and `python -m jaxdp compare` divide all examples by all seconds.
+    When the fit ends, a last row has what was left, so that the rows add up to the
+    whole: `summary`, the line in the terminal, `trainer.report` and
+    `python -m jaxdp compare` divide all examples by all seconds.
 
     With several processes `throughput/others` is the share that this one has waited for
-    the others to come, and more is said of the one that waits least, for which the
-    others do: `throughput/slowest_process`, its number, `throughput/slowest_data` and
-    `throughput/slowest_others`, its shares in the interval before.
+    the others to come. Of the one that waits least, for which the others do,
+    `throughput/slowest_process` is the number, and `throughput/slowest_data` and
+    `throughput/slowest_others` are its shares in the interval before.
 
     The progress bar shows the largest share: "input-bound 43%" says that the device
     would have been done sooner if the batches had come faster, "device-bound" that
@@ -98,11 +98,10 @@ class ThroughputMonitor(Callback):
         flops_per_example: float | None = None,
         peak_flops_per_device: float | None = None,
     ):
-        if flops_per_example is not None:
-            none = ", or None"
-            check_number("flops_per_example", flops_per_example, least=0, or_else=none)
-        if peak_flops_per_device is not None:
-            peak, none = peak_flops_per_device, ", or None"
+        flops, peak, none = flops_per_example, peak_flops_per_device, ", or None"
+        if flops is not None:
+            check_number("flops_per_example", flops, least=0, or_else=none)
+        if peak is not None:
             check_number("peak_flops_per_device", peak, above=0, or_else=none)
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
@@ -125,7 +124,9 @@ class ThroughputMonitor(Callback):
         self, trainer: "Trainer", batch: Any, batch_idx: int
     ) -> None:
         if self._flops is None:
-            self._flops = self._find_flops(trainer, batch)
+            self._flops = self.flops_per_example
+            if self._flops is None:
+                self._flops = trainer.run.flops_per_example(batch)
             self._peak = self._find_peak(trainer)
             self._begin()  # what was traced just now is no part of the run
         self._seen = trainer.run.examples_seen
@@ -138,8 +139,7 @@ class ThroughputMonitor(Callback):
         if trainer.global_step % trainer.log_every_n_steps == 0:
             now = self._mark()
             values = self._between(self._last, now)
-            if coordination.is_there():
-                values |= self._slowest(values)
+            values |= self._slowest(values) if coordination.is_there() else {}
             add: Any = getattr(metrics, "add")  # noqa: B009
             add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
             self._last = now
@@ -157,10 +157,10 @@ class ThroughputMonitor(Callback):
         }
         text = [
             f"{now.examples:,} examples in {values['seconds']:.3g} s",
-            f"{_si(values['examples_per_s'])}examples/s",
+            f"{number(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:
-            text.append(f"{_si(values['flops_per_s'])}FLOP/s of the model")
+            text.append(f"{number(values['flops_per_s'])} FLOP/s of the model")
         if "mfu" in values:
             text.append(f"MFU {values['mfu']:.1%}")
         shares = sorted(_BOUND, key=lambda phase: -values[phase])
@@ -175,10 +175,8 @@ class ThroughputMonitor(Callback):
 
         Nobody waits for anybody: what has not been told yet is left out.
         """
-        told = {
-            int(process): json.loads(text)
-            for process, text in coordination.read_all("jaxdp.speed").items()
-        }
+        texts = coordination.read_all("jaxdp.speed")
+        told = {int(process): json.loads(text) for process, text in texts.items()}
         mine = {name: own[name] for name in ("data", "others")}
         coordination.put(f"jaxdp.speed/{coordination.index()}", json.dumps(mine))
         if len(told) < coordination.count():
@@ -226,16 +224,9 @@ class ThroughputMonitor(Callback):
         text = f"{_BOUND[name]} {values[name]:.0%}"
         return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
 
-    def _find_flops(self, trainer: "Trainer", batch: Any) -> float:
-        if self.flops_per_example is not None:
-            return self.flops_per_example
-        return trainer.run.flops_per_example(batch)
-
     def _find_peak(self, trainer: "Trainer") -> float | None:
         devices = trainer.state.step.sharding.device_set
-        peak = self.peak_flops_per_device
-        if peak is None:
-            peak = peak_flops(next(iter(devices)))
+        peak = self.peak_flops_per_device or peak_flops(next(iter(devices)))
         return None if peak is None else peak * len(devices)
 
 
@@ -250,23 +241,6 @@ class _Mark(NamedTuple):
 
 def peak_flops(device: Any) -> float | None:
     """Dense bfloat16 operations per second of a `jax.Device`, if known."""
-    kind = device.device_kind.lower()
-    for name, peak in _MORE_PEAKS.items():
-        if name in kind:
-            return peak
-    known = hardware_of(device)
-    return None if known is None else known.flops
-
-
-def _si(value: float) -> str:
-    """Three digits and a prefix: 1.23 k, 45.6 T."""
-    for factor, prefix in (
-        (1e15, "P"),
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-    ):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "
+    kind, known = device.device_kind.lower(), hardware_of(device)
+    more = (peak for name, peak in _MORE_PEAKS.items() if name in kind)
+    return next(more, None if known is None else known.flops)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..basics.arguments import check_choice
 from ..basics.durations import Duration, parse_duration
 from ..basics.json_checks import fields, number
 from .base import Callback
@@ -35,38 +36,28 @@ class Timer(Callback):
     def __init__(self, duration: Duration | None = None, *, verbose: bool = True):
         self._limit = None if duration is None else parse_duration(duration)
         self.verbose = verbose
-        self._offsets = {"train": 0.0, "validate": 0.0}
-        self._starts: dict[str, float | None] = {"train": None, "validate": None}
-        self._ends: dict[str, float | None] = {"train": None, "validate": None}
+        self._spent = {"train": 0.0, "validate": 0.0}  # in what is over
+        self._began: dict[str, float] = {}  # what is not
         self._deadline = float("inf")
-
-    def start_time(self, stage: str = "train") -> float | None:
-        """When the stage last began, on the clock of `time.monotonic`; None before."""
-        return self._starts[_known(stage)]
-
-    def end_time(self, stage: str = "train") -> float | None:
-        """When the stage last ended, or None while it runs and before."""
-        return self._ends[_known(stage)]
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds spent in a stage so far, resumed runs included.
 
-        `"train"` is all of `fit` after compilation, its validations included.
+        `"train"` is all of `fit` after compilation, its validations included;
+        `"validate"` is these.
         """
-        start, end = self._starts[_known(stage)], self._ends[stage]
-        if start is None:
-            return self._offsets[stage]
-        now = time.monotonic() if end is None else end
-        return self._offsets[stage] + now - start
+        check_choice("stage", stage, tuple(self._spent))
+        now = time.monotonic()
+        return self._spent[stage] + (now - self._began.get(stage, now))
 
     def time_remaining(self) -> float | None:
         """Seconds of training left, negative when over; None without a limit."""
         return None if self._limit is None else self._limit - self.time_elapsed()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        self._begin("train")
+        self._began["train"] = time.monotonic()
         if self._limit is not None:
-            self._deadline = time.monotonic() + self._limit - self._offsets["train"]
+            self._deadline = time.monotonic() + self._limit - self._spent["train"]
             self._check(trainer)
 
     def on_train_batch_end(
@@ -79,7 +70,7 @@ class Timer(Callback):
         self._check(trainer)
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        self._begin("validate")
+        self._began["validate"] = time.monotonic()
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         self._end("validate")
@@ -89,22 +80,16 @@ class Timer(Callback):
         self._end("validate")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": {stage: self.time_elapsed(stage) for stage in self._offsets}}
+        return {"elapsed": {stage: self.time_elapsed(stage) for stage in self._spent}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
-        elapsed = state["elapsed"]
-        self._offsets = {stage: float(elapsed[stage]) for stage in self._offsets}
-        self._starts = dict.fromkeys(self._starts)
-        self._ends = dict.fromkeys(self._ends)
-
-    def _begin(self, stage: str) -> None:
-        self._offsets[stage] = self.time_elapsed(stage)
-        self._starts[stage], self._ends[stage] = time.monotonic(), None
+        self._spent = {stage: float(state["elapsed"][stage]) for stage in self._spent}
+        self._began = {}
 
     def _end(self, stage: str) -> None:
-        if self._starts[stage] is not None and self._ends[stage] is None:
-            self._ends[stage] = time.monotonic()
+        self._spent[stage] = self.time_elapsed(stage)
+        self._began.pop(stage, None)
 
     def _check(self, trainer: "Trainer") -> None:
         left = self.time_remaining()
@@ -114,9 +99,3 @@ class Timer(Callback):
         if self.verbose:
             limit = datetime.timedelta(seconds=self._limit or 0)
             announce(trainer, "Timer", f"the {limit} of `duration` are over; stopping.")
-
-
-def _known(stage: str) -> str:
-    if stage not in ("train", "validate"):
-        raise ValueError(f"`stage`={stage!r} must be 'train' or 'validate'.")
-    return stage

@@ -3,7 +3,7 @@
 from .figures import Curve, draw, metric_curves, save_figure, to_png
 from .layout import layout
 from .page import write_comparison, write_report
-from .runs import comparison, differences, read_run, run_of_history
+from .runs import comparison, differences, number, read_run, run_of_history
 
 __all__ = [
     "Curve",
@@ -12,6 +12,7 @@ __all__ = [
     "draw",
     "layout",
     "metric_curves",
+    "number",
     "read_run",
     "run_of_history",
     "save_figure",

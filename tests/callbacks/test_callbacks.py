@@ -227,13 +227,12 @@ def test_timer_stops_the_fit_when_its_time_is_up(clock, caplog):
 def test_timer_measures_training_and_validation(clock):
     timer = Timer()
     trainer = make_trainer(Ticking(clock), timer)
-    assert timer.time_elapsed() == 0 and timer.start_time() is None
+    assert timer.time_elapsed() == 0
     trainer.fit(batches(4, 4, 4), batches(4, 4), max_epochs=2)
     assert timer.time_elapsed("train") == 2 * (3 + 20)
     assert timer.time_elapsed("validate") == 40
     assert timer.time_remaining() is None
-    assert timer.end_time() - timer.start_time() == 46
-    with pytest.raises(ValueError, match="`stage`='test' must be 'train' or"):
+    with pytest.raises(ValueError, match="`stage` must be one of 'train', 'validate'"):
         timer.time_elapsed("test")
 
 
@@ -328,7 +327,7 @@ def test_nan_guard_changes_nothing_in_a_run_that_is_well():
 
 
 def test_nan_guard_says_what_its_actions_do():
-    with pytest.raises(ValueError, match=r"action='halt'\)` must be 'stop'.*'skip'"):
+    with pytest.raises(ValueError, match="`action` must be one of 'stop', 'skip'"):
         NanGuard("halt")
 
 
