@@ -55,7 +55,8 @@ class CSVLogger(Logger):
         hyperparameters: Mapping[str, Any] | None = None,
     ):
         super().__init__(dirpath, hyperparameters)
-        if os.path.basename(name) != name or Path(name).suffix in ("", ".json"):
+        file = Path(str(name))
+        if file.name != name or file.suffix in ("", ".json"):
             raise ValueError(
                 "`name` must be the file name of a table, such as 'metrics.csv', and"
                 f" `dirpath` its folder; got {name!r}."

@@ -39,7 +39,6 @@ class LivePlot(Callback):
     """
 
     looks_inside_blocks = False
-
     skip_in_fast_dev_run = True
 
     def __init__(
@@ -81,11 +80,11 @@ class LivePlot(Callback):
         step = trainer.global_step
         if step % self._stride == 0:
             self._late.push(step, step, metrics)
-        if time.monotonic() > self._drawn + self._pause:
+        is_due = time.monotonic() > self._drawn + self._pause
+        if is_due or len(self._late) > 64:
             self._read(self._late.ready(step))
+        if is_due:
             self._draw(trainer)
-        elif len(self._late) > 64:
-            self._read(self._late.ready(step))
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if self._fitting:
@@ -115,9 +114,7 @@ class LivePlot(Callback):
         self._fitting = False
 
     def _file(self, trainer: "Trainer") -> Path:
-        if self.path is None:
-            return Path(trainer.default_root_dir) / "curves.png"
-        return Path(self.path)
+        return Path(self.path or Path(trainer.default_root_dir) / "curves.png")
 
     def _read(self, past: Any) -> None:
         for step, metrics in past:
@@ -127,9 +124,7 @@ class LivePlot(Callback):
                 self._stale = True
         while len(self._steps) > _MAX_POINTS:
             self._stride *= 2
-            self._steps = [
-                point for point in self._steps if point[0] % self._stride == 0
-            ]
+            self._steps = [p for p in self._steps if p[0] % self._stride == 0]
 
     def _add(self, step: int, means: Mapping[str, float]) -> None:
         for name, value in means.items():

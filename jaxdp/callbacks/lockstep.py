@@ -1,7 +1,5 @@
 """Keeps the processes of a job at the same place, and says who is where if not."""
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,13 +8,14 @@ import jax
 
 from .. import checkpoint, distributed
 from ..basics import coordination
+from ..basics.arguments import check_count, check_number
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
 from ..checkpoint import start_fingerprints
 from ..distributed import is_stop, meetings
 from ..step import IN_FLIGHT
 from .base import Callback
-from .stall_watch import waits_for
+from .stall_watch import Onlooker
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -66,14 +65,12 @@ class Lockstep(Callback):
         timeout: float = 600.0,
         warn_after: float = 30.0,
     ):
-        for name, value in (
-            ("every_n_steps", every_n_steps),
-            ("fingerprint_every_n_steps", fingerprint_every_n_steps),
-            ("timeout", timeout),
-            ("warn_after", warn_after),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"`Lockstep({name}={value!r})` must be more than 0.")
+        check_count("every_n_steps", every_n_steps)
+        if fingerprint_every_n_steps is not None:
+            every = fingerprint_every_n_steps
+            check_count("fingerprint_every_n_steps", every, or_else=" or None")
+        check_number("timeout", timeout, above=0)
+        check_number("warn_after", warn_after, above=0)
         self.every_n_steps = every_n_steps
         self.fingerprint_every_n_steps = fingerprint_every_n_steps
         self.timeout = timeout
@@ -82,9 +79,7 @@ class Lockstep(Callback):
         self._fingerprints: tuple[int, Callable[[], dict[str, str]]] | None = None
         self._has_compared_model = False
         self._has_failed = False
-        self._watched = 0
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._onlooker: Onlooker | None = None
 
     def setup(self, trainer: "Trainer") -> None:
         self._has_failed, self._fingerprints = False, None
@@ -94,7 +89,8 @@ class Lockstep(Callback):
         if trainer.run.is_fitting:
             if (line := distributed.lifeline()) is not None:
                 line.begin_fit()
-            self._start_watching()
+            # Should this process not come, it tells the others why, from a thread.
+            self._onlooker = Onlooker("Lockstep", self._watch)
         facts = dict(_facts_of(trainer))
         if not self._has_compared_model:
             facts |= _facts_of_model(trainer.run.arguments["model"])
@@ -159,7 +155,9 @@ class Lockstep(Callback):
             line.end_fit(None if agreed else distributed.first_line(exception))
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._stop_watching()
+        if self._onlooker is not None:
+            self._onlooker.stop()
+        self._onlooker = None
         if self._has_failed:
             return
         if self._fingerprints is not None:
@@ -195,30 +193,13 @@ class Lockstep(Callback):
         where = f"the state after step {step - IN_FLIGHT}"
         self._meet(trainer, where, read())
 
-    # A process that does not come tells the others why, from a thread of its own.
-
-    def _start_watching(self) -> None:
-        self._watched = threading.get_ident()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="jaxdp Lockstep", daemon=True
-        )
-        self._thread.start()
-
-    def _stop_watching(self) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = None
-
-    def _watch(self) -> None:
+    def _watch(self, onlooker: Onlooker) -> None:
         patience = min(5.0, self.warn_after / 3)
         here = meetings.here()
-        while not self._end.wait(patience / 2):
+        while onlooker.sleep(patience / 2):
             late = time.monotonic() - here.since > patience
             if late and not here.is_waiting:
-                frame = sys._current_frames().get(self._watched)
-                here.tell(waits_for(frame))
+                here.tell(onlooker.sees())
 
 
 def _facts_of(trainer: "Trainer") -> Iterator[tuple[str, str]]:

@@ -115,8 +115,7 @@ class NanGuard(Callback):
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         step = trainer.global_step
-        place = _Place(trainer.current_epoch, step, batch_idx)
-        self._late.push(step, place, metrics)
+        self._late.push(step, (trainer.current_epoch, step, batch_idx), metrics)
         for where, past in self._late.ready(step):
             self._check(trainer, where, past)
 
@@ -152,15 +151,19 @@ class NanGuard(Callback):
             self._check(trainer, where, past)
 
     def _check(
-        self, trainer: "Trainer", where: "_Place", metrics: Mapping[str, Any]
+        self,
+        trainer: "Trainer",
+        where: tuple[int, int, int],
+        metrics: Mapping[str, Any],
     ) -> None:
+        epoch, step, batch_idx = where
         skipped = bool(metrics["skipped"])
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped and not self._is_spike(float(metrics["loss"])):
             return
-        place = f"epoch {where.epoch}, step {where.step} (batch_idx {where.batch_idx}):"
+        place = f"epoch {epoch}, step {step} (batch_idx {batch_idx}):"
         if skipped:
-            self.skipped_steps.append(where.step)
+            self.skipped_steps.append(step)
             place = f"{place} {self._what(metrics)}"
         else:
             usual = self._usual
@@ -176,14 +179,14 @@ class NanGuard(Callback):
                 " on with `NanGuard('skip')` or `NanGuard('rollback')`."
             )
         if self.action == "rollback":
-            self._roll_back(trainer, where, place)
+            raise self._roll_back(trainer, step, (epoch, batch_idx), place)
         if self._in_a_row > self.max_skips:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. That makes {self._in_a_row} steps in a row"
                 f" without an update, more than `max_skips`={self.max_skips}."
             )
         done = "skipped this update" if skipped else "a spike"
-        warn(f"`NanGuard`: {place}; {done}.", UserWarning, stacklevel=2)
+        warn(f"`NanGuard`: {place}; {done}.", stacklevel=2)
 
     def _is_spike(self, loss: float) -> bool:
         usual = self._usual
@@ -195,14 +198,16 @@ class NanGuard(Callback):
         self._usual = usual.with_(loss)
         return False
 
-    def _roll_back(self, trainer: "Trainer", where: "_Place", place: str) -> None:
+    def _roll_back(
+        self, trainer: "Trainer", step: int, batch: tuple[int, int], place: str
+    ) -> RollBack:
         self._late = LateReads()  # what came after is undone, too
         if self.rollbacks >= self.max_rollbacks:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. The fit was rolled back {self.rollbacks} times"
                 f" before, and `max_rollbacks`={self.max_rollbacks}."
             )
-        path = last_checkpoint(trainer, before=where.step)
+        path = last_checkpoint(trainer, before=step)
         if path is None:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. There is no checkpoint from before that step to"
@@ -210,12 +215,9 @@ class NanGuard(Callback):
                 " (`every_n_train_steps`)."
             )
         self.rollbacks += 1
-        warn(
-            f"`NanGuard`: {place}; going back to {path}, without that batch.",
-            UserWarning,
-            stacklevel=2,
-        )
-        raise RollBack(path, [(where.epoch, where.batch_idx)])
+        text = f"`NanGuard`: {place}; going back to {path}, without that batch."
+        warn(text, stacklevel=2)
+        return RollBack(path, [batch])
 
     def _what(self, metrics: Mapping[str, Any]) -> str:
         """What was not finite, by name."""
@@ -232,12 +234,6 @@ class NanGuard(Callback):
         gradients = "gradient" if len(bad) == 1 else "gradients"
         names = some_of(self._leaves[i] for i in bad)
         return f"{text}, and NaN or infinity was in the {gradients} of {names}"
-
-
-class _Place(NamedTuple):
-    epoch: int
-    step: int
-    batch_idx: int
 
 
 class _Usual(NamedTuple):

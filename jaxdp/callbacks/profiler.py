@@ -1,5 +1,6 @@
 """A trace of a few steps, and what they spent their time on."""
 
+import contextlib
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -39,7 +40,6 @@ class Profiler(Callback):
         start_step: how many steps of a fit to leave out: the first ones warm up.
         num_steps: how many to trace. Traces grow with it: 5 to 20 is common.
         top: how many operations the summary lists.
-        python: whether to trace Python calls too, which slows the host down a lot.
 
     Attributes:
         operations: what the summary lists, all of it, once the window is over.
@@ -54,24 +54,19 @@ class Profiler(Callback):
         start_step: int = 10,
         num_steps: int = 5,
         top: int = 20,
-        python: bool = False,
     ):
-        for name, value, least in (
-            ("start_step", start_step, 0),
-            ("num_steps", num_steps, 1),
-            ("top", top, 1),
-        ):
-            check_count(name, value, least)
+        check_count("start_step", start_step, least=0)
+        check_count("num_steps", num_steps)
+        check_count("top", top)
         self.dirpath = dirpath
         self.start_step = start_step
         self.num_steps = num_steps
         self.top = top
-        self.python = python
         self.operations: list[Operation] = []
         self._folder = Path()
         self._seen = 0
         self._first: int | None = None
-        self._step: Any = None
+        self._step = contextlib.ExitStack()
         self._done = False
 
     def setup(self, trainer: "Trainer") -> None:
@@ -99,11 +94,9 @@ class Profiler(Callback):
         if self._first is None and self._seen >= self.start_step:
             self._start(trainer)
         if self._first is not None:
-            step = jax.profiler.StepTraceAnnotation(
-                "train", step_num=trainer.global_step + 1
-            )
-            self._step = step
-            step.__enter__()
+            number = trainer.global_step + 1
+            step = jax.profiler.StepTraceAnnotation("train", step_num=number)
+            self._step.enter_context(step)
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
@@ -111,7 +104,7 @@ class Profiler(Callback):
         self._seen += 1
         if self._done or self._first is None:
             return
-        self._leave_step()
+        self._step.close()
         if trainer.global_step - self._first >= self.num_steps:
             self._stop(trainer)
 
@@ -119,20 +112,19 @@ class Profiler(Callback):
         if self._done:
             return
         if self._first is not None:
-            self._leave_step()
+            self._step.close()
             self._stop(trainer)
         else:
-            announce(
-                trainer,
-                "Profiler",
-                f"nothing was traced: the fit had {self._seen} steps, and `start_step`"
-                f" is {self.start_step}.",
+            steps = f"the fit had {self._seen} steps"
+            text = (
+                f"nothing was traced: {steps}, and `start_step` is {self.start_step}."
             )
+            announce(trainer, "Profiler", text)
 
     def _start(self, trainer: "Trainer") -> None:
         jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = int(self.python)
+        options.python_tracer_level = 0  # Python's calls would slow the host down
         try:
             jax.profiler.start_trace(
                 str(self._folder), create_perfetto_trace=True, profiler_options=options
@@ -142,29 +134,24 @@ class Profiler(Callback):
             raise
         self._first = trainer.global_step
 
-    def _leave_step(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-        self._step = None
-
     def _stop(self, trainer: "Trainer") -> None:
         self._done = True
-        first, steps = self._first, trainer.global_step - (self._first or 0)
+        first = self._first or 0
+        steps = trainer.global_step - first
         try:
             jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
         finally:
             jax.profiler.stop_trace()
         if steps == 0:
             return
-        trace = max(
-            self._folder.glob("plugins/profile/*/*.xplane.pb"),
-            key=lambda path: path.stat().st_mtime,
-        )
+
+        traces = self._folder.glob("plugins/profile/*/*.xplane.pb")
+        trace = max(traces, key=lambda path: path.stat().st_mtime)
         compiled = trainer.compiled_train_step()
         sources = {} if compiled is None else _sources(compiled.as_text() or "")
         self.operations = operations(trace, sources)
         lines = _table(self.operations, self.top, steps)
-        title = f"steps {(first or 0) + 1} to {trainer.global_step}, traced in {trace}"
+        title = f"steps {first + 1} to {trainer.global_step}, traced in {trace}"
         write_whole(self._folder / "summary.txt", "\n".join([title, "", *lines, ""]))
         shown = "\n".join(["", *_table(self.operations, 5, steps)])
         announce(trainer, "Profiler", f"{title}; see {self._folder}/summary.txt{shown}")
@@ -229,20 +216,16 @@ def _table(found: list[Operation], top: int, steps: int) -> list[str]:
     total = sum(operation.seconds for operation in found)
     if not total:
         return ["no operations were found in the trace"]
-    lines = [f"{'ms/step':>9} {'share':>6} {'calls':>6}  operation"]
-    for operation in found[:top]:
-        share = operation.seconds / total
-        name, source = operation.name, operation.source
-        source = source if len(source) <= 80 else f"{source[:77]}..."
-        lines.append(
-            f"{operation.seconds / steps * 1e3:9.3f} {share:6.1%} {operation.calls:6}"
-            f"  {name}" + (f"  ({source})" if source else "")
-        )
-    rest = found[top:]
+    found, rest = found[:top], found[top:]
     if rest:
         seconds = sum(operation.seconds for operation in rest)
+        calls = sum(operation.calls for operation in rest)
+        found.append(Operation(f"{len(rest)} others", seconds, calls, ""))
+    lines = [f"{'ms/step':>9} {'share':>6} {'calls':>6}  operation"]
+    for name, seconds, calls, source in found:
+        short = source if len(source) <= 80 else f"{source[:77]}..."
         lines.append(
-            f"{seconds / steps * 1e3:9.3f} {seconds / total:6.1%}"
-            f" {sum(operation.calls for operation in rest):6}  {len(rest)} others"
+            f"{seconds / steps * 1e3:9.3f} {seconds / total:6.1%} {calls:6}  {name}"
+            + (f"  ({short})" if source else "")
         )
     return lines

@@ -5,11 +5,12 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
+from ..reports import number
 from .base import Callback
 from .monitor import LAG, in_notebook
 
@@ -18,15 +19,6 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
-
-
-@runtime_checkable
-class Output(Protocol):
-    """What can be printed to: an open text file, or something like it."""
-
-    def write(self, text: str, /) -> Any: ...
-
-    def flush(self) -> Any: ...
 
 
 class ProgressBar(Callback):
@@ -41,7 +33,7 @@ class ProgressBar(Callback):
     Args:
         refresh_per_second: how often the bar is drawn at most.
         every_n_seconds: time between two lines where the output is no terminal.
-        file: where to; None means `sys.stderr`, and `sys.stdout` in a notebook.
+        file: an open text file; None means `sys.stderr`, in a notebook `sys.stdout`.
     """
 
     looks_inside_blocks = False
@@ -50,7 +42,7 @@ class ProgressBar(Callback):
         self,
         refresh_per_second: float = 10.0,
         every_n_seconds: float = 30.0,
-        file: Output | None = None,
+        file: Any = None,
     ):
         check_number("refresh_per_second", refresh_per_second, above=0)
         check_number("every_n_seconds", every_n_seconds, above=0)
@@ -67,17 +59,15 @@ class ProgressBar(Callback):
         self._drawn: Mapping[str, Any] | None = None
         self._next = math.inf
         self._due = 0.0
-        self._fitting = False
 
     def setup(self, trainer: "Trainer") -> None:
         self._close()
-        self._out = self._find_output(trainer)
+        # Notebooks show stderr on red ground, as if something had failed.
+        file = self.file or (sys.stdout if in_notebook() else sys.stderr)
+        self._out = Outlet(file) if trainer.is_global_zero else None
         self._bar_type = _find_bar_type(self._out)
         drawn = 1 / self.refresh_per_second
         self._interval = self.every_n_seconds if self._bar_type is None else drawn
-
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        self._fitting = True
 
     def on_train_epoch_start(self, trainer: "Trainer") -> None:
         self._close()
@@ -98,10 +88,10 @@ class ProgressBar(Callback):
             self._show_training(trainer)
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        if not self._fitting:
+        is_fitting = trainer.run.is_fitting
+        if not is_fitting:
             self.setup(trainer)
-        self._train.pause()
-        total = trainer.run.num_val_batches if self._fitting else None
+        total = trainer.run.num_val_batches if is_fitting else None
         self._validation = _Pass("validating", total)
         self._open(self._validation)
         self._next = time.perf_counter() + self._interval
@@ -112,21 +102,18 @@ class ProgressBar(Callback):
             return
         self._next = now + self._interval
         self._validation.done = batch_idx + 1
-        if self._validation.bar is None:
-            self._print(self._validation.line(now))
-        else:
-            self._validation.draw("")
+        self._show(self._validation, now)
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        now = time.perf_counter()
         self._validation.close()
-        self._train.go_on()
-        self._next = time.perf_counter() + self._interval if self._fitting else math.inf
+        self._train.lost += now - self._validation.began
+        self._next = now + self._interval if trainer.run.is_fitting else math.inf
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         self._train.examples = trainer.run.examples_seen
-        seconds = self._train.seconds(now)
-        facts = [_clock(seconds), *self._train.rates(now)]
+        facts = [_clock(now - self._train.began), *self._train.rates(now)]
         facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
         facts += _notes(trainer)
         self._close()
@@ -139,7 +126,6 @@ class ProgressBar(Callback):
         self._close()
         self._metrics.clear()
         self._next = math.inf
-        self._fitting = False
 
     def _show_training(self, trainer: "Trainer") -> None:
         now = time.perf_counter()
@@ -163,18 +149,13 @@ class ProgressBar(Callback):
                 metrics, self._drawn = self._drawn or metrics, metrics
             facts.insert(0, f"loss {float(metrics['loss']):.3g}")
         facts += _notes(trainer)
+        self._show(run, now, facts)
+
+    def _show(self, run: "_Pass", now: float, facts: Sequence[str] = ()) -> None:
         if run.bar is None:
             self._print(run.line(now, facts))
         else:
             run.draw(", ".join(facts))
-
-    def _find_output(self, trainer: "Trainer") -> Outlet | None:
-        if not trainer.is_global_zero:
-            return None
-        if self.file is not None:
-            return Outlet(self.file)
-        # Notebooks show stderr on red ground, as if something had failed.
-        return Outlet(sys.stdout if in_notebook() else sys.stderr)
 
     def _open(self, run: "_Pass") -> None:
         if self._bar_type is None:
@@ -216,10 +197,8 @@ class _Pass:
         self.done = 0
         self.examples = 0
         self.first: tuple[int, int] | None = None
-        self._began = time.perf_counter()
-        self._start = self._began
-        self._paused: float | None = None
-        self._lost = 0.0
+        self.began = self._start = time.perf_counter()
+        self.lost = 0.0  # seconds of validations
 
     def start(self, now: float) -> None:
         self.first, self._start = (self.done, self.examples), now
@@ -227,26 +206,15 @@ class _Pass:
             self.bar.initial = self.done
             self.draw("")
 
-    def pause(self) -> None:
-        self._paused = time.perf_counter()
-
-    def go_on(self) -> None:
-        if self._paused is not None:
-            self._lost += time.perf_counter() - self._paused
-        self._paused = None
-
-    def seconds(self, now: float) -> float:
-        return now - self._began
-
     def rates(self, now: float) -> list[str]:
         """Batches and examples per second since the first step, validation left out."""
-        seconds = now - self._start - self._lost
+        seconds = now - self._start - self.lost
         if self.first is None or seconds <= 0 or self.done <= self.first[0]:
             return []
         batches, examples = self.done - self.first[0], self.examples - self.first[1]
         return [
-            f"{_rounded(batches / seconds)} batches/s",
-            f"{_rounded(examples / seconds)} examples/s",
+            f"{number(batches / seconds)} batches/s",
+            f"{number(examples / seconds)} examples/s",
         ]
 
     def draw(self, postfix: str) -> None:
@@ -254,12 +222,12 @@ class _Pass:
         self.bar.set_postfix_str(postfix, refresh=False)
         self.bar.refresh()
 
-    def line(self, now: float, facts: list[str] | None = None) -> str:
+    def line(self, now: float, facts: Sequence[str]) -> str:
         """What to print where no bar can be drawn."""
-        facts = list(facts or [])
+        facts = list(facts)
         first = 0 if self.first is None else self.first[0]
         if self.total and self.done > first:
-            seconds = now - self._start - self._lost
+            seconds = now - self._start - self.lost
             left = seconds / (self.done - first) * (self.total - self.done)
             facts.insert(0, f"{_clock(max(left, 0))} left")
             share = f"/{self.total} batches ({self.done / self.total:.0%})"
@@ -285,13 +253,11 @@ def _notes(trainer: "Trainer") -> list[str]:
 
 def _total(trainer: "Trainer") -> int | None:
     """Batches in this epoch, fewer when `max_steps` comes before its end."""
-    totals = []
-    if trainer.num_training_batches is not None:
-        totals.append(trainer.num_training_batches)
-    if trainer.max_steps is not None:
-        left = max(trainer.max_steps - trainer.global_step, 0)
-        totals.append(trainer.batch_idx + left)
-    return min(totals, default=None)
+    total, last = trainer.num_training_batches, trainer.max_steps
+    if last is None:
+        return total
+    left = trainer.batch_idx + max(last - trainer.global_step, 0)
+    return left if total is None else min(total, left)
 
 
 def _find_bar_type(out: Outlet | None) -> Any:
@@ -306,12 +272,6 @@ def _find_bar_type(out: Outlet | None) -> Any:
         return None
     # No monitor thread: there is none to fork, and nothing for it to do.
     return type("Bar", (tqdm,), {"monitor_interval": 0})
-
-
-def _rounded(rate: float) -> str:
-    """Three digits, as in 0.123, 12.3, 4210 and 81300."""
-    digits = 2 - math.floor(math.log10(rate)) if rate > 0 else 0
-    return f"{round(rate, digits):.{min(max(digits, 0), 3)}f}"
 
 
 def _clock(seconds: float) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -69,18 +69,11 @@ class StallWatch(Callback):
         self.path = None if path is None else Path(path)
         self._beat = time.monotonic()
         self._where = ""
-        self._watched = 0
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._onlooker: Onlooker | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._note(trainer)
-        self._watched = threading.get_ident()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="jaxdp StallWatch", daemon=True
-        )
-        self._thread.start()
+        self._onlooker = Onlooker("StallWatch", self._watch)
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
@@ -94,28 +87,26 @@ class StallWatch(Callback):
         self._note(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = None
+        if self._onlooker is not None:
+            self._onlooker.stop()
+        self._onlooker = None
 
     def _note(self, trainer: "Trainer") -> None:
         self._beat = time.monotonic()
         self._where = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
 
-    def _watch(self) -> None:
+    def _watch(self, onlooker: "Onlooker") -> None:
         reported = None
-        while not self._end.wait(min(self.timeout / 4, 1.0)):
+        while onlooker.sleep(min(self.timeout / 4, 1.0)):
             beat = self._beat
             if time.monotonic() - beat > self.timeout and beat != reported:
                 reported = beat
-                self._report()
+                self._report(onlooker.sees())
 
-    def _report(self) -> None:
-        frame = sys._current_frames().get(self._watched)
+    def _report(self, cause: str) -> None:
         text = (
             f"jaxdp: StallWatch: nothing has moved for {self.timeout:g} s, since"
-            f" {self._where}. The fit waits for {waits_for(frame)}.\n"
+            f" {self._where}. The fit waits for {cause}.\n"
         )
         if late := meetings.who_is_late():
             text += f"jaxdp: StallWatch: the others wait for {late}.\n"
@@ -139,6 +130,36 @@ class StallWatch(Callback):
         faulthandler.dump_traceback(descriptor, all_threads=True)
         if self.abort:
             os.write(descriptor, b"jaxdp: StallWatch: aborting.\n")
+
+
+class Onlooker:
+    """A thread that watches the one it was started by.
+
+    Args:
+        name: of the callback it belongs to.
+        watch: what it does, with this object as the argument.
+    """
+
+    def __init__(self, name: str, watch: Callable[["Onlooker"], None]):
+        self._watched = threading.get_ident()
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=watch, args=(self,), name=f"jaxdp {name}", daemon=True
+        )
+        self._thread.start()
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits, and says whether to go on."""
+        return not self._end.wait(seconds)
+
+    def sees(self) -> str:
+        """What the other thread waits for."""
+        return waits_for(sys._current_frames().get(self._watched))
+
+    def stop(self) -> None:
+        """Ends it, and waits until it has."""
+        self._end.set()
+        self._thread.join()
 
 
 def waits_for(frame: FrameType | None) -> str:

@@ -18,7 +18,7 @@ from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ProgressBar
 from jaxdp.callbacks import progress_bar as progress_module
 from jaxdp.callbacks.monitor import LAG
-from jaxdp.callbacks.progress_bar import _clock, _rounded
+from jaxdp.callbacks.progress_bar import _clock
 
 
 class Terminal(io.StringIO):
@@ -82,10 +82,10 @@ def test_a_terminal_sees_where_the_epoch_is(clock):
     assert "epoch 1/2 |" in lines[0] and " 0/12 [" in lines[0]
     last = [line for line in lines if line.startswith("epoch 1/2 |")][-1]
     assert " 12/12 [" in last
-    assert "1.00 batches/s, 8.00 examples/s]" in last
+    assert "1 batches/s, 8 examples/s]" in last
     summary = [line for line in lines if line.startswith("epoch 2/2:")]
     assert summary == [
-        "epoch 2/2: 0:14, 1.00 batches/s, 8.00 examples/s,"
+        "epoch 2/2: 0:14, 1 batches/s, 8 examples/s,"
         f" loss {history['loss'][1]:.4g}, accuracy {history['accuracy'][1]:.4g},"
         f" val_loss {history['val_loss'][1]:.4g},"
         f" val_accuracy {history['val_accuracy'][1]:.4g}"
@@ -156,14 +156,12 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     lines = out.getvalue().splitlines()
     assert re.fullmatch(
         r"epoch 1/1: 11/25 batches \(44%\), 0:14 left, loss [\d.]+,"
-        r" 1.00 batches/s, 8.00 examples/s",
+        r" 1 batches/s, 8 examples/s",
         lines[0],
     )
     assert lines[1].startswith("epoch 1/1: 21/25 batches (84%), 4.0 s left, loss ")
     assert lines[2].startswith("validating: ")
-    assert re.fullmatch(
-        r"epoch 1/1: 0:41, 1.00 batches/s, .* val_loss [\d.]+", lines[-1]
-    )
+    assert re.fullmatch(r"epoch 1/1: 0:41, 1 batches/s, .* val_loss [\d.]+", lines[-1])
     assert len(lines) == 4
 
 
@@ -252,7 +250,7 @@ bar = ProgressBar(file=out)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
     num_training_batches=3, global_step=0, callbacks=[bar],
-    run=SimpleNamespace(num_val_batches=None, examples_seen=8),
+    run=SimpleNamespace(num_val_batches=None, examples_seen=8, is_fitting=True),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)
@@ -280,11 +278,7 @@ def test_no_thread_is_left_behind(clock):
     assert not any("TMonitor" in type(thread).__name__ for thread in new)
 
 
-def test_rates_and_times_are_short():
-    rates = [0.01234, 0.5, 12.345, 999.6, 12345.0, 0.0]
-    assert [_rounded(rate) for rate in rates] == [
-        *("0.012", "0.500", "12.3", "1000", "12300", "0"),
-    ]
+def test_times_are_short():
     assert [_clock(s) for s in (0.04, 9.96, 75.0, 3661.0)] == [
         *("0.0 s", "10.0 s", "1:15", "1:01:01"),
     ]
