@@ -8,12 +8,12 @@ import importlib
 import importlib.metadata
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 
 def installed() -> dict[str, str]:
@@ -21,10 +21,10 @@ def installed() -> dict[str, str]:
 
     Whether or not all is there that they need.
     """
-    found = {"GPU": f"jax-cuda{_cuda()}-plugin", "TPU": "libtpu"}
+    packages = {"GPU": f"jax-cuda{_cuda()}-plugin", "TPU": "libtpu"}
     return {
         what: f"{package} {_version(package)}"
-        for what, package in found.items()
+        for what, package in packages.items()
         if _version(package)
     }
 
@@ -38,40 +38,28 @@ def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
         shape: how many slices, hosts of each and GPUs of each, `"1x128x8"`.
 
     Raises:
-        ImportError: if the compiler is not installed, is not of JAX's version or does
-            not start.
+        ImportError: if the compiler is not installed or does not start.
     """
     cuda = _cuda()
-    nvcc = "nvidia-cuda-nvcc" + ("" if cuda == "13" else "-cu12")
     packages = [f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"]
-    needed = packages if _has_ptxas() else [*packages, nvcc]
-    _check_there(name, "GPU", needed)
-    jaxlib = importlib.metadata.version("jaxlib")
-    others = [each for each in packages if not _is_same(_version(each), jaxlib)]
-    if others:
-        raise ImportError(
-            f"`topology`={name!r}: JAX's GPU compiler must be of jaxlib's version,"
-            f" {jaxlib}, and there is "
-            + " and ".join(f"{each} {_version(each)}" for each in others)
-            + ". Install that: pip install "
-            + " ".join(f"{each}=={jaxlib}" for each in packages)
-            + "."
-        )
-    _settle()
-    from jax.experimental import topologies
+    if not _has_ptxas():
+        packages.append("nvidia-cuda-nvcc" + ("-cu12" if cuda == "12" else ""))
+    _check_there(name, "GPU", packages)
 
+    jax.devices()  # JAX chooses what it computes on without this compiler
     options = {"platform": "cuda", "target_config": target, "topology": shape}
     try:
         try:
             found = topologies.get_topology_desc(**options)
         except NotImplementedError:
-            _register(cuda)
+            # JAX's plugin looks for CUDA's libraries when JAX starts, and does not
+            # register without them, though to compile takes none.
+            plugin = importlib.import_module(f"jax_plugins.xla_cuda{cuda}")
+            with _environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
+                plugin.initialize()
             found = topologies.get_topology_desc(**options)
     except Exception as error:
-        raise ImportError(
-            f"`topology`={name!r}: the GPU compiler is installed ({packages[0]}"
-            f" {_version(packages[0])}) and does not start: {_line(error)}"
-        ) from error
+        raise _not_starting(name, "GPU", packages[:2], error) from error
     return tuple(found.devices)
 
 
@@ -88,14 +76,13 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
         ValueError: if it knows no such slice.
     """
     _check_there(name, "TPU", ["libtpu"])
-    _settle()
-    from jax.experimental import topologies
     from jaxlib import xla_client
 
+    jax.devices()  # as for GPUs
     written = "x".join(map(str, shape))
     # A host has 2x2 chips, if the slice has as many.
-    chips = math.prod(shape)
-    host = {"chips_per_host_bounds": (*shape, 1)[:3]} if chips < 4 else {}
+    is_small = math.prod(shape) < 4
+    host = {"chips_per_host_bounds": (*shape, 1)[:3]} if is_small else {}
     try:
         # Read while the library starts. It would look for TPUs, ask Google's metadata
         # server, which answers on Google's machines only, write files of its log, and
@@ -116,37 +103,8 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
                 f"`topology`={name!r}: the TPU compiler knows no {kind} slice of shape"
                 f" {written}: {_line(error)}"
             ) from error
-        there, wanted = _version("libtpu"), libtpu_wanted()
-        made_for = f"; this JAX is made for libtpu {wanted}" if wanted else ""
-        raise ImportError(
-            f"`topology`={name!r}: the TPU compiler is installed (libtpu {there}"
-            f"{made_for}) and does not start: {_line(error)}"
-        ) from error
+        raise _not_starting(name, "TPU", ["libtpu"], error) from error
     return tuple(found.devices)
-
-
-def libtpu_wanted() -> str:
-    """The versions of libtpu that this JAX is made for, `"0.0.42.*"`, if it says so."""
-    for requirement in importlib.metadata.requires("jax") or ():
-        if found := re.match(r"libtpu *==([\w.*]+)", requirement):
-            return found[1]
-    return ""
-
-
-def _register(cuda: str) -> None:
-    """Makes the GPU compiler known to JAX where there is no driver.
-
-    JAX's plugin looks for CUDA's libraries when JAX starts, and does not register
-    without them, though to compile takes none.
-    """
-    plugin = importlib.import_module(f"jax_plugins.xla_cuda{cuda}")
-    with _environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
-        plugin.initialize()
-
-
-def _settle() -> None:
-    """Has JAX choose what it computes on, as it would without a compiler from here."""
-    jax.devices()
 
 
 @contextlib.contextmanager
@@ -164,14 +122,27 @@ def _environment(**variables: str) -> Iterator[None]:
 def _check_there(name: str, what: str, packages: list[str]) -> None:
     missing = [package for package in packages if _version(package) is None]
     if missing:
-        # The extra has the compiler of CUDA 12.
-        is_other = what == "GPU" and _cuda() != "12"
-        remedy = " ".join(missing) if is_other else "'jaxdp[plan]'"
         raise ImportError(
-            f"`topology`={name!r} needs the {what} compiler, and"
-            f" {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
-            f" installed; no such device is needed. Install it: pip install {remedy}."
+            f"`topology`={name!r} needs the {what} compiler, which is not installed"
+            f" whole; missing: {', '.join(missing)}. No such device is needed. Install"
+            f" it: {_remedy(what, missing)}."
         )
+
+
+def _not_starting(
+    name: str, what: str, packages: list[str], error: Exception
+) -> ImportError:
+    there = ", ".join(f"{each} {_version(each)}" for each in (*packages, "jaxlib"))
+    return ImportError(
+        f"`topology`={name!r}: the {what} compiler is installed ({there}) and does not"
+        f" start: {_line(error)} If it was made for another jaxlib, run"
+        f" {_remedy(what, packages)} --upgrade."
+    )
+
+
+def _remedy(what: str, packages: list[str]) -> str:
+    is_in_extra = what == "TPU" or _cuda() == "12"
+    return "pip install " + ("'jaxdp[plan]'" if is_in_extra else " ".join(packages))
 
 
 def _cuda() -> str:
@@ -189,17 +160,7 @@ def _version(package: str) -> str | None:
 
 def _has_ptxas() -> bool:
     """Whether CUDA is installed apart from Python, where XLA looks for it."""
-    return (
-        shutil.which("ptxas") is not None
-        or os.path.exists("/usr/local/cuda/bin/ptxas")
-        or "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", "")
-    )
-
-
-def _is_same(version: str | None, other: str) -> bool:
-    """Whether JAX takes two versions for the same: by their numbers."""
-    numbers = [re.match(r"[\d.]*", each or "") for each in (version, other)]
-    return len({found and found[0].rstrip(".") for found in numbers}) == 1
+    return bool(shutil.which("ptxas")) or os.path.exists("/usr/local/cuda/bin/ptxas")
 
 
 def _line(error: Exception) -> str:

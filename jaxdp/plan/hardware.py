@@ -10,6 +10,7 @@ losses and optimizers, often closures that no pickle takes, stay where they are.
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from .device_compilers import gpu_devices, tpu_devices
@@ -59,28 +60,34 @@ HARDWARE: Final = {
     )
 }
 
-_KINDS: Final = (
-    ("a100", "a100"),
-    ("h100", "h100"),
-    ("h200", "h200"),
-    ("tpu v4", "v4"),
-    ("tpu v5 lite", "v5e"),
-    ("tpu v5e", "v5e"),
-    ("tpu v5p", "v5p"),
-    ("tpu v5", "v5p"),
-    ("tpu v6", "v6e"),
-)
-"""Parts of `device.device_kind`, in lower case."""
+_KINDS: Final = {
+    **{name: name for name in ("a100", "h100", "h200")},
+    **{f"tpu {name}": name for name in ("v4", "v5e", "v5p")},
+    "tpu v5 lite": "v5e",
+    "tpu v5": "v5p",
+    "tpu v6": "v6e",
+}
+"""Profiles by parts of `device.device_kind`, in lower case; the first that fits."""
 
 
-class StandIns(NamedTuple):
+class Devices(NamedTuple):
     """Devices to compile for."""
 
     devices: tuple[Any, ...]
     name: str
-    """For people: `"1024 x h100"`."""
+    """For people: `"1024 x H100"`."""
     platform: str
+    """`"cpu"`, `"gpu"` or `"tpu"`."""
     hardware: Hardware | None
+    are_here: bool = False
+
+
+def here(devices: Sequence[Any]) -> Devices:
+    """Devices that programs run on."""
+    first = devices[0]
+    platform = "gpu" if first.platform in ("cuda", "rocm") else first.platform
+    name = f"{len(devices)} x {first.device_kind}"
+    return Devices(tuple(devices), name, platform, hardware_of(first), are_here=True)
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
@@ -98,14 +105,17 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 def hardware_of(device: Any) -> Hardware | None:
     """The profile of a device that is here, if it is a known one."""
     kind = device.device_kind.lower()
-    for part, name in _KINDS:
-        if part in kind:
-            return HARDWARE[name]
-    return None
+    found = (HARDWARE[name] for part, name in _KINDS.items() if part in kind)
+    return next(found, None)
+
+
+def memory_of(device: Any) -> int | None:
+    """Bytes that a device that is here gives a program, or None if it does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 @functools.lru_cache(maxsize=8)
-def faked(count: int) -> StandIns:
+def faked(count: int) -> Devices:
     """So many CPU devices, whatever this process was started with."""
     if not 1 <= count <= MOST_FAKED:
         raise ValueError(
@@ -116,52 +126,48 @@ def faked(count: int) -> StandIns:
     from jaxlib import xla_client
 
     client = xla_client.make_cpu_client(num_devices=count)
-    return StandIns(tuple(client.devices()), f"{count} x CPU, faked", "cpu", None)
+    return Devices(tuple(client.devices()), f"{count} x CPU, faked", "cpu", None)
 
 
 @functools.lru_cache(maxsize=8)
-def topology(name: str) -> StandIns:
+def topology(name: str, count: int | None = None) -> Devices:
     """The devices of a GPU cluster or TPU slice, without any of them.
 
     Args:
         name: `"h100x1024"`: so many GPUs, in nodes of 8. `"v5p-2048"`, `"v5e-256"`: a
             TPU slice as Google names it (v5p counts cores, two per chip and device; the
             others chips). `"v5e:4x8"`: its shape in chips.
+        count: so many devices instead.
 
     Raises:
         ValueError: for other names.
         ImportError: if the compiler is not installed, or does not start.
     """
-    text = name.lower().replace("v5litepod", "v5e")
-    if match := re.fullmatch(r"([a-z]+\d+)x(\d+)", text):
-        kind, count = match[1], int(match[2])
-        if kind in _GPUS and count >= 1:
-            return _gpus(name, kind, count)
-    elif match := re.fullmatch(r"(v5e|v5p|v6e)-(\d+)", text):
-        kind, count = match[1], int(match[2])
-        chips = count // 2 if kind == "v5p" else count
-        return _tpus(name, kind, slice_shape(kind, chips, name))
-    elif match := re.fullmatch(r"(v5e|v5p|v6e):(\d+(?:x\d+){1,2})", text):
-        return _tpus(name, match[1], tuple(map(int, match[2].split("x"))))
-    raise ValueError(
-        f"`topology`={name!r} is not known: GPUs are written"
-        f" {', '.join(f'{kind}xN' for kind in _GPUS)}, TPU slices v5e-N, v5p-N, v6e-N,"
-        " or by their shape in chips, v5e:4x8."
-    )
+    match = _NAME.fullmatch(name.lower().replace("v5litepod", "v5e"))
+    if match is None:
+        raise ValueError(
+            f"`topology`={name!r} is not known: GPUs are written"
+            f" {', '.join(f'{kind}xN' for kind in _GPUS)}, TPU slices v5e-N, v5p-N,"
+            " v6e-N, or by their shape in chips, v5e:4x8."
+        )
+    gpu, gpus, tpu, number, lengths = match.groups()
 
+    if gpu:
+        count = count or int(gpus)
+        per_node = math.gcd(count, 8) if count > 8 else count
+        shape = f"1x{count // per_node}x{per_node}"
+        target = _TARGET.format(
+            *_GPUS[gpu], bandwidth=int(HARDWARE[gpu].memory_bandwidth)
+        )
+        devices = gpu_devices(name, target, shape)
+        return Devices(devices, f"{count} x {gpu.upper()}", "gpu", HARDWARE[gpu])
 
-def resized(name: str, count: int) -> str:
-    """The name of the same topology with so many devices."""
-    text = name.lower().replace("v5litepod", "v5e")
-    if match := re.fullmatch(r"([a-z]+\d+)x\d+", text):
-        return f"{match[1]}x{count}"
-    kind = re.split("[-:]", text)[0]
-    if kind == "v5p" and count < 4:
-        # A v5p slice has four chips or more; nothing smaller can be rented.
-        return f"v5p:{count}x1x1"
-    if kind in ("v5e", "v6e") and count in (1, 2):
-        return f"{kind}:1x{count}"
-    return f"{kind}-{count * 2 if kind == 'v5p' else count}"
+    shape = tuple(map(int, lengths.split("x"))) if lengths else ()
+    if not lengths or count not in (None, math.prod(shape)):
+        chips = count or int(number) // (2 if tpu == "v5p" else 1)
+        shape = slice_shape(tpu, chips, name)
+    devices = tpu_devices(name, tpu, shape)
+    return Devices(devices, f"{len(devices)} x TPU {tpu}", "tpu", HARDWARE[tpu])
 
 
 def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
@@ -171,90 +177,50 @@ def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
     """
     dims = 3 if kind == "v5p" else 2
     power = chips.bit_length() - 1
-    if chips < 4 and not (dims == 2 and chips == 1) or chips != 1 << power:
+    if not chips or chips != 1 << power:
         raise ValueError(
-            f"`topology`={name!r} has {chips} chips; slices named by a number have 4,"
-            f" 8, 16, ... of them. Name another by its shape: {kind}:"
+            f"`topology`={name!r} has {chips} chips; slices named by a number have a"
+            f" power of 2. Name another by its shape: {kind}:"
             + ("2x2x3." if dims == 3 else "4x6.")
         )
-    if dims == 3 and chips == 4:
-        return (2, 2, 1)
-    lengths = [power // dims + (place >= dims - power % dims) for place in range(dims)]
-    return tuple(1 << length for length in lengths)
-
-
-def _tpus(name: str, kind: str, shape: tuple[int, ...]) -> StandIns:
-    devices = tpu_devices(name, kind, shape)
-    return StandIns(devices, f"{len(devices)} x TPU {kind}", "tpu", HARDWARE[kind])
-
-
-def _gpus(name: str, kind: str, count: int) -> StandIns:
-    per_node = math.gcd(count, 8) if count > 8 else count
-    shape = f"1x{count // per_node}x{per_node}"
-    devices = gpu_devices(name, _target(kind), shape)
-    return StandIns(devices, f"{count} x {kind.upper()}", "gpu", HARDWARE[kind])
-
-
-class _Gpu(NamedTuple):
-    """What XLA's GPU compiler asks about a chip."""
-
-    capability: tuple[int, int]
-    cores: int
-    fpus_per_core: int
-    shared_memory_per_core: int
-    l2_cache: int
-    clock_ghz: float
-    memory: int
-    description: str
+    lengths = [1 << (power // dims + (i >= dims - power % dims)) for i in range(dims)]
+    return tuple(sorted(lengths, reverse=dims == 3 and chips < 8))
 
 
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities for the
 # limits of a capability; NVIDIA's architecture papers for cores, caches and clocks.
 _GPUS: Final = {
-    "a100": _Gpu(
-        (8, 0), 108, 64, 167936, 41943040, 1.41, 85094825984, "A100-SXM4-80GB"
+    "a100": (8, 108, 64, 167936, 166912, 41943040, 1.41, 85094825984, "A100-SXM4-80GB"),
+    "h100": (
+        9,
+        132,
+        128,
+        233472,
+        232448,
+        52428800,
+        1.98,
+        84929347584,
+        "H100 80GB HBM3",
     ),
-    "h100": _Gpu(
-        (9, 0), 132, 128, 233472, 52428800, 1.98, 84929347584, "H100 80GB HBM3"
-    ),
-    "h200": _Gpu((9, 0), 132, 128, 233472, 52428800, 1.98, 150754820096, "H200"),
+    "h200": (9, 132, 128, 233472, 232448, 52428800, 1.98, 150754820096, "H200"),
 }
+_TARGET: Final = """\
+gpu_device_info {{
+  cuda_compute_capability {{ major: {0} minor: 0 }}
+  core_count: {1} fpus_per_core: {2}
+  shared_memory_per_core: {3} shared_memory_per_block_optin: {4}
+  l2_cache_size: {5} clock_rate_ghz: {6}
+  device_memory_size: {7} memory_bandwidth: {bandwidth}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" device_description_str: "NVIDIA {8}"
+dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 9 }}
+"""
+"""XLA's GpuTargetConfigProto as text: what its compiler asks about a GPU."""
 
-
-def _target(kind: str) -> str:
-    """XLA's GpuTargetConfigProto as text."""
-    gpu = _GPUS[kind]
-    major, minor = gpu.capability
-    info = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 49152,
-        "shared_memory_per_core": gpu.shared_memory_per_core,
-        "shared_memory_per_block_optin": gpu.shared_memory_per_core - 1024,
-        "threads_per_core_limit": 2048,
-        "core_count": gpu.cores,
-        "fpus_per_core": gpu.fpus_per_core,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "memory_bandwidth": int(HARDWARE[kind].memory_bandwidth),
-        "l2_cache_size": gpu.l2_cache,
-        "clock_rate_ghz": gpu.clock_ghz,
-        "device_memory_size": gpu.memory,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-    }
-    fields = " ".join(f"{key}: {value}" for key, value in info.items())
-    return (
-        f"gpu_device_info {{ {fields}"
-        f" cuda_compute_capability {{ major: {major} minor: {minor} }} }}"
-        ' platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 }'
-        " runtime_version { major: 12 minor: 9 }"
-        f' device_description_str: "NVIDIA {gpu.description}"'
-    )
-
-
-def memory_of(device: Any) -> int | None:
-    """Bytes that a device that is here gives a program, or None if it does not say."""
-    stats = getattr(device, "memory_stats", lambda: None)()
-    return None if not stats else stats.get("bytes_limit")
+_NAME: Final = re.compile(
+    rf"({'|'.join(_GPUS)})x([1-9]\d*)|(v5e|v5p|v6e)(?:-([1-9]\d*)|:(\d+(?:x\d+){{1,2}}))"
+)

@@ -12,7 +12,7 @@ import numpy as np
 from ..basics.arguments import check_number
 from ..step import Batch
 from . import hardware as devices_of
-from .hardware import Hardware, StandIns
+from .hardware import Devices, Hardware
 from .plan import Plan
 from .reading import Reading, estimate
 
@@ -38,18 +38,15 @@ class Planner:
         topology: str | None = None,
         hardware: str | Hardware | None = None,
     ):
+        mesh = getattr(strategy, "mesh", None)
+        own = [getattr(strategy, "device", None)] if mesh is None else mesh.devices.flat
+        self.here = devices_of.here([device or jax.devices()[0] for device in own])
         self.devices_per_host: int | None = None
         self.engine_on = engine_on
         self.strategy = strategy
         self.window = [_zeros(batch) for batch in window]
         self.topology = topology
         self.hardware = None if hardware is None else devices_of.find_hardware(hardware)
-        here = getattr(strategy, "mesh", None)
-        self.here = (
-            list(np.ravel(here.devices))
-            if here is not None
-            else [getattr(strategy, "device", jax.devices()[0])]
-        )
 
     def spread(self, num_devices: int | None, hosts: int) -> None:
         """From now on there are as many devices on each host as `hosts` leave of these.
@@ -58,7 +55,7 @@ class Planner:
             num_devices: those of the strategy by default.
             hosts: how many.
         """
-        count = len(self.here) if num_devices is None else num_devices
+        count = num_devices or len(self.here.devices)
         if count % hosts:
             raise ValueError(
                 f"`hosts`={hosts} does not divide the {count} devices; each host has as"
@@ -66,28 +63,24 @@ class Planner:
             )
         self.devices_per_host = count // hosts
 
-    def num_shards(self, num_devices: int | None) -> int:
+    def num_shards(self, num_devices: int) -> int:
         """Into how many parts so many devices split the rows."""
-        if num_devices is None or num_devices == len(self.here):
-            return self.strategy.num_shards
-        stand_ins = self._stand_ins(num_devices)
-        assert stand_ins is not None
-        return self.strategy.on(stand_ins.devices).num_shards
+        return self._strategy_on(self._devices(num_devices)).num_shards
 
     def limit(self, memory: int | float | None) -> int:
         """Bytes that a program may take."""
         if memory is None:
-            found = self.topology is None and devices_of.memory_of(self.here[0])
-            profile = self._profile(self._stand_ins(None))
-            if not found and profile is not None:
-                found = profile.memory
-            if not found:
+            found = self._devices(None)
+            profile = self.hardware or found.hardware
+            has = found.are_here and devices_of.memory_of(found.devices[0])
+            has = has or profile and profile.memory
+            if not has:
                 raise ValueError(
                     "`memory` is needed: this device does not say how much it has. Pass"
                     " the bytes that one device may use, memory=80e9 say, or plan with"
                     " `hardware` or `topology`."
                 )
-            memory = 0.9 * found
+            memory = 0.9 * has
         check_number("memory", memory, above=0, below=math.inf, or_else=", in bytes")
         return int(memory)
 
@@ -98,10 +91,8 @@ class Planner:
             num_devices: how many; those of the strategy or the topology by default.
             rows: of each batch, instead of those that the loader gave.
         """
-        stand_ins = self._stand_ins(num_devices)
-        strategy = copy.copy(self.strategy)
-        if stand_ins is not None:
-            strategy = strategy.on(stand_ins.devices)
+        devices = self._devices(num_devices)
+        strategy = self._strategy_on(devices)
         window = self.window
         if rows is not None:
             window = [_zeros(batch, rows) for batch in window]
@@ -122,35 +113,23 @@ class Planner:
                 " Return what `build` returns."
             )
 
-        devices = self.here if stand_ins is None else list(stand_ins.devices)
-        hosts = _hosts(devices, self._devices_on_a_host(stand_ins))
-        profile = self._profile(stand_ins)
-        return _planned(engine, devices, hosts, profile, stand_ins, self)
+        each = self.devices_per_host
+        is_faked = not devices.are_here and self.topology is None
+        if each is None and is_faked and jax.process_count() > 1:
+            each = jax.local_device_count()
+        hosts = _hosts(devices.devices, each)
+        return _planned(engine, devices, hosts, self.hardware or devices.hardware, self)
 
-    def _devices_on_a_host(self, stand_ins: StandIns | None) -> int | None:
-        """None if the devices say themselves on which host they are."""
-        is_faked = stand_ins is not None and self.topology is None
-        if self.devices_per_host is None and is_faked and jax.process_count() > 1:
-            return jax.local_device_count()
-        return self.devices_per_host
-
-    def _stand_ins(self, count: int | None) -> StandIns | None:
-        """None for the devices that are here."""
+    def _devices(self, count: int | None) -> Devices:
         if self.topology is not None:
-            found = devices_of.topology(self.topology)
-            if count is None or count == len(found.devices):
-                return found
-            return devices_of.topology(devices_of.resized(self.topology, count))
-        if count is None or count == len(self.here):
-            return None
+            return devices_of.topology(self.topology, count)
+        if count is None or count == len(self.here.devices):
+            return self.here
         return devices_of.faked(count)
 
-    def _profile(self, stand_ins: StandIns | None) -> Hardware | None:
-        if self.hardware is not None:
-            return self.hardware
-        if stand_ins is not None:
-            return stand_ins.hardware
-        return devices_of.hardware_of(self.here[0])
+    def _strategy_on(self, devices: Devices) -> Any:
+        strategy = copy.copy(self.strategy)
+        return strategy if devices.are_here else strategy.on(devices.devices)
 
 
 def of_running(engine: Any) -> Plan | None:
@@ -169,44 +148,37 @@ def of_running(engine: Any) -> Plan | None:
         return None
     mesh = getattr(engine.strategy, "mesh", None)
     held = engine.held.shapes().step.sharding.device_set
-    here = list(held if mesh is None else mesh.devices.flat)
-    return _planned(engine, here, _hosts(here), devices_of.hardware_of(here[0]))
+    devices = devices_of.here(list(held if mesh is None else mesh.devices.flat))
+    return _planned(engine, devices, _hosts(devices.devices), devices.hardware)
 
 
 def _planned(
     engine: Any,
-    devices: Sequence[Any],
+    devices: Devices,
     hosts: Sequence[int],
     profile: Hardware | None,
-    stand_ins: StandIns | None = None,
     planner: Planner | None = None,
 ) -> Plan:
-    """What an engine's train step says.
+    """What the train step says that an engine has compiled.
 
     Args:
-        engine: one that has compiled it.
+        engine: with the step.
         devices: those that it is compiled for, in the mesh's order.
         hosts: the number of the host of each.
         profile: what the devices can do, if it is known.
-        stand_ins: what the devices are, if they are not here.
         planner: whose plan it is.
     """
-    runs, count = engine.programs.of_training(), len(devices)
+    runs, count = engine.programs.of_training(), len(hosts)
     reading = Reading(
         engine.held.shapes(), engine.held.places(), engine.strategy, hosts, runs
     )
-    name = f"{count} x {devices[0].device_kind}"
-    platform = devices[0].platform
-    platform = "gpu" if platform in ("cuda", "rocm") else platform
-    if stand_ins is not None:
-        name, platform = stand_ins.name, stand_ins.platform
-
-    traced, compiled = reading.flops, _compiled_flops(runs.compiled)
-    operations = compiled or 0 if traced is None else traced / count
+    traced = reading.flops
+    compiled = (runs.compiled.cost_analysis() or {}).get("flops", 0)
+    operations = compiled if traced is None else traced / count
     return Plan(
         planner=planner,
-        device=name,
-        platform=platform,
+        device=devices.name,
+        platform=devices.platform,
         num_devices=count,
         num_hosts=len(set(hosts)),
         mesh=reading.mesh,
@@ -216,7 +188,7 @@ def _planned(
         steps=reading.steps,
         memory=reading.memory(),
         flops=traced,
-        flops_compiled=compiled,
+        flops_compiled=float(compiled) if compiled > 0 else None,
         bubble=engine.strategy.bubble,
         traffic=reading.traffic,
         leaves=tuple(reading.leaves),
@@ -226,16 +198,17 @@ def _planned(
         estimate=profile and estimate(profile, reading, operations),
         trace_seconds=runs.built and runs.built.trace_seconds,
         compile_seconds=runs.built.compile_seconds if runs.built else runs.seconds,
-        notes=_notes(reading, platform, stand_ins, profile),
+        notes=_notes(reading, devices, profile),
     )
 
 
 def _notes(
-    reading: Reading,
-    platform: str,
-    stand_ins: StandIns | None,
-    profile: Hardware | None,
+    reading: Reading, devices: Devices, profile: Hardware | None
 ) -> dict[str, list[str]]:
+    """What of a plan is exact, what indicative and what not known."""
+    not_here = "" if devices.are_here else devices.platform
+    loops = len(reading.program.unknown_loops)
+
     exact = [
         "bytes of parameters, optimizer state, batch and all other leaves, per device,"
         " from their shapes and layout",
@@ -243,20 +216,20 @@ def _notes(
         " out; allocators add fragmentation and libraries their workspaces",
         "which inputs are overwritten, and every collective of the compiled program",
     ]
-    indicative, unknown = [], []
     if reading.flops is not None:
         exact.append("matrix operations, of products and convolutions as traced")
-    indicative.append(
+
+    indicative = [
         "compiled operations: the compiler counts the bodies of loops once, and what"
         " libraries compute perhaps not at all"
-    )
-    if stand_ins is not None and platform == "cpu":
+    ]
+    if not_here == "cpu":
         indicative.append(
             "temporary memory and collectives are those of XLA's CPU compiler. GPU and"
             " TPU compilers fuse more, and turn an all-reduce of which a part is used"
             " into a reduce-scatter, which the CPU's never does: plan with `topology`"
         )
-    if platform == "gpu" and stand_ins is not None:
+    if not_here == "gpu":
         indicative.append(
             "without a GPU the compiler can't try kernels out, nor ask cuDNN and cuBLAS"
             " for their workspaces"
@@ -267,19 +240,16 @@ def _notes(
             " bandwidth: real steps reach 30 to 60 % of peaks. Efficiency counts no"
             " latency and no slow neighbour"
         )
-    else:
+
+    unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
+    if profile is None:
+        unknown.append("time: pass the hardware, as hardware='h100'")
+    if loops:
         unknown.append(
-            "time: no hardware profile for these devices; pass hardware="
-            + " or ".join(repr(name) for name in ("h100", "v5e"))
-        )
-    if reading.program.unknown_loops:
-        unknown.append(
-            f"how often {len(reading.program.unknown_loops)} loops with collectives"
-            " run; these are counted once"
+            f"how often {loops} loops with collectives run; these are counted once"
         )
     if any(each.axes is None for each in reading.traffic):
         unknown.append("the mesh axes of collectives between other groups of devices")
-    unknown.append("memory of the program itself, of collectives' libraries and of JAX")
     return {"exact": exact, "indicative": indicative, "unknown": unknown}
 
 
@@ -287,9 +257,8 @@ def _hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:
     """The host of each device: as it says itself, or so many to each, in order."""
     if each is not None:
         return [place // each for place in range(len(devices))]
-    indices = [getattr(device, "process_index", 0) for device in devices]
-    numbers = {index: number for number, index in enumerate(sorted(set(indices)))}
-    return [numbers[index] for index in indices]
+    indices = [device.process_index for device in devices]
+    return np.unique(indices, return_inverse=True)[1].tolist()
 
 
 def _zeros(batch: Batch, rows: int | None = None) -> Batch:
@@ -300,15 +269,3 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
         return np.broadcast_to(np.zeros((), leaf.dtype), shape)
 
     return jax.tree.map(zeros, batch)
-
-
-def _compiled_flops(compiled: Any) -> float | None:
-    """Operations by XLA's cost analysis, where a backend has one."""
-    try:
-        costs = compiled.cost_analysis()
-    except Exception:  # Not all backends have it, and each says so in its own way.
-        return None
-    if isinstance(costs, list):
-        costs = costs[0] if costs else {}
-    value = (costs or {}).get("flops")
-    return None if value is None or value <= 0 else float(value)

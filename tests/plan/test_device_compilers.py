@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from jaxdp.cli import doctor
 from jaxdp.plan import device_compilers
-from jaxdp.plan.hardware import resized, topology
+from jaxdp.plan.hardware import topology
 
 JAXLIB = importlib.metadata.version("jaxlib")
 WHOLE = {
@@ -38,7 +38,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 @pytest.fixture
 def packages(monkeypatch):
     """What is installed, by name and version."""
-    found = dict(WHOLE)
+    found = WHOLE | {"jaxlib": JAXLIB}
     monkeypatch.setattr(device_compilers, "_version", found.get)
     monkeypatch.setattr(device_compilers, "_has_ptxas", lambda: False)
     return found
@@ -92,7 +92,11 @@ def test_a_compiler_that_does_not_start_is_not_to_be_installed_again(
         raise RuntimeError("a library is broken.\nThe rest of it")
 
     cuda_plugin.initialize = initialize
-    with pytest.raises(ImportError, match=r"does not start: a library is broken\.$"):
+    packages["jax-cuda12-pjrt"] = "0.4.1"
+    with pytest.raises(
+        ImportError,
+        match=rf"jax-cuda12-pjrt 0\.4\.1, jaxlib {JAXLIB}\).*start: a library is broken\.",
+    ):
         device_compilers.gpu_devices("h100x8", "", "1x1x8")
 
 
@@ -120,32 +124,16 @@ def test_ptxas_of_another_cuda_will_do(packages, cuda_plugin, monkeypatch):
     assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
 
 
-def test_a_gpu_compiler_of_another_version_is_named(packages):
-    packages["jax-cuda12-pjrt"] = "0.4.1"
-    with pytest.raises(
-        ImportError,
-        match=rf"jaxlib's version, {JAXLIB}, and there is jax-cuda12-pjrt 0\.4\.1\."
-        rf".*jax-cuda12-plugin=={JAXLIB} jax-cuda12-pjrt=={JAXLIB}\.$",
-    ):
-        topology("a100x64")
-
-
-def test_versions_that_differ_in_how_they_were_built_are_the_same():
-    assert device_compilers._is_same("0.10.2", "0.10.2")
-    assert device_compilers._is_same("0.10.2.dev1+abc", "0.10.2")
-    assert not device_compilers._is_same("0.10.1", "0.10.2")
-    assert not device_compilers._is_same("0.10.21", "0.10.2")
-
-
 def test_the_newest_cuda_of_jax_is_taken(packages):
     packages["jax-cuda13-plugin"] = JAXLIB
     with pytest.raises(ImportError) as error:
         topology("h200x64")
-    assert "jax-cuda13-pjrt and nvidia-cuda-nvcc are not installed" in str(error.value)
     assert str(error.value).endswith("pip install jax-cuda13-pjrt nvidia-cuda-nvcc.")
 
 
-def test_a_tpu_compiler_that_does_not_start_says_what_jax_wants(packages, monkeypatch):
+def test_a_tpu_compiler_that_does_not_start_says_of_which_version_it_is(
+    packages, monkeypatch
+):
     def get_topology_desc(*_, **__):
         raise RuntimeError("ABORTED: another version")
 
@@ -153,11 +141,8 @@ def test_a_tpu_compiler_that_does_not_start_says_what_jax_wants(packages, monkey
 
     monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: False)
-    wanted = device_compilers.libtpu_wanted()
-    assert wanted.startswith("0.0.")
-    with pytest.raises(ImportError) as error:
+    with pytest.raises(ImportError, match=rf"\(libtpu 0\.0\.1, jaxlib {JAXLIB}\)"):
         topology("v5e-16")
-    assert f"libtpu 0.0.1; this JAX is made for libtpu {wanted}" in str(error.value)
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
     with pytest.raises(ValueError, match="knows no v5e slice of shape 4x4: ABORTED"):
         topology("v5e-16")
@@ -175,12 +160,7 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
     assert dict(os.environ) == before
 
 
-def test_slices_of_one_and_two_chips_have_names_for_scaling():
-    assert [resized("v6e-8", count) for count in (1, 2, 4)] == [
-        "v6e:1x1",
-        "v6e:1x2",
-        "v6e-4",
-    ]
+def test_slices_of_no_power_of_two_are_named_by_their_shape(packages):
     with pytest.raises(ValueError, match="by its shape: v5e:4x6"):
         topology("v5e-24")
 

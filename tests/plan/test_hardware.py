@@ -22,7 +22,9 @@ def test_stand_ins_are_apart_from_the_devices_here():
 
 
 def test_slices_have_the_shapes_that_are_offered():
-    assert [slice_shape("v5p", n, "") for n in (4, 8, 16, 32, 64, 128, 1024)] == [
+    assert [slice_shape("v5p", n, "") for n in (1, 2, 4, 8, 16, 32, 64, 128, 1024)] == [
+        (1, 1, 1),
+        (2, 1, 1),
         (2, 2, 1),
         (2, 2, 2),
         (2, 2, 4),
@@ -31,8 +33,9 @@ def test_slices_have_the_shapes_that_are_offered():
         (4, 4, 8),
         (8, 8, 16),
     ]
-    assert [slice_shape("v5e", n, "") for n in (1, 4, 8, 256)] == [
+    assert [slice_shape("v5e", n, "") for n in (1, 2, 4, 8, 256)] == [
         (1, 1),
+        (1, 2),
         (2, 2),
         (2, 4),
         (16, 16),
@@ -42,7 +45,7 @@ def test_slices_have_the_shapes_that_are_offered():
 @pytest.mark.skipif(installed("libtpu"), reason="the TPU compiler is installed")
 def test_a_missing_tpu_compiler_names_the_extra():
     with pytest.raises(
-        ImportError, match=r"libtpu is not.*pip install 'jaxdp\[plan\]'"
+        ImportError, match=r"missing: libtpu.*pip install 'jaxdp\[plan\]'"
     ):
         trainer().plan([batch()], topology="v5e-8")
 
