@@ -10,6 +10,7 @@ how collectives that run beside computation are spelled; `read` knows those spel
 `async_collective_fusion`s, in which one collective is printed once per link.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -28,13 +29,8 @@ KINDS: Final = (
 )
 """The opcodes that move data between devices, without `-start`."""
 
-_NOT_PLAIN: Final = (
-    *KINDS,
-    " while(",
-    " conditional(",
-    " call(",
-    " fusion(",
-    "-start(",
+_NOT_PLAIN: Final = re.compile(
+    "|".join(KINDS) + r"| (while|conditional|call|fusion)\(|-start\("
 )
 """What a computation has in its text that moves data, or calls one that may."""
 
@@ -109,15 +105,10 @@ class Collective(NamedTuple):
 class Program(NamedTuple):
     """What `read` found."""
 
-    num_partitions: int
     collectives: tuple[Collective, ...]
     aliased: dict[int, str]
     """Inputs that a result overwrites: the number of the program's parameter, and
     which result, as an index path such as `"3"` or `"0,2"`; `""` is the only one."""
-    parameters: tuple[Array, ...]
-    """What the program takes, in order."""
-    unknown_loops: tuple[str, ...]
-    """Names of the loops with collectives inside whose length is not known."""
 
 
 def read(text: str) -> Program:
@@ -126,7 +117,8 @@ def read(text: str) -> Program:
     Raises:
         ValueError: if the text is not that of a compiled module.
     """
-    return _Reader(Module(text)).program()
+    module = Module(text)
+    return Program(tuple(_collectives(module, module.entry, 1, False)), module.aliased)
 
 
 def ring_bytes(
@@ -155,145 +147,118 @@ def ring_bytes(
     raise ValueError(f"`kind` must be one of {', '.join(KINDS)}; got {kind!r}.")
 
 
-class _Reader:
-    """A walk over the computations of a program, in the order in which they run."""
+def _collectives(
+    module: Module, computation: str, times: int | None, optional: bool
+) -> Iterator[Collective]:
+    """Those of a computation and of all that it calls, in the order they run in."""
 
-    def __init__(self, module: Module):
-        self.module = module
-        self.unknown_loops: list[str] = []
-
-    def program(self) -> Program:
-        module = self.module
-        parameters = [
-            each for each in module[module.entry].values() if each.opcode == "parameter"
-        ]
-        parameters.sort(key=lambda each: int(each.literal))
-        return Program(
-            module.num_devices,
-            tuple(self._collectives(module.entry, 1, False)),
-            module.aliased,
-            tuple(arrays_in(each.shape)[0] for each in parameters),
-            tuple(self.unknown_loops),
-        )
-
-    def _collectives(
-        self, computation: str, times: int | None, optional: bool
-    ) -> Iterator[Collective]:
-        """Those of a computation and of all that it calls, in order."""
-        for each in self.module[computation].values():
-            if _kind(each) in KINDS:
-                if not self._is_later_link(computation, each):
-                    yield self._collective(computation, each, times, optional)
-            elif each.opcode == "while":
-                yield from self._in_loop(computation, each, times, optional)
-            elif each.opcode == "conditional":
-                for called in each.called:
-                    yield from self._inside(called, times, True)
-            elif scatter := self._all_reduce_scatter(computation, each):
-                yield scatter._replace(times=times, optional=optional)
-            elif not each.opcode.endswith(("-done", "-update")):
-                for called in each.called:
-                    yield from self._inside(called, times, optional)
-
-    def _inside(
-        self, called: str, times: int | None, optional: bool
-    ) -> Iterator[Collective]:
+    def inside(called: str, times: int | None, optional: bool) -> Iterator[Collective]:
         # Most are fusions of plain arithmetic, which need not even be parsed.
-        if any(map(self.module.texts[called].__contains__, _NOT_PLAIN)):
-            yield from self._collectives(called, times, optional)
+        if _NOT_PLAIN.search(module.texts[called]):
+            yield from _collectives(module, called, times, optional)
 
-    def _in_loop(
-        self, computation: str, loop: Instruction, times: int | None, optional: bool
-    ) -> Iterator[Collective]:
-        trips = trip_count(self.module, computation, loop)
-        inside = None if trips is None or times is None else times * trips
-        found = list(self._collectives(loop.body, inside, optional))
-        # The condition is asked once more than the body runs.
-        asked = None if inside is None or times is None else inside + times
-        found += self._collectives(loop.condition, asked, optional)
-        if trips is None and found:
-            self.unknown_loops.append(loop.name)
-        yield from found
+    for each in module[computation].values():
+        if _kind(each) in KINDS:
+            if not _is_later_link(module[computation], each):
+                yield _collective(module, computation, each, times, optional)
+        elif each.opcode == "while":
+            trips = trip_count(module, computation, each)
+            turns = None if times is None or trips is None else times * trips
+            # The condition is asked once more than the body runs.
+            asked = None if times is None or turns is None else turns + times
+            yield from inside(each.body, turns, optional)
+            yield from inside(each.condition, asked, optional)
+        elif scatter := _all_reduce_scatter(module, computation, each):
+            yield scatter._replace(times=times, optional=optional)
+        elif not each.opcode.endswith(("-done", "-update")):
+            for called in each.called:
+                yield from inside(
+                    called, times, optional or each.opcode == "conditional"
+                )
 
-    def _collective(
-        self, computation: str, each: Instruction, times: int | None, optional: bool
-    ) -> Collective:
-        kind = _kind(each)
-        operands = self._operands(computation, each)
-        groups = groups_in(each.attributes, self.module.num_devices)
-        size = max(map(len, groups), default=1)
 
-        # The result of a start has the operands in it too, and so is no measure.
-        operand_bytes = result_bytes = sum(operand.array.bytes for operand in operands)
-        if kind == "all-gather":
-            result_bytes = operand_bytes * size
-        elif kind == "reduce-scatter":
-            result_bytes = operand_bytes // size
-        elif kind == "ragged-all-to-all":
-            operand_bytes = operands[0].array.bytes
-            result_bytes = operands[1].array.bytes
+def _collective(
+    module: Module,
+    computation: str,
+    each: Instruction,
+    times: int | None,
+    optional: bool,
+) -> Collective:
+    kind = _kind(each)
+    operands = _operands(module[computation], each)
+    groups = groups_in(each.attributes, module.num_devices)
+    size = max(map(len, groups), default=1)
 
-        overlapped = (
-            each.opcode.endswith("-start")
-            and '"is_sync":true' not in each.attributes
-            or "async_collective_name=" in each.attributes
-            or "chain_id=" in each.attributes
-        )
-        return Collective(
-            kind,
-            each.name,
-            computation,
-            operands,
-            operand_bytes,
-            result_bytes,
-            groups,
-            times,
-            optional,
-            overlapped,
-            each.path,
-        )
+    # The result of a start has the operands in it too, and so is no measure.
+    operand_bytes = result_bytes = sum(operand.array.bytes for operand in operands)
+    if kind == "all-gather":
+        result_bytes = operand_bytes * size
+    elif kind == "reduce-scatter":
+        result_bytes = operand_bytes // size
+    elif kind == "ragged-all-to-all":
+        operand_bytes, result_bytes = (each.array.bytes for each in operands[:2])
 
-    def _operands(self, computation: str, each: Instruction) -> tuple[Operand, ...]:
-        known = self.module[computation]
-        return tuple(
-            Operand(name, array, _paths(known, name))
-            for name in each.operands
-            if name in known
-            for array in arrays_in(known[name].shape)
-        )
+    is_sync = '"is_sync":true' in each.attributes
+    overlapped = each.opcode.endswith("-start") and not is_sync
+    for name in ("async_collective_name=", "chain_id="):
+        overlapped |= name in each.attributes
+    return Collective(
+        kind,
+        each.name,
+        computation,
+        operands,
+        operand_bytes,
+        result_bytes,
+        groups,
+        times,
+        optional,
+        overlapped,
+        each.path,
+    )
 
-    def _all_reduce_scatter(
-        self, computation: str, fusion: Instruction
-    ) -> Collective | None:
-        """TPU's reduce-scatter: a fusion of an all-reduce and the slices of it."""
-        if fusion.opcode != "fusion" or "%all-reduce-scatter" not in fusion.attributes:
-            return None
-        (called,) = fusion.called
-        inside = [
-            self._collective(called, each, 1, False)
-            for each in self.module[called].values()
-            if _kind(each) == "all-reduce"
-        ]
-        if len(inside) != 1:
-            return None
-        (found,) = inside
-        return found._replace(
-            kind="reduce-scatter",
-            name=fusion.name,
-            computation=computation,
-            operands=self._operands(computation, fusion) or found.operands,
-            result_bytes=found.operand_bytes // found.group_size,
-            path=fusion.path or found.path,
-        )
 
-    def _is_later_link(self, computation: str, each: Instruction) -> bool:
-        """Whether this is a collective of TPU that an earlier fusion has started."""
-        if "chain_id=" not in each.attributes:
-            return False
-        return not any(
-            "AsyncCollectiveStart" in other.attributes and each.name in other.operands
-            for other in self.module[computation].values()
-        )
+def _operands(
+    known: Mapping[str, Instruction], each: Instruction
+) -> tuple[Operand, ...]:
+    return tuple(
+        Operand(name, array, _paths(known, name))
+        for name in each.operands
+        if name in known
+        for array in arrays_in(known[name].shape)
+    )
+
+
+def _all_reduce_scatter(
+    module: Module, computation: str, fusion: Instruction
+) -> Collective | None:
+    """TPU's reduce-scatter: a fusion of an all-reduce and the slices of it."""
+    if fusion.opcode != "fusion" or "%all-reduce-scatter" not in fusion.attributes:
+        return None
+    (called,) = fusion.called
+    inside = [
+        _collective(module, called, each, 1, False)
+        for each in module[called].values()
+        if _kind(each) == "all-reduce"
+    ]
+    if len(inside) != 1:
+        return None
+    (found,) = inside
+    return found._replace(
+        kind="reduce-scatter",
+        name=fusion.name,
+        computation=computation,
+        operands=_operands(module[computation], fusion) or found.operands,
+        result_bytes=found.operand_bytes // found.group_size,
+        path=fusion.path or found.path,
+    )
+
+
+def _is_later_link(known: Mapping[str, Instruction], each: Instruction) -> bool:
+    """Whether this is a collective of TPU that an earlier fusion has started."""
+    return "chain_id=" in each.attributes and not any(
+        "AsyncCollectiveStart" in other.attributes and each.name in other.operands
+        for other in known.values()
+    )
 
 
 def _kind(each: Instruction) -> str:

@@ -43,50 +43,42 @@ def leaves_of(
 
     # Of a leaf that nothing depends on JAX does not say how it is split: as others.
     (_, split), _ = compiled.input_shardings
-    of_state = [leaf.sharding for _, _, leaf in named]
-    usual = [*jax.tree.leaves(split), of_state[0]][0]
+    usual = [*jax.tree.leaves(split), named[0][2].sharding][0]
     of_batch = jax.tree.leaves(split, is_leaf=lambda each: each is None)
-    of_batch = [usual if each is None else each for each in of_batch]
 
     # The program lacks the arguments that nothing depends on, and numbers the rest.
     first = max(places) + 1  # of the batch
     arguments = range(first + len(batch))
-    executable = getattr(compiled, "_executable", None)
-    kept = sorted(getattr(executable, "_kept_var_idx", arguments))
+    kept = sorted(getattr(compiled._executable, "_kept_var_idx", arguments))
     overwritten = {kept[number] for number in aliased}
 
-    def leaves(found: Any, shardings: Any, places: Any) -> list[Leaf]:
-        return [
-            _leaf(group, path, leaf, sharding, place in overwritten)
-            for (group, path, leaf), sharding, place in zip(
-                found, shardings, places, strict=True
-            )
-        ]
-
     return (
-        leaves(named, of_state, places),
-        leaves(batch, of_batch, arguments[first:]),
+        [
+            _leaf(*each, each[2].sharding, place in overwritten)
+            for each, place in zip(named, places, strict=True)
+        ],
+        [
+            _leaf(*each, usual if sharding is None else sharding, place in overwritten)
+            for each, sharding, place in zip(
+                batch, of_batch, arguments[first:], strict=True
+            )
+        ],
     )
 
 
-def nbytes(leaf: Any) -> int:
-    if _is_key(leaf):
+def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
+    """Bytes of an array of this type, of its own shape or another."""
+    size = math.prod(leaf.shape if shape is None else shape)
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, leaf)
-        return (
-            math.prod(data.shape) * data.dtype.itemsize // max(1, math.prod(leaf.shape))
-        )
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return size * data.dtype.itemsize * math.prod(data.shape[leaf.ndim :])
+    return size * np.dtype(leaf.dtype).itemsize
 
 
 def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:
     shard = tuple(sharding.shard_shape(leaf.shape))
     spec = getattr(sharding, "spec", ())
     split = any(part is not None and part != () for part in spec)
-    size = np.dtype(leaf.dtype).itemsize if not _is_key(leaf) else nbytes(leaf)
     parts = math.prod(
         math.ceil(whole / part) if part else 1
         for whole, part in zip(leaf.shape, shard, strict=True)
@@ -99,7 +91,7 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
         str(tuple(spec)) if split else "whole",
         parts,
         shard,
-        math.prod(leaf.shape) * size,
-        math.prod(shard) * size,
+        nbytes(leaf),
+        nbytes(leaf, shard),
         overwritten,
     )

@@ -128,7 +128,7 @@ class Row(NamedTuple):
     """Of the global batch."""
     peak: int
     wire_bytes: float
-    step: float | None
+    step: float | None = None
     """Seconds, the worst case of the roofline; None without a hardware profile."""
-    rows_per_second: float | None
-    efficiency: float | None
+    rows_per_second: float | None = None
+    efficiency: float | None = None

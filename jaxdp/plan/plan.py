@@ -3,15 +3,17 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import jax
 
-from ..basics.files import write_whole
+from ..basics.arguments import check_choice
+from ..basics.extras import import_extra
+from ..basics.files import naming, replacing, write_whole
 from .page import page
 from .parts import Bound, Estimate, Leaf, Memory, Row, Split, Traffic
-from .search import largest
 from .text import scaling_table, text
 
 
@@ -95,31 +97,21 @@ class Plan:
             keep: `"rows_per_device"`: the global batch grows with the devices, from
                 what this plan has per device; `"rows"`: it stays.
         """
-        if keep not in ("rows_per_device", "rows"):
-            raise ValueError(
-                f"`keep` must be 'rows_per_device' or 'rows'; got {keep!r}."
-            )
+        check_choice("keep", keep, ("rows_per_device", "rows"))
         planner = self._compiling()
-        shards = planner.num_shards(self.num_devices)
-        each = math.ceil(self.rows / self.micro_batches / shards)
+        each = math.ceil(self._batch / planner.num_shards(self.num_devices))
         found = []
         for count in counts:
-            rows = each * planner.num_shards(count)
-            if keep == "rows":
-                rows = self.rows // self.micro_batches
+            rows = self._batch if keep == "rows" else each * planner.num_shards(count)
             plan = planner.plan(count, rows)
-            time = plan.estimate.worst if plan.estimate else None
-            found.append(
-                Row(
-                    count,
-                    plan.rows,
-                    plan.memory.peak,
-                    plan.wire_bytes,
-                    time,
-                    None if time is None else plan.rows / time,
-                    plan.estimate.efficiency if plan.estimate else None,
+            row = Row(count, plan.rows, plan.memory.peak, plan.wire_bytes)
+            if (estimate := plan.estimate) is not None:
+                row = row._replace(
+                    step=estimate.worst,
+                    rows_per_second=plan.rows / estimate.worst,
+                    efficiency=estimate.efficiency,
                 )
-            )
+            found.append(row)
         return Scaling(tuple(found))
 
     def largest_batch(self, memory: int | float | None = None) -> int:
@@ -146,8 +138,11 @@ class Plan:
                 raise
             return plan.memory.peak
 
-        start = max(1, math.ceil(self.rows / self.micro_batches / shards))
-        return largest(peak, limit, start) * shards
+        return largest(peak, limit, math.ceil(self._batch / shards)) * shards
+
+    @property
+    def _batch(self) -> int:
+        return self.rows // self.micro_batches
 
     def _compiling(self) -> Any:
         if self.planner is None:
@@ -194,9 +189,66 @@ class Scaling(NamedTuple):
         Args:
             path: where to save the picture, as the suffix says: `scaling.svg`.
         """
-        from .curves import draw
+        rows, panels = self.rows, dict(_PANELS)
+        if rows[0].step is None:
+            panels = dict(list(panels.items())[:2])
+        who = "`Scaling.plot`"
+        figure_type = import_extra("matplotlib.figure", who, "plots").Figure
+        figure = figure_type(figsize=(9, 3 * (len(panels) // 2)), layout="constrained")
 
-        draw(self, path)
+        counts = [row.devices for row in rows]
+        for number, (field, title) in enumerate(panels.items(), 1):
+            values = [getattr(row, field) for row in rows]
+            axes = figure.add_subplot(len(panels) // 2, 2, number)
+            axes.plot(counts, values, marker="o")
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("devices")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts], fontsize=8)
+            if 0 < 50 * min(values) < max(values):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(0, 1.06 * max(values) or 1)
+            axes.grid(alpha=0.3)
+
+        path = Path(path)
+        with naming(path, "plot"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                kind = path.suffix.removeprefix(".") or "svg"
+                figure.savefig(temporary, format=kind)
+
+
+_PANELS: Final = {
+    "peak": "peak per device, bytes",
+    "wire_bytes": "sent per device and step, bytes",
+    "rows_per_second": "rows per second, estimated",
+    "efficiency": "efficiency",
+}
+
+
+def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:
+    """The largest number whose peak is within the limit, if peaks grow with it.
+
+    A peak is nearly a constant and a part in proportion, so the line through two of
+    them leads close, and a few more compilations decide.
+    """
+    known: dict[int, float] = {}
+    low, high, number = 0, 1 << 40, start
+    while high - low > 1:
+        known[number] = peak(number)
+        low, high = (number, high) if known[number] <= limit else (low, number)
+
+        number = (low + high) // 2 if high in known else 2 * low
+        nearest = sorted(known.items(), key=lambda each: abs(each[1] - limit))[:2]
+        if len(nearest) == 2 and len(known) <= 8:
+            (x, y), (u, v) = nearest
+            slope = (v - y) / (u - x)
+            if 0 < slope < math.inf:
+                guess = max(low + 1, int(x + (limit - y) / slope))
+                # Never 16 times as many at once, lest a program takes long to compile.
+                number = min(guess, high - 1 if high in known else 16 * low)
+    return low
 
 
 def _plain(value: Any) -> Any:

@@ -207,7 +207,6 @@ def _notes(
 ) -> dict[str, list[str]]:
     """What of a plan is exact, what indicative and what not known."""
     not_here = "" if devices.are_here else devices.platform
-    loops = len(reading.program.unknown_loops)
 
     exact = [
         "bytes of parameters, optimizer state, batch and all other leaves, per device,"
@@ -244,10 +243,8 @@ def _notes(
     unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
     if profile is None:
         unknown.append("time: pass the hardware, as hardware='h100'")
-    if loops:
-        unknown.append(
-            f"how often {loops} loops with collectives run; these are counted once"
-        )
+    if any(each.times is None for each in reading.traffic):
+        unknown.append("how often some loops run: collectives in them count once")
     if any(each.axes is None for each in reading.traffic):
         unknown.append("the mesh axes of collectives between other groups of devices")
     return {"exact": exact, "indicative": indicative, "unknown": unknown}

@@ -2,8 +2,9 @@
 
 import functools
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -11,7 +12,15 @@ from . import hlo
 from .hardware import Hardware
 from .leaves import leaves_of, nbytes
 from .parts import Bound, Estimate, Leaf, Memory, Split, Traffic
-from .places import place_of
+
+_MOST: Final = 3
+"""How many places a collective names that moves arrays from several."""
+
+_UNNAMED: Final = re.compile(
+    r"vmap|jvp|transpose|shard_map|while|body|cond|closed_call|branch_\d+_fun"
+    r"|checkpoint|remat\w*|custom_\w+|own_loop|runs_\d+_times|"
+)
+"""What transformations, control flow and our own loops put into a path."""
 
 
 class Reading:
@@ -223,3 +232,38 @@ def estimate(profile: Hardware, reading: Reading, flops: float) -> Estimate:
         busy / worst if worst else 1.0,
         memory.peak <= profile.memory,
     )
+
+
+def place_of(each: hlo.Collective) -> str:
+    """Where in a step a collective stands: itself, or the arrays that it moves.
+
+    Told by the paths that JAX gives operations, of which this is in the backward pass,
+    in two scopes; the library's steps and `jax.named_scope` name more:
+
+        jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot
+    """
+    own = _place(each.path)
+    if _scopes(each.path):
+        return own
+    moved = [_place(path) for operand in each.operands for path in operand.paths]
+    places = [place for place in dict.fromkeys(moved) if place]
+    if len(places) > _MOST:
+        places[_MOST:] = [f"{len(places) - _MOST} more"]
+    return ", ".join(places) or own or "other arrays"
+
+
+def _place(path: str) -> str:
+    """`"backward: eqx.nn.MLP/eqx.nn.Linear"`; empty if the path tells nothing."""
+    phase = "forward" if "jvp(" in path else ""
+    phase = "backward" if "transpose(" in path else phase
+    return ": ".join(filter(None, (phase, _scopes(path))))
+
+
+def _scopes(path: str) -> str:
+    """The named scopes around an operation, from the outermost in."""
+    if ":" in path:
+        return ""  # Several operations that the compiler has joined.
+    path = re.sub(r"\bp?jit\([^()]*\)", "", path)
+    *around, _ = path.split("/")
+    names = re.split(r"[/()]+", "/".join(around))
+    return "/".join(name for name in names if not _UNNAMED.fullmatch(name))

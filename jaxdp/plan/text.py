@@ -26,8 +26,7 @@ class Section(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     lines: Sequence[str] = ()
     header: Sequence[str] = ()
-    shares: Sequence[float] = ()
-    """Of each row, between 0 and 1: a bar on the page."""
+    """Of the columns, on the page."""
 
 
 def text(plan: Any) -> str:
@@ -56,7 +55,6 @@ def sections(plan: Any) -> Iterator[Section]:
         [_traffic(each) for each in plan.traffic],
         ["Nothing is sent."] * (not plan.traffic),
         ("collective", "over", "dtype", "times", "holds", "sends", "where"),
-        [each.wire_bytes / (plan.wire_bytes or 1) for each in plan.traffic],
     )
     yield Section(
         "Lower bounds of this layout",
@@ -77,7 +75,9 @@ def sections(plan: Any) -> Iterator[Section]:
     yield Section("Operations", lines=_operations(plan))
     if plan.estimate is not None:
         yield _estimate(plan)
-    yield Section("Compilation", lines=[_compilation(plan)])
+    traced, took = plan.trace_seconds, f"compiled in {plan.compile_seconds:.1f} s."
+    begin = "Traced and " if traced is None else f"Traced in {traced:.1f} s, "
+    yield Section("Compilation", lines=[begin + took])
     for kind, notes in plan.notes.items():
         if notes:
             yield Section(_NOTES[kind], lines=[f"- {note}" for note in notes])
@@ -85,36 +85,21 @@ def sections(plan: Any) -> Iterator[Section]:
 
 def leaves_section(leaves: Sequence[Leaf]) -> Section:
     """Every leaf: how it is laid out."""
-    most = max((leaf.bytes_per_device for leaf in leaves), default=0) or 1
-    return Section(
-        "Layout",
-        [
-            (
-                each.path,
-                each.group,
-                each.dtype,
-                _shape(each.shape),
-                each.spec,
-                _shape(each.shard),
-                f"{each.bytes_per_device:,}",
-                "overwritten" if each.overwritten else "",
-            )
-            for each in leaves
-        ],
-        (),
-        ("leaf", "", "dtype", "shape", "split", "on a device", "bytes on it", ""),
-        [each.bytes_per_device / most for each in leaves],
-    )
-
-
-def operations_of(plan: Any) -> dict[str, float]:
-    """Per step, on all devices together: of two kinds, which have nothing in common."""
-    compiled = plan.flops_compiled
-    found = {
-        "matrix operations": plan.flops,
-        "compiled operations": compiled and compiled * plan.num_devices,
-    }
-    return {kind: count for kind, count in found.items() if count is not None}
+    rows = [
+        (
+            each.path,
+            each.group,
+            each.dtype,
+            _shape(each.shape),
+            each.spec,
+            _shape(each.shard),
+            f"{each.bytes_per_device:,}",
+            "overwritten" if each.overwritten else "",
+        )
+        for each in leaves
+    ]
+    names = "leaf", "", "dtype", "shape", "split", "on a device", "bytes on it", ""
+    return Section("Layout", rows, header=names)
 
 
 def scaling_table(scaling: Any) -> str:
@@ -153,8 +138,8 @@ def _memory(memory: Memory) -> Section:
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
     held["results beside the donated"] = memory.results - memory.overwritten
     held["temporary"] = memory.temporary
-    held = {label: size for label, size in held.items() if size}
-    shown = held | {"peak": memory.peak}
+    shown = {label: size for label, size in held.items() if size}
+    shown["peak"] = memory.peak
     return Section(
         "Memory per device",
         [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()],
@@ -164,7 +149,6 @@ def _memory(memory: Memory) -> Section:
             " are in the peak."
         ],
         ("", "", "bytes"),
-        [max(0, size) / (memory.peak or 1) for size in held.values()],
     )
 
 
@@ -221,15 +205,21 @@ def _could_split(plan: Any) -> Section:
 
 
 def _operations(plan: Any) -> list[str]:
-    what = {
-        "matrix operations": "of products and convolutions, as traced",
-        "compiled operations": "of all kinds, as the compiler counts: loop bodies once",
+    compiled = plan.flops_compiled
+    counts = {
+        "Matrix operations": plan.flops,
+        "Compiled operations": compiled and compiled * plan.num_devices,
     }
+    what = (
+        "of products and convolutions, as traced",
+        "of all kinds, as the compiler counts: loop bodies once",
+    )
     lines = [
-        f"{kind.capitalize()}: {in_short(count)}FLOP per step,"
+        f"{kind}: {in_short(count)}FLOP per step,"
         f" {in_short(count / plan.num_devices)}FLOP per device,"
-        f" {in_short(count / plan.rows)}FLOP per row; {what[kind]}."
-        for kind, count in operations_of(plan).items()
+        f" {in_short(count / plan.rows)}FLOP per row; {words}."
+        for (kind, count), words in zip(counts.items(), what, strict=True)
+        if count is not None
     ]
     if plan.bubble:
         lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
@@ -249,15 +239,6 @@ def _estimate(plan: Any) -> Section:
             f" {found.efficiency:.0%} or more of one device's.",
             f"The peak {fits} into its memory.",
         ],
-    )
-
-
-def _compilation(plan: Any) -> str:
-    if plan.trace_seconds is None:
-        return f"Traced and compiled in {plan.compile_seconds:.1f} s."
-    return (
-        f"Traced in {plan.trace_seconds:.1f} s, compiled in"
-        f" {plan.compile_seconds:.1f} s."
     )
 
 

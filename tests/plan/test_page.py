@@ -69,10 +69,7 @@ def test_two_counts_of_operations_have_two_names(tmp_path):
         told = [line for line in lines if " operations: " in line and "FLOP" in line]
         assert [line.strip().partition(",")[0] for line in told] == shown
         each.to_html(path)
-        text = path.read_text()
-        assert all(f"{kind} operations per step" in text for kind in kinds)
-        assert ("matrix operations per step" in text) == ("matrix" in kinds)
-        assert ">operations per step" not in text
+        assert all(line in path.read_text() for line in shown)
 
 
 def test_names_of_leaves_can_not_break_the_page(tmp_path):

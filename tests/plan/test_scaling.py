@@ -9,7 +9,7 @@ from planned import PARAMS, batch, trainer, whole_plan
 from jaxdp import (
     Sharded,
 )
-from jaxdp.plan.search import largest
+from jaxdp.plan.plan import largest
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from toys import Apart
 
 from jaxdp import Pmap, Sharded, TensorParallel
 from jaxdp.plan import hlo
-from jaxdp.plan.places import place_of
+from jaxdp.plan.reading import place_of
 from jaxdp.step.jaxprs import repeated, times_of
 
 
