@@ -1,6 +1,7 @@
 """The commands, and the options that each takes."""
 
 import argparse
+import inspect
 import itertools
 import json
 import os
@@ -10,10 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from ..basics.environment import versions
 from ..basics.extras import import_extra
 from ..basics.files import replacing
-from .planning import ScriptEnded, plan_script
+from ..reports import (
+    comparison,
+    differences,
+    read_run,
+    write_comparison,
+    write_report,
+)
+from .doctor import examine
+from .planning import plan_script
 
 _MOST_COLUMNS: Final = 48
 """Of a cell in a table; longer ones go on in the next line."""
@@ -34,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         return options.command(options) or 0
-    except (FileNotFoundError, ValueError, ImportError, ScriptEnded) as error:
+    except (FileNotFoundError, ValueError, ImportError) as error:
         if os.environ.get("JAXDP_TRACEBACK"):
             raise
         print(f"jaxdp: {error}", file=sys.stderr)
@@ -52,28 +63,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(command: Callable[..., Any], help: str, description: str, **more: Any):
+    def add(command: Callable[..., Any], help: str, **more: Any) -> Callable[..., Any]:
         name = command.__name__.removeprefix("_")
+        description = inspect.getdoc(command)
         added = commands.add_parser(name, help=help, description=description, **more)
         added.set_defaults(command=command)
         return added.add_argument
 
-    option = add(
-        _doctor,
-        "say what works here, and what to do about the rest",
-        "Tries what training needs: devices, data workers, several processes,"
-        " checkpoints. Every line is ok, a hint, or a problem with a remedy. The exit"
-        " code is 1 when there is a problem.",
-    )
+    option = add(_doctor, "say what works here, and what to do about the rest")
     option("--quick", action="store_true", help="leave out what takes seconds to try")
 
     option = add(
         _plan,
         "say what a script's training will take, without training",
-        "Runs SCRIPT up to its first `fit` (or `steps`), and plans instead: memory,"
-        " communication, operations and time of a train step. What the script does"
-        " before, it does. The options below may stand before or after SCRIPT; all"
-        " others are handed to it, and so is whatever comes after `--`.",
         usage="%(prog)s [options] SCRIPT [the script's own arguments]",
         allow_abbrev=False,
     )
@@ -88,47 +90,40 @@ def _parser() -> argparse.ArgumentParser:
     ):
         option(name, type=kind, metavar=metavar, help=help)
 
-    option = add(
-        _report,
-        "write one HTML page about a run",
-        "Writes one HTML page, which opens offline, about a run that `CSVLogger`"
-        " logged. Its curves need matplotlib.",
-    )
+    option = add(_report, "write one HTML page about a run")
     option("run", help="the folder of the run, or its metrics.csv")
     option("-o", "--output", help="the file; report.html in the run by default")
 
-    option = add(
-        _compare,
-        "put several runs side by side",
-        "Prints the results of several runs and what differs between them. The best of"
-        " a row is marked with *.",
-    )
+    option = add(_compare, "put several runs side by side")
     option("runs", nargs="+", help="folders of runs, or metrics.csv files")
     option("-o", "--output", help="write an HTML page too, with curves")
 
-    option = add(
-        _export,
-        "write the weights of a checkpoint into one file",
-        "Writes the model's arrays of a checkpoint into one file, by their paths in the"
-        " model (`layers[0].weight`). `jaxdp.load_model` and other programs read"
-        " .safetensors; NumPy reads .npz.",
-    )
+    option = add(_export, "write the weights of a checkpoint into one file")
     option("checkpoint", help="the folder of a checkpoint")
     option("output", help="ends with .safetensors or .npz")
     return parser
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .doctor import examine
+    """Tries what training needs: devices, workers, several processes, checkpoints.
 
-    problems = 0
+    Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
+    is a problem.
+    """
+    found = []
     for finding in examine(quick=options.quick):
         print(finding, flush=True)
-        problems += finding.state == "problem"
-    return 1 if problems else 0
+        found.append(finding.state)
+    return int("problem" in found)
 
 
 def _plan(options: argparse.Namespace) -> None:
+    """Runs SCRIPT up to its first `fit` (or `steps`), and plans instead.
+
+    Told are memory, communication, operations and time of a train step. What the script
+    does before, it does. The options below may stand before or after SCRIPT; all others
+    are handed to it, and so is whatever comes after `--`.
+    """
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}
     plan = plan_script(options.script, options.arguments, **wanted)
@@ -141,16 +136,20 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from ..reports import read_run, write_report
+    """Writes one HTML page, which opens offline, about a run that `CSVLogger` logged.
 
+    Its curves need matplotlib.
+    """
     run, path = read_run(options.run), Path(options.run)
     folder = path if path.is_dir() else path.parent
     print(write_report(run, options.output or folder / "report.html"))
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from ..reports import comparison, differences, read_run, write_comparison
+    """Prints the results of several runs and what differs between them.
 
+    The best of a row is marked with *.
+    """
     runs = [read_run(path) for path in options.runs]
     _print_table(comparison(runs))
     differing = differences(runs)
@@ -176,27 +175,27 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    import numpy as np
+    """Writes the model's arrays of a checkpoint into one file, by their paths.
 
-    from ..checkpoint.weights import read_weights
+    `jaxdp.load_model` and other programs read .safetensors; NumPy reads .npz.
+    """
+    from ..checkpoint.weights import read_weights  # takes Orbax with it
 
     path = Path(os.path.abspath(options.output))
     if path.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
-    save = None
-    if path.suffix == ".safetensors":
-        who = "a .safetensors file"
-        save = import_extra("safetensors.numpy", who, "safetensors").save_file
     arrays: dict[str, Any] = {
         name: np.ascontiguousarray(array)
         for name, array in read_weights(options.checkpoint).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        if save is not None:
-            save(arrays, temporary)
-        else:
+        if path.suffix == ".npz":
             with temporary.open("wb") as file:
                 np.savez(file, **arrays)
+        else:
+            who = "a .safetensors file"
+            safetensors = import_extra("safetensors.numpy", who, "safetensors")
+            safetensors.save_file(arrays, temporary)
     count = sum(array.size for array in arrays.values())
     print(f"{path}: {len(arrays)} arrays, {count:,} numbers")

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
+import jax
+
 from ..basics.environment import versions
 from ..plan.device_compilers import installed as compilers_installed
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
 
-_LEAST: Final = {"jax": (0, 10), "equinox": (0, 13), "optax": (0, 2), "numpy": (2, 0)}
+_EXTRAS: Final = "matplotlib", "tensorboard", "wandb", "mlflow", "safetensors", "torch"
 
 
 class Finding(NamedTuple):
@@ -28,7 +30,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        mark = {"ok": "ok     ", "hint": "hint   ", "problem": "PROBLEM"}[self.state]
+        mark = "PROBLEM" if self.state == "problem" else self.state.ljust(7)
         remedy = f"\n          -> {self.remedy}" if self.remedy else ""
         return f"{mark}  {self.what}{remedy}"
 
@@ -39,53 +41,35 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
     Args:
         quick: whether to leave out what takes seconds.
     """
-    yield from _packages()
+    yield Finding("ok", ", ".join(" ".join(each) for each in versions().items()))
     yield from _devices()
     yield _cache_folder()
     yield from _disk()
     if not quick:
-        yield _workers()
+        if find_spec("torch"):
+            yield _workers()
         yield _processes()
-        yield _checkpoints()
+        yield _tried(
+            _CHECKPOINT,
+            "checkpoints are saved and restored",
+            "Orbax can't save and restore",
+            "pip install -U orbax-checkpoint",
+        )
     yield from _compilers(quick)
-    yield _extras()
-
-
-def _packages() -> Iterator[Finding]:
-    found = versions()
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Finding("ok", listed)
-    for name, least in _LEAST.items():
-        wanted = ".".join(map(str, least))
-        if name not in found:
-            remedy = f"pip install '{name}>={wanted}'"
-            yield Finding("problem", f"{name} is not installed", remedy)
-        elif _numbers(found[name]) < least:
-            remedy = f"pip install -U '{name}>={wanted}'"
-            yield Finding("problem", f"{name} {found[name]} is too old", remedy)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    missing = [name for name in _EXTRAS if not find_spec(name)]
+    yield Finding("ok", f"optional packages not here: {', '.join(missing) or 'none'}")
 
 
 def _devices() -> Iterator[Finding]:
     """In a process of its own, where a driver that hangs can be given up."""
     answer, error = _try(_COMPUTE)
-    platform = ""
     if error:
-        remedy = (
-            "try JAX_PLATFORMS=cpu; see https://docs.jax.dev/en/latest/installation"
-        )
-        yield Finding("problem", f"JAX can't compute: {error}", f"{remedy}.html")
-    else:
-        count, platform, kind = answer.split("|")
-        yield Finding("ok", f"JAX computes on {count} x {kind} ({platform})")
+        page = "https://docs.jax.dev/en/latest/installation.html"
+        remedy = f"try JAX_PLATFORMS=cpu; see {page}"
+        yield Finding("problem", f"JAX can't compute: {error}", remedy)
+        return
+    count, platform, kind = answer.split("|")
+    yield Finding("ok", f"JAX computes on {count} x {kind} ({platform})")
 
     seen = _accelerators()
     if seen and platform == "cpu":
@@ -94,8 +78,6 @@ def _devices() -> Iterator[Finding]:
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             remedy = "unset JAX_PLATFORMS, which is 'cpu'"
         yield Finding("problem", f"there is a {seen}, and JAX does not use it", remedy)
-    elif not seen and platform == "cpu":
-        yield Finding("ok", f"no accelerator is visible; {os.cpu_count()} CPUs are")
 
 
 def _accelerators() -> str:
@@ -109,8 +91,6 @@ def _accelerators() -> str:
 
 def _cache_folder() -> Finding:
     """Where compiled programs are kept from one run to the next."""
-    import jax
-
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore
     if not folder:
         return Finding(
@@ -119,22 +99,17 @@ def _cache_folder() -> Finding:
             "unset JAX_ENABLE_COMPILATION_CACHE, or set JAX_COMPILATION_CACHE_DIR to a"
             " folder that can be written to, and the second run starts sooner",
         )
-    folder, size = os.path.expanduser(folder), ""
     if "://" not in folder:
+        folder = os.path.expanduser(folder)
         try:
             os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            return Finding(
-                "problem",
-                f"the cache of compiled programs, {folder}, can't be written to:"
-                f" {error}",
-                "set JAX_COMPILATION_CACHE_DIR to a folder that can be",
-            )
-        files = [entry for entry in os.scandir(folder) if entry.is_file()]
-        size = f" ({sum(file.stat().st_size for file in files) / 1e6:.0f} MB)"
-    return Finding("ok", f"compiled programs are kept in {folder}{size}")
+            what = f"compiled programs can't be kept in {folder}: {error}"
+            remedy = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to"
+            return Finding("problem", what, remedy)
+    return Finding("ok", f"compiled programs are kept in {folder}")
 
 
 def _disk() -> Iterator[Finding]:
@@ -146,28 +121,21 @@ def _disk() -> Iterator[Finding]:
         what = f"{free:.1f} GB are free on the disk of {os.getcwd()}"
         remedy = "checkpoints need room for `save_top_k` + 1 of them"
         yield Finding("hint", what, remedy)
+
     shared = "/dev/shm"
-    if os.path.isdir(shared) and shutil.disk_usage(shared).total < 500e6:
-        size = shutil.disk_usage(shared).total / 1e6
-        yield Finding(
-            "hint",
-            f"{shared} has {size:.0f} MB, which data workers share batches through",
-            "in Docker: docker run --shm-size=8g (or num_workers=0)",
-        )
+    if os.path.isdir(shared) and (size := shutil.disk_usage(shared).total) < 500e6:
+        what = f"{shared}, through which data workers share batches, has {size:,} bytes"
+        remedy = "in Docker: docker run --shm-size=8g (or num_workers=0)"
+        yield Finding("hint", what, remedy)
 
 
 def _workers() -> Finding:
-    if find_spec("torch") is None:
-        return Finding(
-            "hint",
-            "torch is not installed; any iterable of batches trains, too",
-            "pip install torch, for its DataLoader",
-        )
-    answer, error = _try(_WORKERS)
-    if error:
-        remedy = "use num_workers=0; in Docker, --shm-size=8g may help"
-        return Finding("problem", f"torch's data workers fail: {error}", remedy)
-    return Finding("ok", f"torch's data workers work ({answer})")
+    return _tried(
+        _WORKERS,
+        "torch's data workers work",
+        "torch's data workers fail",
+        "use num_workers=0; in Docker, --shm-size=8g may help",
+    )
 
 
 def _processes() -> Finding:
@@ -187,14 +155,6 @@ def _processes() -> Finding:
     )
 
 
-def _checkpoints() -> Finding:
-    answer, error = _try(_CHECKPOINT)
-    if error:
-        remedy = "pip install -U orbax-checkpoint"
-        return Finding("problem", f"Orbax can't save and restore: {error}", remedy)
-    return Finding("ok", f"checkpoints are saved and restored ({answer})")
-
-
 def _compilers(quick: bool) -> Iterator[Finding]:
     """Those of devices that are not here, which `Trainer.plan` takes."""
     there = compilers_installed()
@@ -206,15 +166,13 @@ def _compilers(quick: bool) -> Iterator[Finding]:
             " install 'jaxdp[plan]', into an environment of its own",
         )
     for what, package in there.items():
-        compiler = f"the {what} compiler, {package},"
         name = {"GPU": "h100x8", "TPU": "v5e-4"}[what]
-        _, error = ("", "") if quick else _try(_COMPILE.format(name=name))
-        if error:
-            remedy = "pip install -U 'jaxdp[plan]'"
-            yield Finding("problem", f"{compiler} fails: {error}", remedy)
+        compiler = f"the {what} compiler, {package}"
+        if quick:
+            yield Finding("ok", f"{compiler}, is installed")
         else:
-            works = "is installed" if quick else "works"
-            yield Finding("ok", f'{compiler} {works}: topology="{name}"')
+            code, remedy = _COMPILE.format(name=name), "pip install -U 'jaxdp[plan]'"
+            yield _tried(code, f"{compiler}, works", f"{compiler}, fails", remedy)
     if "GPU" in there and not _accelerators() and not os.environ.get("JAX_PLATFORMS"):
         yield Finding(
             "hint",
@@ -224,14 +182,12 @@ def _compilers(quick: bool) -> Iterator[Finding]:
         )
 
 
-def _extras() -> Finding:
-    names = ("matplotlib", "tensorboard", "wandb", "mlflow", "safetensors", "tqdm")
-    there = [name for name in names if find_spec(name)]
-    missing = [name for name in names if name not in there]
-    text = f"optional packages: {', '.join(there) or 'none'}"
-    return Finding(
-        "ok", text + (f"; not here: {', '.join(missing)}" if missing else "")
-    )
+def _tried(code: str, works: str, fails: str, remedy: str) -> Finding:
+    """What is found where a program of a trial works, and where it fails."""
+    answer, error = _try(code)
+    if error:
+        return Finding("problem", f"{fails}: {error}", remedy)
+    return Finding("ok", f"{works} ({answer})" if answer else works)
 
 
 def _try(code: str) -> tuple[str, str]:
@@ -253,11 +209,9 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.communicate()
         return "", f"no answer within {_LIMIT} seconds"
     if process.returncode:
-        lines = [line for line in err.splitlines() if line.strip()]
-        last = lines[-1] if lines else ""
-        return "", last[:300] or f"it ended with exit code {process.returncode}"
-    lines = out.strip().splitlines()
-    return (lines[-1] if lines else ""), ""
+        last = err.strip().rpartition("\n")[2][:300]
+        return "", last or f"it ended with exit code {process.returncode}"
+    return out.strip().rpartition("\n")[2], ""
 
 
 _COMPUTE: Final = """
@@ -311,6 +265,5 @@ with tempfile.TemporaryDirectory() as folder:
         checkpointer.save(path, {"a": jnp.arange(3.)})
         checkpointer.wait_until_finished()
         assert checkpointer.restore(path)["a"].sum() == 3
-import importlib.metadata
-print("Orbax", importlib.metadata.version("orbax-checkpoint"))
+print("Orbax", ocp.__version__)
 """

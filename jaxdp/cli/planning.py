@@ -11,10 +11,6 @@ from ..fit import instead_of_training
 from ..trainer import Trainer
 
 
-class ScriptEnded(Exception):
-    """A script ended before there was anything to plan."""
-
-
 class _Planned(BaseException):
     """Leaves the script from inside of `fit`. No `except Exception` stops it."""
 
@@ -43,10 +39,10 @@ def plan_script(script: str, arguments: Sequence[str], **options: Any) -> Any:
             return planned.plan
         except SystemExit as error:
             if error.code:
-                raise ScriptEnded(
+                raise ValueError(
                     f"{script} ended with exit code {error.code} before its `fit`."
                 ) from error
-    raise ScriptEnded(
+    raise ValueError(
         f"{script} ended without a call of `Trainer.fit` or `Trainer.steps`, so there"
         " is nothing to plan. (It ran as a main program, with these arguments:"
         f" {list(arguments)}.)"
