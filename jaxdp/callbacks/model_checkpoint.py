@@ -11,15 +11,7 @@ from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.durations import parse_duration
-from ..basics.json_checks import (
-    each,
-    fields,
-    maybe,
-    number_text,
-    row,
-    truth,
-    whole,
-)
+from ..basics.json_checks import each, fields, maybe, number_text, row, truth, whole
 from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
 from .base import Callback
@@ -92,23 +84,20 @@ class ModelCheckpoint(Callback):
         on_save_error: str = "raise",
     ):
         check_choice("mode", mode, ("min", "max"))
+        check_choice("on_save_error", on_save_error, ("raise", "warn"))
         if not isinstance(monitor, str | None):
-            raise TypeError(
-                f"`monitor` must be the name of a metric or None; got {monitor!r}."
-            )
+            text = "`monitor` must be the name of a metric or None"
+            raise TypeError(f"{text}; got {monitor!r}.")
         check_count("save_top_k", save_top_k, least=-1, or_else=", -1 for all")
-        for name, value in (
-            ("every_n_train_steps", every_n_train_steps),
-            ("every_n_epochs", every_n_epochs),
-        ):
-            if value is not None:
-                check_count(name, value, or_else=" or None")
+        if every_n_train_steps is not None:
+            check_count("every_n_train_steps", every_n_train_steps, or_else=" or None")
+        if every_n_epochs is not None:
+            check_count("every_n_epochs", every_n_epochs, or_else=" or None")
         if train_time_interval is not None:
             seconds = parse_duration(train_time_interval, "train_time_interval")
             train_time_interval = timedelta(seconds=seconds)
-        check_choice("on_save_error", on_save_error, ("raise", "warn"))
-        if every_n_train_steps is None and train_time_interval is None:
-            every_n_epochs = 1 if every_n_epochs is None else every_n_epochs
+        elif every_n_train_steps is None and every_n_epochs is None:
+            every_n_epochs = 1
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
@@ -135,12 +124,12 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        ranked = self._ranked()
+        ranked = self._ranked(self._scores)
         return self._path_of(ranked[0]) if ranked else ""
 
     @property
     def best_model_score(self) -> float | None:
-        ranked = self._ranked()
+        ranked = self._ranked(self._scores)
         return self._scores[ranked[0]] if ranked and self.monitor else None
 
     @property
@@ -157,7 +146,7 @@ class ModelCheckpoint(Callback):
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that a saved state of this callback knows of, best first."""
         _SAVED(state, "state")
-        return _ranked(_scores_in(state), self._mode)
+        return self._ranked(_scores_in(state))
 
     def setup(self, trainer: "Trainer") -> None:
         """Takes the folder, so that one that can't be written to is found now."""
@@ -168,13 +157,9 @@ class ModelCheckpoint(Callback):
             self._score, self._is_fresh, self._kept_for_resuming = None, False, None
         self._run_id = trainer.run.id
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
-        self._scores = dict(
-            self._processes.first(
-                "ModelCheckpoint: what is there", lambda: self._sorted_out(trainer)
-            )
-        )
-        if self._scores:
-            self._remove(set(self._scores) - self._kept(self._scores))
+        sort_out, what = lambda: self._sorted_out(trainer), "what is there"
+        self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
+        self._remove_what_is_not_kept()
         self._is_due = self._is_due and self._is_restored
         self._is_restored = False
         self._save_if_due(trainer)  # else a kill came before it
@@ -281,7 +266,7 @@ class ModelCheckpoint(Callback):
                 self._begin(trainer, judged)
         elif math.isnan(self._scores[step]):  # by a signal, before it was judged
             self._scores |= judged
-            self._remove(set(self._scores) - self._kept(self._scores))
+            self._remove_what_is_not_kept()
 
     def _new(self, step: int) -> dict[int, float]:
         """The present step and its score."""
@@ -317,7 +302,7 @@ class ModelCheckpoint(Callback):
             self._fail(step, error)
             return
         self._saving = None
-        self._remove(set(self._scores) - self._kept(self._scores))
+        self._remove_what_is_not_kept()
 
     def _fail(self, step: int, error: Exception) -> None:
         del self._scores[step]
@@ -325,46 +310,43 @@ class ModelCheckpoint(Callback):
             with contextlib.suppress(OSError):  # the folder may be what is gone
                 self._dir.sweep()
         if self.on_save_error == "raise":
-            error.add_note(
-                "ModelCheckpoint(on_save_error='warn') would go on without this one."
-            )
+            more = "ModelCheckpoint(on_save_error='warn') would go on without this one."
+            error.add_note(more)
             raise error
-        warn(
-            f"{error} Training goes on; the next one is tried when it is due.",
-            stacklevel=2,
-        )
+        text = f"{error} Training goes on; the next one is tried when it is due."
+        warn(text, stacklevel=2)
 
     def _kept(self, scores: dict[int, float]) -> set[int]:
         """Which steps stay, of those in `scores`."""
-        ranked = _ranked(scores, self._mode)
+        ranked, newest = self._ranked(scores), max(scores, default=-1)
         kept = set(ranked if self.save_top_k == -1 else ranked[: self.save_top_k])
-        newest = max(scores)
-        if self.save_last or newest == self._kept_for_resuming:
+        if scores and (self.save_last or newest == self._kept_for_resuming):
             kept.add(newest)
         return kept
 
-    @property
-    def _mode(self) -> str:
-        """Without a monitor, "best" is the newest."""
-        return "max" if self.monitor is None else self.mode
+    def _ranked(self, scores: dict[int, float]) -> list[int]:
+        """Steps, best first; those without a value last; of equals the newer first."""
+        # Without a monitor, "best" is the newest.
+        sign = 1 if self.monitor is not None and self.mode == "min" else -1
 
-    def _ranked(self) -> list[int]:
-        return _ranked(self._scores, self._mode)
+        def rank(step: int) -> tuple[bool, float, int]:
+            unjudged = math.isnan(scores[step])
+            return unjudged, 0 if unjudged else sign * scores[step], -step
 
-    def _remove(self, steps: set[int]) -> None:
+        return sorted(scores, key=rank)
+
+    def _remove_what_is_not_kept(self) -> None:
         assert self._dir is not None
-        for step in sorted(steps):
+        for step in sorted(set(self._scores) - self._kept(self._scores)):
             del self._scores[step]
             if self._processes.index:
                 continue
             try:
                 self._dir.remove(step)
             except OSError as error:
-                warn(
-                    f"the old checkpoint {self._dir.path_of(step)} could not be"
-                    f" removed: {error}.",
-                    stacklevel=2,
-                )
+                path = self._dir.path_of(step)
+                text = f"the old checkpoint {path} could not be removed: {error}."
+                warn(text, stacklevel=2)
 
     def _sorted_out(self, trainer: "Trainer") -> list[tuple[int, float]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
@@ -390,15 +372,17 @@ class ModelCheckpoint(Callback):
                 strangers.append(step)
             # else saved by somebody else at this very step: the fit may go on from it
         if strangers:
-            path = self._dir.set_aside(strangers)
-            announce(
-                trainer,
-                "ModelCheckpoint",
-                f"{self._dir.path} has checkpoints that this run does not go on from,"
-                f" or that this callback has not saved:"
-                f" {', '.join(map(str, strangers))}. They are now in {path}. (To go on"
-                ' from the newest, use `fit(..., ckpt_path="auto")`.)',
+            path, listed = (
+                self._dir.set_aside(strangers),
+                ", ".join(map(str, strangers)),
             )
+            text = (
+                f"{self._dir.path} has checkpoints that this run does not go on from,"
+                f" or that this callback has not saved: {listed}. They are now in"
+                f" {path}."
+                ' (To go on from the newest, use `fit(..., ckpt_path="auto")`.)'
+            )
+            announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
 
     def _run_of(self, step: int) -> str | None:
@@ -427,17 +411,6 @@ def _scores_in(state: dict[str, Any]) -> dict[int, float]:
     return {int(step): float(score) for step, score in state["scores"]}
 
 
-def _ranked(scores: dict[int, float], mode: str) -> list[int]:
-    """Steps, best first; those without a value last; of equals the newer first."""
-
-    def rank(step: int) -> tuple[bool, float, int]:
-        score = scores[step]
-        unjudged = math.isnan(score)
-        return unjudged, 0 if unjudged else score if mode == "min" else -score, -step
-
-    return sorted(scores, key=rank)
-
-
 def savers_of(trainer: "Trainer") -> list[ModelCheckpoint]:
     """Those of a trainer's callbacks that save checkpoints."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
@@ -454,13 +427,9 @@ def last_checkpoint(trainer: "Trainer", before: int) -> str | None:
     folders = [saver.folder(trainer) for saver in savers]
 
     def newest() -> str | None:
-        found = [
-            (step, place, folder.path_of(step))
-            for place, folder in enumerate(folders)
-            for step in folder.steps()
-            if step < before
-        ]
-        return max(found)[2] if found else None
+        found = [(step, i) for i, each in enumerate(folders) for step in each.steps()]
+        step, i = max((pair for pair in found if pair[0] < before), default=(0, None))
+        return None if i is None else folders[i].path_of(step)
 
     return trainer.run.processes.first("the last checkpoint", newest)
 
