@@ -123,9 +123,7 @@ class CSVLogger(Logger):
 
     def log_plan(self, plan: Any) -> None:
         assert self.path is not None
-        # The record has a layout of its own.
-        found = {k: v for k, v in plan.to_dict().items() if k != "leaves"}
-        self._record["plan"] = found
+        self._record["plan"] = plan.to_dict()
         self._write_record()
         page = self.path.with_suffix(SUFFIX)
         with naming(page, "CSVLogger"):

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..basics.console import warn
 from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
-from ..reports import layout
 from .base import Callback
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts
@@ -107,7 +106,7 @@ class Logger(Callback):
         self._late, self._validation, self._error = LateReads(), None, None
         # In all processes: what looks at the state may run a program.
         facts = run_facts(trainer, self.hyperparameters)
-        facts |= {"run_id": trainer.run.id, "layout": layout(trainer.state)}
+        facts["run_id"] = trainer.run.id
         if self._active:
             if self._restored and self._restored.get("validation"):
                 step, values = self._restored["validation"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
-from ..reports import number
+from ..reports import in_words
 from .base import Callback
 from .monitor import LAG, in_notebook
 
@@ -213,8 +213,8 @@ class _Pass:
             return []
         batches, examples = self.done - self.first[0], self.examples - self.first[1]
         return [
-            f"{number(batches / seconds)} batches/s",
-            f"{number(examples / seconds)} examples/s",
+            f"{in_words(batches / seconds)} batches/s",
+            f"{in_words(examples / seconds)} examples/s",
         ]
 
     def draw(self, postfix: str) -> None:

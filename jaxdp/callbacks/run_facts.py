@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
-loggers are given a `"run_id"` and a `"layout"` too, see `jaxdp.reports.layout`."""
+loggers are given a `"run_id"` too."""
 
 
 def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> Facts:

@@ -10,7 +10,7 @@ from ..basics import coordination
 from ..basics.arguments import check_number
 from ..distributed import meetings
 from ..plan.hardware import hardware_of
-from ..reports import number
+from ..reports import in_words
 from .base import Callback
 from .monitor import announce
 from .stopwatch import Phase, Stopwatch
@@ -157,10 +157,10 @@ class ThroughputMonitor(Callback):
         }
         text = [
             f"{now.examples:,} examples in {values['seconds']:.3g} s",
-            f"{number(values['examples_per_s'])} examples/s",
+            f"{in_words(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:
-            text.append(f"{number(values['flops_per_s'])} FLOP/s of the model")
+            text.append(f"{in_words(values['flops_per_s'])} FLOP/s of the model")
         if "mfu" in values:
             text.append(f"MFU {values['mfu']:.1%}")
         shares = sorted(_BOUND, key=lambda phase: -values[phase])

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.csv_logger import CSVLogger
 from ..callbacks.run_facts import run_facts
-from ..reports import layout
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -25,9 +24,8 @@ def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
         file = file / "report.html"
     if tables:
         run = read_run(tables[0])
-        run.record.update({**record, **run.record, "layout": layout(trainer.state)})
+        run.record.update({**record, **run.record})
         run = run._replace(name=str(tables[0].parent))
     else:
-        record["layout"] = layout(trainer.state)
         run = run_of_history(str(trainer.default_root_dir), trainer.history, record)
     return str(write_report(run, file, plan or trainer.running_plan()))

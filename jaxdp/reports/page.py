@@ -1,8 +1,8 @@
 """What a run did, as one HTML page that opens anywhere; several runs on one page."""
 
-import datetime
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from string import Template
@@ -19,23 +19,16 @@ from .runs import (
     Run,
     comparison,
     differences,
-    number,
+    in_words,
     short_names,
     throughput_of,
 )
 
-_PARTS: Final = {
-    "params": "parameters",
-    "buffers": "frozen leaves",
-    "model_state": "model state",
-    "opt_state": "optimizer",
-}
 _RATES: Final = {
     "examples_per_s": "examples/s",
     "flops_per_s": "FLOP/s of the model",
     "mfu": "MFU",
 }
-_MOST_LEAVES: Final = 400
 _MOST_CURVES: Final = 16
 """In a chart of layers."""
 
@@ -57,7 +50,6 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
         "Curves": _drawn(metric_charts([run]), run.xlabel),
         "Throughput": _throughput(run),
         "Other values": _drawn(other_charts(run), run.xlabel),
-        "Layout": _layout(run.record.get("layout", [])),
         "Plan": f'<iframe srcdoc="{escape(framed)}"></iframe>' if framed else "",
         "Made of": _facts(run.record),
     }
@@ -90,33 +82,24 @@ def _results(run: Run) -> Iterable[tuple[str, ...]]:
     for name in run.columns:
         if name.startswith(VALIDATION):
             value, place = run.best(name)
-            yield f"best {name}", number(value), f"{run.xlabel} {number(place)}"
+            yield f"best {name}", in_words(value), f"{run.xlabel} {in_words(place)}"
     for name in run.columns:
         if name.startswith(EPOCH):
             label = f"{name.removeprefix(EPOCH)}, last epoch"
-            yield label, number(run.last(name)), ""
+            yield label, in_words(run.last(name)), ""
 
     count = run.record.get("hyperparameters", {}).get("parameters")
     if isinstance(count, int | float):
-        yield "parameters", number(count), ""
-    if (took := _duration(run.record)) is not None:
+        yield "parameters", in_words(count), ""
+    begin, end = run.record.get("started"), run.record.get("ended")
+    if begin and end:
+        took = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
         yield "took", str(took), ""
     found = throughput_of(run)
     if found:
-        yield "examples/s", number(found["examples_per_s"]), ""
+        yield "examples/s", in_words(found["examples_per_s"]), ""
     if "mfu" in found:
         yield "MFU", f"{found['mfu']:.1%}", ""
-
-
-def _duration(record: Mapping[str, Any]) -> datetime.timedelta | None:
-    try:
-        begin, end = (
-            datetime.datetime.fromisoformat(record[name])
-            for name in ("started", "ended")
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-    return end - begin
 
 
 def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
@@ -168,8 +151,8 @@ def _throughput(run: Run) -> str:
     if not found:
         return drawn
     note = (
-        f"{found['examples']:,.0f} examples in {number(found['seconds'])} s:"
-        f" {number(found['examples_per_s'])} per second. Shares are of the same time,"
+        f"{found['examples']:,.0f} examples in {in_words(found['seconds'])} s:"
+        f" {in_words(found['examples_per_s'])} per second. Shares are of the same time,"
         " which runs from the first step to the end of each fit, without compilation"
         " before it."
     )
@@ -190,40 +173,6 @@ def other_charts(run: Run) -> dict[str, list[Curve]]:
         if len(curves) < _MOST_CURVES:
             curves.append(Curve(layer or kind, points, f"C{len(curves) % 10}"))
     return charts
-
-
-def _layout(leaves: Sequence[Mapping[str, Any]]) -> str:
-    """Bytes per device, and how every leaf is cut."""
-    if not leaves:
-        return ""
-    held = dict.fromkeys(_PARTS, 0)
-    for leaf in leaves:
-        if leaf["part"] in held:
-            held[leaf["part"]] += leaf["bytes_per_device"]
-    parts = ((name, _bytes(held[part])) for part, name in _PARTS.items())
-    largest = sorted(leaves, key=lambda leaf: -leaf["bytes"])
-    rows = [
-        (
-            str(_PARTS.get(leaf["part"], leaf["part"])),
-            leaf["path"],
-            " x ".join(map(str, leaf["shape"])) or "scalar",
-            leaf["dtype"],
-            leaf["spec"],
-            " x ".join(map(str, leaf["splits"])) or "1",
-            str(leaf["copies"]),
-            _bytes(leaf["bytes"]),
-            _bytes(leaf["bytes_per_device"]),
-        )
-        for leaf in largest[:_MOST_LEAVES]
-    ]
-    heads = "", "leaf", "shape", "dtype", "layout", "parts", "copies", "", "per device"
-    more = len(leaves) - len(rows)
-    return (
-        f"<p>{_bytes(sum(held.values()))} per device in the placed state.</p>"
-        + _table((), parts)
-        + _table(heads, rows)
-        + (f"<p>and {more} smaller ones</p>" if more else "")
-    )
 
 
 def _facts(record: Mapping[str, Any]) -> str:
@@ -251,13 +200,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join(line(row, "td") for row in rows)
     head = f"<thead>{line(heads, 'th')}</thead>" if heads else ""
     return f"<table>{head}<tbody>{body}</tbody></table>" if body else ""
-
-
-def _bytes(count: float) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _write(

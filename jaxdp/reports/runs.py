@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..basics.json_checks import (
+    anything,
+    by_name,
+    fields,
+    maybe,
+    number,
+    read_json,
+)
 from ..plan.page import SUFFIX
-from .run_record import check_size, read_record
+from ..plan.text import in_short
 
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
@@ -28,6 +36,15 @@ _PLANNED: Final = {
     "peak bytes per device": lambda plan: float(plan["memory"]["peak"]),
     "bytes sent per step": lambda plan: float(plan["wire_bytes"]),
 }
+_RECORD: Final = fields(
+    {},
+    {
+        **dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything)),
+        "plan": maybe(
+            fields({"memory": fields({"peak": number()}), "wire_bytes": number()})
+        ),
+    },
+)
 _UNRANKED: Final = "steps", "epochs", "examples", "seconds"
 _LARGER_IS_BETTER: Final = ("accuracy", "top_", "auc", "f1", "iou", "mfu", "per_s")
 
@@ -67,37 +84,42 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path)
     table = path / "metrics.csv" if path.is_dir() else path
-    if path.is_dir() and not table.exists():
-        tables = sorted(path.glob("*.csv"))
-        table = tables[0] if len(tables) == 1 else table
     if not table.is_file():
-        if not path.exists():
+        tables = sorted(path.rglob("*.csv"))
+        if len(tables) != 1 or tables[0].parent != path:
+            near = f" There are {', '.join(map(str, tables[:5]))}." if tables else ""
             raise FileNotFoundError(
-                f"`{path}`: there is no such folder. A run is a folder that"
-                " `CSVLogger(dirpath)` wrote to, or its table."
+                f"`{path}` is no run: that is a folder that `CSVLogger(dirpath)` wrote"
+                f" to, or its table.{near}"
             )
-        near = sorted(path.rglob("*.csv"))[:5] if path.is_dir() else []
-        listed = f" There are {', '.join(map(str, near))}." if near else ""
-        raise FileNotFoundError(
-            f"`{path}`: no {table.name} there. A run is a folder that"
-            f" `CSVLogger(dirpath)` wrote to, or its table.{listed}"
-        )
+        (table,) = tables
     try:
         columns = _columns(table)
     except (csv.Error, OSError, TypeError, ValueError) as error:
         raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
-    record = read_record(table.with_suffix(".json"))
     name = str(path if path.is_dir() else path.with_suffix(""))
-    plan, planned = None, table.with_suffix(SUFFIX)
-    if planned.is_file():
-        check_size(planned)
-        plan = planned.read_text(encoding="utf-8")
-    return Run(name, record, columns, plan=plan)
+    page = table.with_suffix(SUFFIX)
+    plan = page.read_text(encoding="utf-8") if page.is_file() else None
+    return Run(name, _read_record(table.with_suffix(".json")), columns, plan=plan)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """What `CSVLogger` has recorded of a run; nothing if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        record = read_json(path)
+        _RECORD(record, "record")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`{path}` is not what `CSVLogger` writes: {error}. Move it away to see the"
+            " table alone."
+        ) from error
+    return record
 
 
 def _columns(table: Path) -> dict[str, Points]:
     """What a table has, by column."""
-    check_size(table)
     with table.open(newline="", encoding="utf-8") as file:
         # A run may be writing its last row at this moment, or was killed then.
         lines = [line for line in file if line.endswith("\n")]
@@ -106,9 +128,9 @@ def _columns(table: Path) -> dict[str, Points]:
         raise ValueError("it has no columns `epoch` and `step`")
     columns: dict[str, Points] = {}
     for row in reader:
-        for name, text in row.items():
-            if name not in (None, "step") and text:
-                columns.setdefault(name, []).append((float(row["step"]), float(text)))
+        for name, cell in row.items():
+            if name not in (None, "step") and cell:
+                columns.setdefault(name, []).append((float(row["step"]), float(cell)))
     return columns
 
 
@@ -144,7 +166,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
         best = None
         if len(finite) > 1 and name not in _UNRANKED:
             best = max(finite) if larger_is_better(name) else min(finite)
-        marked = (number(v) + (" *" if v == best else "") for v in values)
+        marked = (in_words(v) + (" *" if v == best else "") for v in values)
         rows.append([name, *marked])
 
     totals = [throughput_of(run) for run in runs]
@@ -213,8 +235,7 @@ def throughput_of(run: Run) -> dict[str, float]:
     """What `ThroughputMonitor` measured of all of a run, by its names in `summary`.
 
     All examples over all seconds, and shares of the same seconds; of a run that was
-    resumed, over its fits. Rows of a version that logged no seconds are left out; empty
-    where there are no others.
+    resumed, over its fits. Empty where nothing was measured.
     """
     logged = {
         name.removeprefix(THROUGHPUT): [value for _, value in points]
@@ -225,12 +246,10 @@ def throughput_of(run: Run) -> dict[str, float]:
     total = sum(seconds)
     if not total:
         return {}
-    # Rows without seconds come first: they are of before the run was resumed.
-    rows = {name: logged[name][-len(seconds) :] for name in ("examples", *PHASES)}
-    examples = sum(rows["examples"])
+    examples = sum(logged["examples"])
     found = {"examples": examples, "seconds": total, "examples_per_s": examples / total}
     for name in PHASES:
-        each = zip(rows[name], seconds, strict=True)
+        each = zip(logged[name], seconds, strict=True)
         found[name] = sum(share * time for share, time in each) / total
     if "mfu" in logged:  # in proportion to the examples per second
         scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
@@ -238,11 +257,6 @@ def throughput_of(run: Run) -> dict[str, float]:
     return found
 
 
-def number(value: float) -> str:
-    """A number in short: 0.001, 12, 13.1k, 5M, 1e-07; "-" if it is not finite."""
-    if not math.isfinite(value):
-        return "-"
-    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * factor or factor > 1e3 and abs(value) >= factor:
-            return f"{value / factor:.4g}{suffix}"
-    return f"{value:.4g}"
+def in_words(value: float) -> str:
+    """A number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
+    return in_short(value).rstrip() if math.isfinite(value) else "-"

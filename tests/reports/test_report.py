@@ -19,7 +19,6 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
 )
 from jaxdp.callbacks.stopwatch import PHASES
-from jaxdp.reports.layout import layout
 from jaxdp.reports.page import (
     metric_charts,
     other_charts,
@@ -31,7 +30,7 @@ from jaxdp.reports.runs import (
     Run,
     comparison,
     differences,
-    number,
+    in_words,
     read_run,
     throughput_of,
 )
@@ -91,9 +90,9 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     for name in ("loss", "accuracy", "steps, smoothed", "grad norm by layer"):
         assert f" {name} " in page.text
     assert "scale_by_adam(b1=0.9" in page.text and jax.__version__ in page.text
-    assert "layers[1].weight" in page.text and "P('data',)" in page.text
     assert "finished" in page.text
-    assert "Memory per device" in page.source  # the plan's page, in a frame
+    plan = page.source  # of which the plan's page is in a frame
+    assert "Memory per device" in plan and "layers[1].weight" in plan
     assert page.loaded == [] and "@import" not in page.source
     assert page.tags.count("svg") == 3 and "script" not in page.tags
 
@@ -118,11 +117,11 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     rows = {name: value for name, value in comparison([run])[1:]}
     rate = summary["examples_per_s"]
     assert f"170 examples in {summary['seconds']:.3g} s" in said
-    assert f"{number(rate)} examples/s" in said
+    assert f"{in_words(rate)} examples/s" in said
     assert f"checkpoints {summary['checkpoints']:.0%}" in said
-    assert f"170 examples in {number(found['seconds'])} s" in page.text
-    assert f"{number(found['examples_per_s'])} per second" in page.text
-    assert rows["examples_per_s"] == number(found["examples_per_s"])
+    assert f"170 examples in {in_words(found['seconds'])} s" in page.text
+    assert f"{in_words(found['examples_per_s'])} per second" in page.text
+    assert rows["examples_per_s"] == in_words(found["examples_per_s"])
     assert f"checkpoints {found['checkpoints']:.1%}" in page.text
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
@@ -134,25 +133,6 @@ def test_tables_without_seconds_have_no_throughput_of_the_run(tmp_path):
     assert throughput_of(run) == {}
     assert list(throughput_charts(run)) == ["examples/s"]
     assert " examples/s " in Page(write_report(run, tmp_path / "a.html")).text
-
-
-def test_rows_that_are_torn_or_of_before_a_resume_are_left_out_of_the_sums(tmp_path):
-    shares = ",".join(f"throughput/{phase}" for phase in PHASES)
-    old, new = (
-        "0.5" + ",0.1" * (len(PHASES) - 1),
-        "0.75" + ",0.05" * (len(PHASES) - 1),
-    )
-    rows = [
-        f"epoch,step,throughput/examples_per_s,{shares},throughput/examples,"
-        "throughput/seconds",
-        f"0,1,7000,{old},,",  # of a version that logged no seconds
-        f"0,2,100,{new},200,2",
-        "0,3,100,0.7",
-    ]
-    (tmp_path / "metrics.csv").write_text("\n".join(rows))
-    found = throughput_of(read_run(tmp_path))
-    assert (found["examples"], found["seconds"]) == (200, 2)
-    assert found[next(iter(PHASES))] == 0.75
 
 
 def test_a_trainer_without_a_table_reports_its_epochs(tmp_path):
@@ -177,28 +157,8 @@ def test_texts_cannot_break_the_page(tmp_path):
 
 def test_numbers_are_written_in_short():
     values = (0.001, 12, 4869, 13130, 4.2e6, 1e-7, 0, float("nan"))
-    texts = ["0.001", "12", "4869", "13.13k", "4.2M", "1e-07", "0", "-"]
-    assert [number(value) for value in values] == texts
-
-
-def test_the_layout_is_that_of_the_arrays():
-    trainer = mlp_trainer(strategy=Split())
-    trainer.fit(batches(8, 8))
-    rows = layout(trainer.state)
-    device = jax.devices()[0]
-    held = sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(trainer.state)
-        for shard in leaf.addressable_shards
-        if shard.device == device
-    )
-    assert sum(row["bytes_per_device"] for row in rows) == held
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
-    assert sum(row["bytes"] for row in rows) == whole
-    (row,) = [r for r in rows if r["path"] == "layers[1].weight"]
-    assert row["splits"] == [8, 1] and row["copies"] == 1
-    (row,) = [r for r in rows if r["path"] == "layers[2].bias"]
-    assert row["splits"] == [1] and row["copies"] == 8
+    texts = ["0.001", "12", "4.869 k", "13.13 k", "4.2 M", "1e-07", "0", "-"]
+    assert [in_words(value) for value in values] == texts
 
 
 def test_runs_are_compared(tmp_path):
@@ -238,7 +198,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no metrics.csv there. A run is"):
+    with pytest.raises(FileNotFoundError, match="is no run: that is a folder"):
         read_run(tmp_path)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "metrics.csv").write_text("a,b\n1,2\n")
@@ -260,7 +220,6 @@ def test_a_table_that_is_being_written_can_be_read(tmp_path):
     [
         ("[" * 60_000, "nested more than 100 deep"),
         ("[]", "must be an object"),
-        ('{"layout": [{"part": 1}]}', r"`record.layout\[0\]` has no path"),
         ('{"hyperparameters": "x"}', "`record.hyperparameters` is 'x'"),
         ('{"plan": {"memory": {}}}', "`record.plan` has no wire_bytes"),
         (None, "1,099,511,627,776 bytes"),
@@ -274,13 +233,8 @@ def test_a_record_that_is_none_is_named(tmp_path, record, told):
         read_run(tmp_path)
 
 
-def test_records_that_say_little_and_tables_of_a_terabyte(tmp_path):
-    table = tmp_path / "metrics.csv"
-    table.write_text("epoch,step,loss\n0,1,2.0\n")
+def test_records_that_say_little_are_shown(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,2.0\n")
     record = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert write_report(read_run(tmp_path), tmp_path / "page.html").exists()
-    with table.open("a") as file:
-        file.truncate(2**40)
-    with pytest.raises(ValueError, match="metrics.csv.*1,099,511,627,776 bytes"):
-        read_run(tmp_path)
