@@ -1,17 +1,16 @@
 """The same training steps under several strategies, and what differs between them."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from .basics.tree import leaf_path
+from .checkpoint import plain
 from .engine import Engine
 from .step import Batch
 
@@ -236,25 +235,13 @@ def _differences(run: Run) -> dict[str, Difference]:
 
 def _named(parts: dict[str, PyTree]) -> dict[str, np.ndarray]:
     return {
-        f"{part}: {leaf_path(path)}": np.asarray(_plain(leaf))
+        f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))
         for part, tree in parts.items()
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
-def _plain(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join(
-        line.rstrip() for line in itertools.chain(lines[:1], [rule], lines[1:])
-    )
+    rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

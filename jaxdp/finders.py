@@ -4,6 +4,7 @@ The largest batch that fits is `trainer.plan(loader).largest_batch()`, from the 
 program.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .basics.arguments import check_choice, check_count
 from .callbacks.learning_rate_monitor import is_rate
 from .engine import hyperparams
 from .reports import Curve, draw, save_figure
@@ -138,10 +140,8 @@ def lr_find(
             f"`min_lr`={min_lr} and `max_lr`={max_lr} must be positive, and the first"
             " less than the second."
         )
-    if num_training < 2:
-        raise ValueError(f"`num_training`={num_training} must be 2 steps or more.")
-    if mode not in ("exponential", "linear"):
-        raise ValueError(f"`mode`={mode!r} must be 'exponential' or 'linear'.")
+    check_count("num_training", num_training, 2)
+    check_choice("mode", mode, ("exponential", "linear"))
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training)
     own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
@@ -149,9 +149,8 @@ def lr_find(
     losses: list[float] = []
     with _generators_kept(train_loader):
         for metrics in _endless(twin, train_loader, num_training):
-            losses.append(
-                float(metrics["loss"])
-            )  # waits: the next step may be the last
+            # waits for the device: the next step may be the last
+            losses.append(float(metrics["loss"]))
             best = min(losses)
             if early_stop_threshold is None:
                 continue
@@ -233,17 +232,14 @@ def _endless(twin: Trainer, loader: Any, count: int) -> Iterator[Any]:
             return
 
 
-class _generators_kept:
+@contextlib.contextmanager
+def _generators_kept(loader: Any) -> Iterator[None]:
     """Gives the generators that a torch loader was given back as they were."""
-
-    def __init__(self, loader: Any):
-        owners = loader, getattr(loader, "sampler", None)
-        found: list[Any] = [getattr(owner, "generator", None) for owner in owners]
-        self._kept = [(g, g.get_state()) for g in found if hasattr(g, "get_state")]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        for generator, state in self._kept:
+    owners = loader, getattr(loader, "sampler", None)
+    found: list[Any] = [getattr(owner, "generator", None) for owner in owners]
+    kept = [(each, each.get_state()) for each in found if hasattr(each, "get_state")]
+    try:
+        yield
+    finally:
+        for generator, state in kept:
             generator.set_state(state)

@@ -127,36 +127,21 @@ class History(Mapping[str, list[float]]):
             return "History(no epochs yet)"
         count, best = len(self.epochs), self._best()
         title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
-        shown = {0: "", count - 1: ""} if count > 4 else dict.fromkeys(range(count), "")
-        if best is not None:
-            shown[best[1]] = f"  <- best {best[0]}"
-        table = [["epoch", *self._values]]
-        for i in sorted(shown):
-            if i > 0 and i - 1 not in shown:
-                table.append(["..."] * len(table[0]))
-            values = [_short(column[i]) for column in self._values.values()]
-            table.append([str(self.epochs[i]), *values])
+        shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
+        columns = {"epoch": list(map(str, self.epochs))}
+        columns |= {name: [f"{v:.4g}" for v in self[name]] for name in self}
+        table = [list(columns)]
+        table += [[values[i] for values in columns.values()] for i in shown]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [title]
-        for row in table:
-            cells = zip(row, widths, strict=True)
-            lines.append("  ".join(cell.rjust(width) for cell, width in cells))
-            if row[0].isdecimal():
-                lines[-1] += shown[self.epochs.index(int(row[0]))]
-        return "\n".join(lines)
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in table]
+        if best is not None:
+            lines[1 + list(shown).index(best)] += "  <- best"
+        return "\n".join([title, *lines])
 
-    def _best(self) -> tuple[str, int] | None:
-        """The name that says which epoch was best, and where that one is."""
-        for name in (f"{VALIDATION}loss", "loss"):
-            finite = [
-                (v, i)
-                for i, v in enumerate(self._values.get(name, []))
-                if v is not None and math.isfinite(v)
-            ]
-            if finite:
-                return name, min(finite)[1]
-        return None
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    def _best(self) -> int | None:
+        """Where the epoch with the least validation loss is, or training loss."""
+        values = self._values.get(f"{VALIDATION}loss") or self._values.get("loss", [])
+        finite = [
+            (v, i) for i, v in enumerate(values) if v is not None and math.isfinite(v)
+        ]
+        return min(finite)[1] if finite else None

@@ -1,13 +1,12 @@
 """Losses and metrics by name, over optax.
 
 A *criterion* takes `(prediction, target)` for a whole batch, leaves shaped
-`(batch, ...)`, and returns one value per row, shaped `(batch,)`, so that rows
-can be weighted and padded rows left out exactly. The criteria here follow that
-rule; any other callable with the same arguments will do as well.
+`(batch, ...)`, and returns one value per row, shaped `(batch,)`, so that rows can be
+weighted and padded rows left out exactly.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -119,26 +118,11 @@ METRICS: dict[str, Criterion] = {
 
 def find_loss(loss: str | Criterion) -> Criterion:
     """The criterion called `loss`, or `loss` itself if it is callable."""
-    if isinstance(loss, str):
-        if loss not in LOSSES:
-            raise ValueError(
-                f"`loss`: there is no loss named {loss!r}; known names are"
-                f" {', '.join(sorted(LOSSES))}. Any callable (prediction, target) ->"
-                " (batch,) works too."
-            )
-        return LOSSES[loss]
-    if not callable(loss):
-        raise TypeError(
-            f"`loss`: got {loss!r} of type {type(loss).__name__}; pass a name"
-            f" ({', '.join(sorted(LOSSES))}) or a callable (prediction, target) ->"
-            " (batch,)."
-        )
-    _check_criterion("`loss`", loss)
-    return loss
+    return _find("`loss`", loss, LOSSES)
 
 
 def find_metrics(
-    metrics: str | Sequence[str | Criterion] | Mapping[str, str | Criterion],
+    metrics: str | Criterion | Iterable[str | Criterion] | Mapping[str, Any] | None,
 ) -> dict[str, Criterion]:
     """Metrics as `{name: criterion}`, from names, callables or a mapping."""
     if metrics is None:
@@ -150,27 +134,40 @@ def find_metrics(
             f"`metrics`: got {metrics!r} of type {type(metrics).__name__}; pass a list"
             f" of names ({', '.join(sorted(METRICS))}) or {{name: callable}}."
         )
-    if not isinstance(metrics, Mapping):
-        metrics = {_metric_name(metric): metric for metric in metrics}
-    found = {}
-    for name, metric in metrics.items():
+    named: Mapping[Any, Any] = metrics if isinstance(metrics, Mapping) else {}
+    named = named or {_metric_name(metric): metric for metric in metrics}
+    for name in named:
         check_metric_name("`metrics`", name)
-        if isinstance(metric, str):
-            if metric not in METRICS:
-                raise ValueError(
-                    f"`metrics`: there is no metric named {metric!r}; known names are"
-                    f" {', '.join(sorted(METRICS))}. For one of your own pass"
-                    " {name: callable (prediction, target) -> (batch,)}."
-                )
-            metric = METRICS[metric]
-        elif not callable(metric):
-            raise TypeError(
-                f"`metrics`: {name!r} is {metric!r} of type {type(metric).__name__};"
-                " pass a known name or a callable (prediction, target) -> (batch,)."
-            )
-        _check_criterion(f"`metrics`: {name!r}", metric)
-        found[name] = metric
-    return found
+    return {n: _find(f"`metrics`: {n!r}", m, METRICS) for n, m in named.items()}
+
+
+def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
+    names = ", ".join(sorted(known))
+    if isinstance(given, str) and given in known:
+        return known[given]
+    if not callable(given):
+        error = ValueError if isinstance(given, str) else TypeError
+        raise error(
+            f"{argument}: got {given!r} of type {type(given).__name__}; pass a known"
+            f" name ({names}) or a callable (prediction, target) -> (batch,)."
+        )
+    if type(given).__module__.startswith("torch"):
+        raise TypeError(
+            f"{argument} is torch's {type(given).__name__}, which can't compute on JAX"
+            f" arrays; pass a name ({names}) or an optax loss."
+        )
+    try:
+        signature = inspect.signature(given)
+    except ValueError:  # some built-in callables have none
+        return given
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{argument} is {signature}, and is called as (prediction, target):"
+            f" {error}. For a function of (model, *batch) use `loss_fn`."
+        ) from None
+    return given
 
 
 def check_metric_name(argument: str, name: Any) -> None:
@@ -187,26 +184,6 @@ def check_metric_name(argument: str, name: Any) -> None:
             " 'epoch' and 'step' are columns of every log, and 'val_' and 'test_' are"
             " put before names by validation and test."
         )
-
-
-def _check_criterion(argument: str, criterion: Any) -> None:
-    """Raises for what can't be called with a prediction and a target."""
-    if type(criterion).__module__.startswith("torch"):
-        raise TypeError(
-            f"{argument} is torch's {type(criterion).__name__}, which can't compute on"
-            f" JAX arrays; pass a name ({', '.join(sorted(LOSSES))}) or an optax loss."
-        )
-    try:
-        signature = inspect.signature(criterion)
-    except ValueError:  # some built-in callables have none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"{argument} is {signature}, and is called as (prediction, target):"
-            f" {error}. For a function of (model, *batch) use `loss_fn`."
-        ) from None
 
 
 def infer_loss(target: Any) -> tuple[str, str]:
@@ -257,20 +234,8 @@ def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> A
         jaxpr = jax.make_jaxpr(criterion)(prediction, target)
     except Exception:  # it checks shapes itself, and will say so when called
         return None
-    return grown if _makes_shape(jaxpr.jaxpr, grown) else None
-
-
-def _makes_shape(jaxpr: Any, shape: Any) -> bool:
-    for equation in jaxpr.eqns:
-        if any(getattr(out.aval, "shape", None) == shape for out in equation.outvars):
-            return True
-        for inner in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns") and _makes_shape(inner, shape):
-                return True
-    return False
+    made = f"[{','.join(map(str, grown))}]"  # as programs print it: f32[8,8]
+    return grown if made in str(jaxpr) else None
 
 
 def _metric_name(metric: str | Criterion) -> str:

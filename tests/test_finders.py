@@ -126,8 +126,8 @@ def test_nonsense_is_refused():
     trainer, data = make_trainer(optax.adam(0.1)), batches(8)
     for options, text in [
         ({"min_lr": 1.0, "max_lr": 0.1}, "the first less than the second"),
-        ({"num_training": 1}, "must be 2 steps or more"),
-        ({"mode": "cosine"}, "must be 'exponential' or 'linear'"),
+        ({"num_training": 1}, "must be 2 or more"),
+        ({"mode": "cosine"}, "must be one of 'exponential', 'linear'"),
     ]:
         with pytest.raises(ValueError, match=text):
             lr_find(trainer, data, **options)
