@@ -1,7 +1,8 @@
 """JSON that comes from elsewhere: read within limits, and compared with a form.
 
-A file, or a line from a socket, may be anything: twenty gigabytes, a word where a
-number should be. A form says what every value must be, so that nobody has to ask again.
+A file, or a line from a socket, may be anything: twenty gigabytes, a million brackets,
+a word where a number should be. The limits come before it is parsed; a form then says
+what every value must be, so that nobody who uses it has to ask again.
 
     form = fields({"step": whole(), "names": each(text())}, {"loss": number()})
     form(read_json("some.json"), "some.json")  # a ValueError says what is wrong, where
@@ -15,8 +16,22 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 MOST_BYTES: Final = 2**28
+_MOST_NESTED: Final = 2**22
+"""More would fill the memory: an empty list takes 3 bytes of text and 64 of memory."""
+
+_MOST_VALUES: Final = 2**24
+"""A number takes 40 bytes of memory. A loader may keep the order of its rows."""
+
+_MOST_DEPTH: Final = 100
+"""Python gives up at about a thousand, and what walks through the values sooner."""
+
 _MOST_NUMBER: Final = 2**63 - 1
+
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 Form = Callable[[Any, str], None]
 """Takes a value and its name; raises a ValueError if it is not what it must be."""
@@ -27,7 +42,7 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any
 
     Raises:
         OSError: if it can't be read.
-        ValueError: if it is not JSON, or too large.
+        ValueError: if it is not JSON, or too large, or too deep.
     """
     with open(path, "rb") as file:
         # Asked first: a file of nothing but zeros is as long as it likes to be.
@@ -44,15 +59,19 @@ def parse_json(content: bytes, most_bytes: int = MOST_BYTES, size: int = 0) -> A
         size: how long it is, where that is known already.
 
     Raises:
-        ValueError: if it is not JSON, or too large.
+        ValueError: if it is not JSON, or too large, or too deep.
     """
     size = max(size, len(content))
     if size > most_bytes:
         raise ValueError(f"it has {size:,} bytes, and {most_bytes:,} are the most")
-    try:
-        return json.loads(content.decode())
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
+    opened = content.count(b"[") + content.count(b"{")
+    if opened > _MOST_NESTED:
+        raise ValueError(f"it has more than {_MOST_NESTED:,} lists and objects")
+    if opened + content.count(b",") > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+    if opened > _MOST_DEPTH and _depth(content) > _MOST_DEPTH:
+        raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+    return json.loads(content.decode())
 
 
 def anything(value: Any, name: str) -> None:
@@ -206,3 +225,10 @@ def _is_int(value: Any) -> bool:
 def _named(name: str, key: str) -> str:
     key = key if len(key) < 60 else key[:57] + "..."
     return f"{name}.{key}" if name else key
+
+
+def _depth(content: bytes) -> int:
+    """How deep the brackets are nested that are in no string."""
+    brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
+    opens = np.isin(np.frombuffer(brackets, np.uint8), list(b"[{"))
+    return int(np.cumsum(2 * opens.astype(np.int32) - 1).max(initial=0))

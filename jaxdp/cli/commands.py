@@ -1,21 +1,24 @@
 """The commands, and the options that each takes."""
 
 import argparse
+import contextlib
 import inspect
 import itertools
 import json
 import os
+import runpy
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from ..basics.environment import versions
 from ..basics.extras import import_extra
 from ..basics.files import replacing
+from ..fit import instead_of_training
 from ..reports import (
     comparison,
     differences,
@@ -23,8 +26,8 @@ from ..reports import (
     write_comparison,
     write_report,
 )
+from ..trainer import Trainer
 from .doctor import examine
-from .planning import plan_script
 
 _MOST_COLUMNS: Final = 48
 """Of a cell in a table; longer ones go on in the next line."""
@@ -126,7 +129,7 @@ def _plan(options: argparse.Namespace) -> None:
     """
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}
-    plan = plan_script(options.script, options.arguments, **wanted)
+    plan = _plan_script(options.script, options.arguments, **wanted)
     print(plan)
     if options.html:
         plan.to_html(options.html)
@@ -199,3 +202,53 @@ def _export(options: argparse.Namespace) -> None:
             safetensors.save_file(arrays, temporary)
     count = sum(array.size for array in arrays.values())
     print(f"{path}: {len(arrays)} arrays, {count:,} numbers")
+
+
+class _Planned(BaseException):
+    """Leaves the script from inside of `fit`. No `except Exception` stops it."""
+
+    def __init__(self, plan: Any):
+        self.plan = plan
+
+
+def _plan_script(script: str, arguments: Sequence[str], **options: Any) -> Any:
+    """The plan of the first `fit` (or `steps`) that a script comes to.
+
+    Args:
+        script: its path.
+        arguments: for the script.
+        options: for `Trainer.plan`.
+    """
+    if not os.path.isfile(script):
+        raise FileNotFoundError(f"`{script}`: there is no such file.")
+
+    def plan(trainer: Trainer, train_loader: Any) -> NoReturn:
+        raise _Planned(trainer.plan(train_loader, **options))
+
+    with _as_main(script, arguments), instead_of_training(plan):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except _Planned as planned:
+            return planned.plan
+        except SystemExit as error:
+            if error.code:
+                raise ValueError(
+                    f"{script} ended with exit code {error.code} before its `fit`."
+                ) from error
+    raise ValueError(
+        f"{script} ended without a call of `Trainer.fit` or `Trainer.steps`, so there"
+        " is nothing to plan. (It ran as a main program, with these arguments:"
+        f" {list(arguments)}.)"
+    )
+
+
+@contextlib.contextmanager
+def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as when the script is started itself."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

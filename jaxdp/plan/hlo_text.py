@@ -4,15 +4,7 @@ import math
 import re
 from typing import Final, NamedTuple
 
-_BITS: Final = {"pred": 8, "token": 0, "opaque": 0}
-_NAMES: Final = {
-    "pred": "bool",
-    "s": "int",
-    "u": "uint",
-    "f": "float",
-    "bf": "bfloat",
-    "c": "complex",
-}
+_NAMES: Final = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION: Final = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -144,11 +136,8 @@ def arrays_in(shape: str) -> tuple[Array, ...]:
     found = []
     # Layouts have brackets of their own: f32[8,128]{1,0:T(8,128)S(1)}.
     for dtype, dims in re.findall(r"\b([a-z]+[a-z0-9]*)\[([^\]]*)\]", shape):
-        sizes = tuple(
-            int(size.strip().lstrip("<=")) for size in dims.split(",") if size
-        )
-        size = (math.prod(sizes) * _bits(dtype) + 7) // 8
-        found.append(Array(_numpy_name(dtype), sizes, size))
+        sizes = [int(size.strip().lstrip("<=")) for size in dims.split(",") if size]
+        found.append(_array_of(dtype, tuple(sizes)))
     return tuple(found)
 
 
@@ -185,28 +174,20 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     )
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    match = re.match(r"[a-z]+(\d+)", dtype)
+def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:
+    """From XLA's name of a type: `pred`, `s32`, `bf16`, `f8e4m3fn`, `token`."""
+    match = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype)
     assert match is not None, dtype
-    return int(match[1])
-
-
-def _numpy_name(dtype: str) -> str:
-    if dtype.startswith("f8"):
-        return "float" + dtype[1:]
-    match = re.fullmatch(r"(s|u|f|bf|c)(\d+)", dtype)
-    if match is None:
-        return _NAMES.get(dtype, dtype)
-    return _NAMES[match[1]] + match[2]
+    kind, bits, rest = match.groups()
+    if dtype == "pred":
+        return Array("bool", shape, math.prod(shape))
+    size = (math.prod(shape) * int(bits or 0) + 7) // 8
+    return Array(_NAMES.get(kind, kind) + bits + rest, shape, size)
 
 
 def _aliased(header: str) -> dict[int, str]:
     """From `input_output_alias={ {0}: (1, {}, may-alias), ... }`."""
-    start = header.find("input_output_alias=")
-    if start < 0:
-        return {}
-    inside = matched(header[start + len("input_output_alias=") :])
+    _, _, text = header.partition("input_output_alias=")
+    inside = matched(text) if text else ""
     found = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", inside)
     return {int(parameter): out.replace(" ", "") for out, parameter in found}

@@ -1,14 +1,23 @@
 """What a plan is made of. Bytes are those of one device, unless it says otherwise."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+GROUPS: Final = {
+    "parameters": "parameters",
+    "frozen": "frozen leaves",
+    "model_state": "model state",
+    "optimizer": "optimizer state",
+    "other": "other",
+    "batch": "batch",
+}
+"""The groups of leaves, by the fields of `Memory` that have their bytes."""
 
 
 class Leaf(NamedTuple):
     """An array that is held between steps, or a batch's."""
 
     group: str
-    """`"parameters"`, `"frozen leaves"`, `"model state"`, `"optimizer state"`,
-    `"batch"` or `"other"`."""
+    """One of `GROUPS`: `"parameters"`, `"frozen leaves"`, ..."""
     path: str
     shape: tuple[int, ...]
     dtype: str
@@ -62,16 +71,16 @@ class Traffic(NamedTuple):
     part: str
     """Where in the step, by the names that the program's operations have: `"gradients"`
     that are summed, `"parameters"` that are gathered, `"backward: eqx.nn.Linear"`."""
-    count: int
+    count: int = 0
     """How many instructions, each run `times` times."""
-    times: int | None
+    times: int | None = 1
     """None: in a loop whose length the program does not tell; counted once."""
-    operand_bytes: int
-    wire_bytes: float
+    operand_bytes: int = 0
+    wire_bytes: float = 0.0
     """What a device sends by the best ring algorithm."""
-    overlapped: bool
-    optional: bool
-    crosses: bool
+    overlapped: bool = False
+    optional: bool = False
+    crosses: bool = False
     """Whether it is between devices of several hosts."""
 
 

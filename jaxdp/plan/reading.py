@@ -11,7 +11,7 @@ import jax
 from . import hlo
 from .hardware import Hardware
 from .leaves import leaves_of, nbytes
-from .parts import Bound, Estimate, Leaf, Memory, Split, Traffic
+from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Split, Traffic
 
 _MOST: Final = 3
 """How many places a collective names that moves arrays from several."""
@@ -70,65 +70,55 @@ class Reading:
 
     def memory(self) -> Memory:
         """What a device holds while it takes a step."""
-
-        def held(group: str) -> int:
-            return sum(
-                leaf.bytes_per_device for leaf in self.leaves if leaf.group == group
-            )
+        held = dict.fromkeys(GROUPS.values(), 0)
+        for leaf in self.leaves:
+            held[leaf.group] += leaf.bytes_per_device
 
         found = self.analysis
+        arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
+        overwritten, temporary = found.alias_size_in_bytes, found.temp_size_in_bytes
         return Memory(
-            parameters=held("parameters"),
-            frozen=held("frozen leaves"),
-            model_state=held("model state"),
-            optimizer=held("optimizer state"),
-            other=held("other"),
-            batch=held("batch"),
+            **{field: held[group] for field, group in GROUPS.items()},
             gradients=int(sum(map(self._gathered_bytes, self.params))),
-            temporary=found.temp_size_in_bytes,
-            arguments=found.argument_size_in_bytes,
-            results=found.output_size_in_bytes,
-            overwritten=found.alias_size_in_bytes,
+            temporary=temporary,
+            arguments=arguments,
+            results=results,
+            overwritten=overwritten,
             program=found.generated_code_size_in_bytes,
-            peak=found.argument_size_in_bytes
-            + found.output_size_in_bytes
-            - found.alias_size_in_bytes
-            + found.temp_size_in_bytes,
+            peak=arguments + results - overwritten + temporary,
         )
 
     @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Collectives alike in everything but their bytes, together."""
-        found: dict[Any, list[hlo.Collective]] = {}
+        found: dict[Traffic, list[hlo.Collective]] = {}
         for each in self.program.collectives:
             if each.group_size > 1:
-                key = (
+                alike = Traffic(
                     each.kind,
                     each.axes(self.mesh),
                     each.group_size,
                     each.dtype,
                     place_of(each),
-                    each.times,
-                    each.overlapped,
-                    each.optional,
-                    self._crosses(each.groups),
+                    times=each.times,
+                    overlapped=each.overlapped,
+                    optional=each.optional,
+                    crosses=self._crosses(each.groups),
                 )
-                found.setdefault(key, []).append(each)
-        traffic = [
-            Traffic(
-                kind,
-                axes,
-                size,
-                dtype,
-                part,
-                len(listed),
-                times if times is None else math.ceil(times / self.steps),
-                sum(each.operand_bytes for each in listed) * (times or 1) // self.steps,
-                sum(each.wire_bytes for each in listed) * (times or 1) / self.steps,
-                *rest,
+                found.setdefault(alike, []).append(each)
+
+        traffic = []
+        for alike, listed in found.items():
+            times, steps = alike.times or 1, self.steps
+            held = sum(each.operand_bytes for each in listed)
+            sent = sum(each.wire_bytes for each in listed)
+            total = alike._replace(
+                count=len(listed),
+                times=alike.times and math.ceil(alike.times / steps),
+                operand_bytes=held * times // steps,
+                wire_bytes=sent * times / steps,
             )
-            for (kind, axes, size, dtype, part, times, *rest), listed in found.items()
-        ]
+            traffic.append(total)
         return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
 
     @property
@@ -143,32 +133,32 @@ class Reading:
     def bounds(self) -> tuple[Bound, ...]:
         """Lower bounds of this layout, beside what the program does."""
         shards = self.num_shards
-        share = 2 * (shards - 1) / shards
-        gradients = share * sum(map(self._gathered_bytes, self.params))
-        state = sum(each.bytes_per_device for each in self.state)
-        batch = sum(each.bytes_per_device for each in self.batch)
-        found = self.analysis
-        copies = found.output_size_in_bytes - found.alias_size_in_bytes
+        gradients = sum(map(self._gathered_bytes, self.params))
+        state, batch = (
+            sum(each.bytes_per_device for each in leaves)
+            for leaves in (self.state, self.batch)
+        )
         metrics = sum(nbytes(leaf) for leaf in jax.tree.leaves(self.results[1]))
         # A program returns a table with a pointer to each result.
         metrics += 8 * len(jax.tree.leaves(self.results))
+        memory = self.memory()
         return (
             Bound(
                 "bytes sent per device: every gradient summed over the devices of the"
                 " rows, 2(n-1)/n of it",
-                gradients,
+                2 * (shards - 1) / shards * gradients,
                 sum(each.wire_bytes for each in self.traffic),
             ),
             Bound(
                 "bytes that go in: the state and the batch, once",
                 state + batch,
-                found.argument_size_in_bytes,
+                memory.arguments,
             ),
             Bound(
                 "bytes that come out beside the donated state: metrics, and a pointer"
                 " per result",
                 metrics if self.donated else metrics + state,
-                copies,
+                memory.results - memory.overwritten,
             ),
         )
 

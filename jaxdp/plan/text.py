@@ -3,16 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from .parts import Leaf, Memory, Row, Traffic
+from .parts import GROUPS, Leaf, Memory, Row, Traffic
 
-_LABELS: Final = {
-    "parameters": "parameters",
-    "frozen": "frozen leaves",
-    "model_state": "model state",
-    "optimizer": "optimizer state",
-    "other": "step, key, sums",
-    "batch": "batch",
-}
+_LABELS: Final = GROUPS | {"other": "step, key, sums"}
 _NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
 
 _MOST: Final = 10

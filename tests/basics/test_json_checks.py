@@ -23,8 +23,11 @@ from jaxdp.basics.json_checks import (
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"[" * 200_000, "nested too deep"),
-        (b'[{"a":' * 100_000 + b"1" + b"}]" * 100_000, "nested too deep"),
+        (b"[" * 60_000, "nested more than 100 deep"),
+        (b"[" * 101 + b"]" * 101, "nested more than 100 deep"),
+        (b'[{"a":' * 60 + b"1" + b"}]" * 60, "nested more than 100 deep"),
+        (b"[],[]," * 2**21 + b"[]", "more than 4,194,304 lists and objects"),
+        (b"1," * 2**24 + b"[]", "more than 16,777,216 values"),
         (b" " * (2**28 + 1), "268,435,457 bytes, and 268,435,456 are the most"),
         (b'"' + b'\\"' * 1000, "Unterminated string"),
         (b"[1] [2]", "Extra data"),
@@ -38,7 +41,7 @@ def test_what_is_too_much_or_no_json_is_a_value_error(content, told):
         parse_json(content)
 
 
-def test_a_file_is_read_up_to_its_limit(tmp_path):
+def test_brackets_in_strings_and_side_by_side_are_not_deep(tmp_path):
     value = {'["{' * 200 + '\\"[': [[[]] * 500, "[" * 500, '"']}
     assert parse_json(json.dumps(value).encode()) == value
     (tmp_path / "some.json").write_text(json.dumps(value))
