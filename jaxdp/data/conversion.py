@@ -22,19 +22,9 @@ _NARROW = {
 def to_host(batch: Any, *, copy: bool = False) -> Batch:
     """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
 
-    Torch tensors on the CPU and JAX arrays on the CPU are not copied, unless narrowing
-    does.
-
-    Args:
-        batch: a pytree of torch, NumPy or JAX arrays shaped `(rows, ...)`. A list is
-            taken as a tuple, since torch's default collate makes lists of tuples.
-        copy: whether to copy all memory that is not new, for sources that may write
-            the next batch into the same place.
-
-    Raises:
-        TypeError: for leaves that are not arrays of numbers.
-        ValueError: for leaves that disagree on rows, and values that do not fit into
-            32 bits.
+    Arrays on the CPU are not copied, unless narrowing does, or `copy` asks for it: for
+    sources that may write the next batch into the same place. A list is taken as a
+    tuple, since torch's default collate makes lists of tuples.
     """
     if isinstance(batch, Portion):  # of an earlier pass
         return batch
@@ -58,13 +48,20 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
     shapes = [array.shape[:1] for array in arrays]
     if shapes.count(shapes[0]) != len(shapes) or not shapes[0] or not shapes[0][0]:
-        listed = ", ".join(
-            f"{leaf_name(batch, i)} {array.shape}" for i, array in enumerate(arrays[:8])
-        )
+        named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays[:8])]
         more = f" and {len(arrays) - 8} more" if len(arrays) > 8 else ""
+        remedy = (
+            "Single examples must be put together first:"
+            " torch.utils.data.DataLoader(dataset, batch_size)."
+        )
+        if any(isinstance(leaf, bool | int | float | complex) for leaf in leaves):
+            remedy = (
+                "A list of numbers is a leaf for each: make an array of it (np.asarray)"
+                " in the dataset or in the loader's `collate_fn`."
+            )
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
-            f" {listed}{more}." + _why_no_rows(leaves)
+            f" {', '.join(named)}{more}. {remedy}"
         )
     return treedef.unflatten(arrays)
 
@@ -77,14 +74,12 @@ def check_labels(batch: Batch, num_classes: int) -> None:
     labels = batch[1]
     low, high = labels.min(), labels.max()
     if low < 0 or high >= num_classes:
+        remedy = "(Rows to be ignored need a `loss_fn` that leaves them out.)"
+        if num_classes == 1:
+            remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, as the model gives {num_classes}"
-            f" logits; this batch has labels from {low} to {high}."
-            + (
-                " For yes/no targets use loss='binary_cross_entropy'."
-                if num_classes == 1
-                else " (Rows to be ignored need a `loss_fn` that leaves them out.)"
-            )
+            f" logits; this batch has labels from {low} to {high}. {remedy}"
         )
 
 
@@ -133,19 +128,6 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
     if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
         return False  # long double
     return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
-
-
-def _why_no_rows(leaves: list[Any]) -> str:
-    """What may help where leaves do not share their rows."""
-    if any(isinstance(leaf, bool | int | float | complex) for leaf in leaves):
-        return (
-            " A list of numbers is a leaf for each: make an array of it (np.asarray) in"
-            " the dataset or in the loader's `collate_fn`."
-        )
-    return (
-        " Single examples must be put together first:"
-        " torch.utils.data.DataLoader(dataset, batch_size)."
-    )
 
 
 def _not_numbers(batch: Any, index: int, leaf: Any) -> str:

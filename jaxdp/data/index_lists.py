@@ -27,12 +27,7 @@ def check(note: Any) -> None:
 
 
 class IndexLists:
-    """What a sampler gave in an epoch, for a later process to compare with.
-
-    Args:
-        argument: how the user calls the loader, for messages.
-        sampler: by its class, for messages.
-    """
+    """What a sampler gave in an epoch, for a later process to compare with."""
 
     def __init__(self, argument: str, sampler: str):
         self._argument = argument
@@ -48,9 +43,7 @@ class IndexLists:
     def noted(self, lists: Iterator[Any], expected: list[int] | None) -> Iterator[Any]:
         """The lists of an epoch from its start, as they come.
 
-        Args:
-            lists: what the sampler gives.
-            expected: how many of them an earlier process had, and its `note` of them.
+        An earlier process `expected` so many of them to have such a `note`.
         """
         self._notes.clear()
         self._count, total = 0, 0
@@ -80,10 +73,7 @@ class IndexLists:
 
 
 def _noted(indices: Any, total: int | None) -> int | None:
-    """The checksum `total` with an index list or one index; None if that has none.
-
-    What an index shows of itself may be an address, or take long.
-    """
+    """The checksum `total` with an index list or one index; None if that has none."""
     if total is None:
         return None
     try:

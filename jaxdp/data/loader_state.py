@@ -1,12 +1,10 @@
 """The position of a loader that tells it itself, by `state_dict`.
 
-Any iterable with `state_dict` and `load_state_dict` is such a loader: torchdata's
-`StatefulDataLoader`, or under torch's own loader a dataset like those of Hugging Face.
+torchdata's `StatefulDataLoader` is one, or under torch's own a dataset of Hugging Face.
 A state holds for the moment it was asked for, and loaders are read ahead of the steps.
-So states are noted as batches are read, as often as costs a fiftieth of the time; a
-resumed run loads the newest one before its position, and reads on to there. The first
-batch that is read so is compared with what it was, because not every state is all there
-is: shuffle buffers, for one, are often left out.
+So states are noted as batches are read; a resumed run loads the newest one before its
+position, and reads on. Its first batch is compared with what it was, because not every
+state is all there is: shuffle buffers, for one, are often left out.
 """
 
 import base64
@@ -30,36 +28,24 @@ _COST: Final = 0.02
 _TAG: Final = "__jaxdp__"
 
 
-class Place(NamedTuple):
-    """A state of a loader between two batches of an epoch; JSON but for `after`."""
+class _Place(NamedTuple):
+    """A state of a loader between two batches of an epoch."""
 
-    batches: int
-    """How many batches of the epoch came before."""
-    state: Any
-    generators: Any
-    """What else decides the batches, such as the states of global generators."""
-    after: Batch | None = None
-    """The batch that came next."""
+    batches: int  # of the epoch that came before
+    state: Any  # JSON
+    generators: Any  # what else decides the batches
+    after: Batch | None = None  # the batch that came next
 
 
 class OwnState:
-    """What a loader says of its position.
-
-    Args:
-        owner: has `state_dict` and `load_state_dict`.
-        argument: how the user calls the loader, for messages.
-
-    Attributes:
-        trained: how many batches of the epoch the steps have had.
-        generators: gives what to note beside the states.
-    """
+    """What the `owner` of a `state_dict` and `load_state_dict` says of its position."""
 
     def __init__(self, owner: Any, argument: str):
         self.owner = owner
-        self.argument = argument
-        self.trained: Callable[[], int] = lambda: 0
-        self.generators: Callable[[], Any] = lambda: None
-        self._places: collections.deque[Place] = collections.deque()
+        self.argument = argument  # what the user calls the loader
+        self.trained: Callable[[], int] = lambda: 0  # batches of the epoch, by steps
+        self.generators: Callable[[], Any] = lambda: None  # to note beside the states
+        self._places: collections.deque[_Place] = collections.deque()
         self._due = 0.0
         # These two start over with every iteration, and from a state with every one
         # after it was loaded, not with the next alone.
@@ -77,18 +63,19 @@ class OwnState:
         return self._ask()
 
     def load(self, state: Any) -> None:
-        """Takes up what `present` gave, or the state of a `Place`."""
+        """Takes up what `present` gave, or the state of a `place`."""
         self._unload()
-        if state is not None:
-            try:
-                self.owner.load_state_dict(_decoded(state))
-            except Exception as error:  # of any type: the owner is the user's
-                raise ValueError(
-                    f"`{self.argument}`: {type(self.owner).__name__} can't take up the"
-                    f" state that was saved of it: {type(error).__name__}: {error}."
-                    " Pass a loader like that of the run that was saved."
-                ) from error
-            self._is_loaded = True
+        if state is None:
+            return
+        try:
+            self.owner.load_state_dict(_decoded(state))
+        except Exception as error:  # of any type: the owner is the user's
+            raise ValueError(
+                f"`{self.argument}`: {type(self.owner).__name__} can't take up the"
+                f" state that was saved of it: {type(error).__name__}: {error}."
+                " Pass a loader like that of the run that was saved."
+            ) from error
+        self._is_loaded = True
 
     def begin(self) -> None:
         """An epoch begins: notes of the last one are of no use."""
@@ -105,13 +92,11 @@ class OwnState:
         self._is_new = False
         if start < self._due or is_stale:
             return
-        state = self._ask()
-        if state is None:
-            self._due = float("inf")
-            return
-        self._places.append(Place(batches, state, self.generators()))
-        now = time.perf_counter()
-        self._due = now + (now - start) / _COST
+        self._due = float("inf")
+        if (state := self._ask()) is not None:
+            self._places.append(_Place(batches, state, self.generators()))
+            now = time.perf_counter()
+            self._due = now + (now - start) / _COST
 
     def after(self, batches: int, batch: Batch) -> None:
         """Called with the batch that came."""
@@ -168,40 +153,28 @@ def generators_of(place: dict[str, Any]) -> Any:
 
 
 def check_loader(state: Any) -> None:
-    """Raises a ValueError unless this may be a `Source.state` or a `Source.place`."""
+    """Raises a ValueError unless it may be a `Position.state` or a `Source.place`."""
     if state is None:
         return
     if not isinstance(state, dict):
         raise ValueError(f"it is a {type(state).__name__}.")
     if "batches" in state:
-        _check_place(state)
-        return
-    if (generators := state.get("generators")) is not None:
-        random_states.check(generators)
-    if not isinstance(told := state.get("samplers", []), list):
-        raise ValueError("`samplers` must be a list.")
-    for each in (*told, state.get("own")):
-        _check_state(each)
-    if "lists" in state:
-        index_lists.check(state["lists"])
-
-
-def _check_place(place: Any) -> None:
-    """Raises a ValueError unless this may be what `OwnState.place` gave."""
-    names = {"batches", "state", "generators", "after"}
-    if not isinstance(place, dict) or set(place) != names:
-        raise ValueError(f"a place must have {', '.join(sorted(names))}.")
-    for name in "batches", "after":
-        if type(place[name]) is not int or place[name] < 0:
-            raise ValueError(f"`{name}` of a place must be a whole number.")
-    for name in "state", "generators":
-        _check_state(place[name])
-
-
-def _check_state(state: Any) -> None:
-    """Raises a ValueError unless this may be what `OwnState.present` gave."""
+        if set(state) != {"batches", "state", "generators", "after"}:
+            raise ValueError("a place must have batches, state, generators and after.")
+        for name in "batches", "after":
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"`{name}` of a place must be a whole number.")
+        told = [state["state"], state["generators"]]
+    else:
+        if (generators := state.get("generators")) is not None:
+            random_states.check(generators)
+        if not isinstance(told := state.get("samplers", []), list):
+            raise ValueError("`samplers` must be a list.")
+        if "lists" in state:
+            index_lists.check(state["lists"])
+        told = [*told, state.get("own")]
     try:
-        _decoded(state)
+        _decoded(told)
     except Exception as error:  # of whatever stands in the place of what was saved
         raise ValueError(f"a state can't be read: {error}.") from error
 
@@ -215,8 +188,7 @@ def checksum(batch: Batch) -> int:
 
 
 def _can_tell(loader: Any) -> bool:
-    names = "state_dict", "load_state_dict"
-    return all(callable(getattr(loader, name, None)) for name in names)
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _is_of_huggingface(thing: Any) -> bool:
@@ -253,10 +225,9 @@ def _encoded(value: Any) -> Any:
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "of": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        array = np.asarray(value)
-        of = base64.b64encode(array.tobytes()).decode()
         what = "array" if isinstance(value, np.ndarray) else "number"
-        return {_TAG: what, "of": of, "as": [array.dtype.str, list(array.shape)]}
+        of = base64.b64encode(value.tobytes()).decode()
+        return {_TAG: what, "of": of, "as": [value.dtype.str, list(value.shape)]}
     if kind.__module__ == "torch" and kind.__name__ == "Tensor":
         tensor: Any = value
         return {_TAG: "tensor", "of": _encoded(tensor.detach().cpu().numpy())}
@@ -276,13 +247,13 @@ def _decoded(value: Any) -> Any:
         return tuple(_decoded(of))
     if kind == "dict":
         return {_decoded(key): _decoded(each) for key, each in of}
-    if kind in ("bytes", "bytearray"):
-        content = base64.b64decode(of)
-        return content if kind == "bytes" else bytearray(content)
     if kind == "tensor":
         import torch
 
         return torch.from_numpy(_decoded(of))
+    content = bytearray(base64.b64decode(of))
+    if kind in ("bytes", "bytearray"):
+        return bytes(content) if kind == "bytes" else content
     dtype, shape = value["as"]
-    array = np.frombuffer(bytearray(base64.b64decode(of)), dtype).reshape(shape)
+    array = np.frombuffer(content, dtype).reshape(shape)
     return array if kind == "array" else array[()]

@@ -35,11 +35,9 @@ _FOREIGN: Final = set(
 
 
 def find(parts: Mapping[str, Any], apart: Any = None) -> dict[str, Any]:
-    """The generators by where they are, as "sampler.rngs[2]"; each once.
+    """The generators in `parts`, but not in what is `apart`: each once, by its path.
 
-    Args:
-        parts: where to look, by name.
-        apart: what is not to be looked into.
+    Such as "sampler.rngs[2]".
     """
     found: dict[str, Any] = {}
     known, seen = _globals(), {id(apart): apart}  # kept, so that no other gets its id

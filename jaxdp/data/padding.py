@@ -46,9 +46,6 @@ class Packer:
             the end. The compiled step is then that of one process.
         collect: from leaves `(micro_batches, rows of own blocks, ...)` to the same on
             the host with the rows of all blocks; all processes call it.
-
-    Attributes:
-        size: rows of a padded batch, of all processes; 0 before the first.
     """
 
     def __init__(
@@ -63,25 +60,18 @@ class Packer:
         self.what = what
         self.blocks = blocks
         self.rows_interact = False
-        self.size = 0
+        self.size = 0  # rows of a padded batch, of all processes
         self._in_order = in_order
         self._collect = collect
         self._full: tuple[int, ...] = ()
         self._usual: Hashable = None
-        self._expected: tuple[Any, ...] = ()
         self._form: tuple[Any, ...] = ()
 
     def pack(self, windows: list[list[Batch]], slots: int = 1) -> Dispatch:
-        """Packs the batches of optimizer steps.
+        """Packs the batches of optimizer steps; see `can_stack` for more than one.
 
-        Args:
-            windows: of each step in turn; see `can_stack` for more than one.
-            slots: how many batches a step has room for. The last one may have fewer;
-                what is left over holds no real rows.
-
-        Raises:
-            ValueError: if leaves differ from those of earlier batches in more than the
-                number of rows; it names each leaf, what it was and what it is.
+        A step has room for so many batches as there are slots; what the last one leaves
+        over holds no real rows. Leaves may differ in their number of rows alone.
         """
         batches = [batch for window in windows for batch in window]
         micros = [self._checked_leaves(shown(batch)) for batch in batches]
@@ -115,12 +105,9 @@ class Packer:
         return Dispatch(windows, groups, split, rows, shape)
 
     def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
-        """Values of the rows that are no padding, on the host.
+        """Values of the rows of a packed `batch` that are no padding, on the host.
 
-        Args:
-            leaf: values for all rows of the packed `batch`, on the devices.
-            batch: what was packed.
-            own: whether those of this process's blocks are enough.
+        With `own`, those of this process's blocks are enough.
         """
         if not isinstance(batch, Portion):
             return np.asarray(leaf)[: counts_of(batch)[0]]
@@ -140,12 +127,7 @@ class Packer:
         )
 
     def can_stack(self, windows: list[list[Batch]], slots: int) -> bool:
-        """Whether steps would be one group, of the sizes that they have one by one.
-
-        Args:
-            windows: the batches of each step.
-            slots: how many batches a step has room for.
-        """
+        """Whether steps would be one group, of the sizes that they have one by one."""
         counts = [counts_of(batch) for window in windows for batch in window]
         if self.rows_interact:
             return len({*counts}) == 1 and len(counts) == slots * len(windows)
@@ -160,7 +142,7 @@ class Packer:
     def forget(self) -> None:
         """Takes the next batch for the first."""
         self.start_from(0)
-        self._expected = self._form = ()
+        self._form = ()
 
     def start_from(self, rows: int) -> None:
         """Pads as if this had been the size of the largest batch so far; 0 is none."""
@@ -231,43 +213,37 @@ class Packer:
         self, micros: list[list[np.ndarray]], counts: list[tuple[int, ...]]
     ) -> Group:
         """Micro-batches of one size, stacked."""
-        if len(micros) == 1:
+        if len(micros) == 1:  # no copy
             stacked = [leaf[None] for leaf in micros[0]]
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        batch = jax.tree.unflatten(self._expected[0], stacked)
+        batch = jax.tree.unflatten(self._form[0], stacked)
         return Group(batch, _counts(tuple(counts), self._in_order))
 
     def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:
         """The leaves of a batch that is like the first one but for its rows."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if self._expected != found:
-            self._check_form(batch)
-            self._expected = found
-        return leaves
-
-    def _check_form(self, batch: Batch) -> None:
-        """Raises unless the rows are like those of the first batch."""
-        leaves, treedef = jax.tree.flatten(batch)
-        form = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         if not self._form:
-            self._form = form
-        elif self._form != form:
+            self._form = found
+        elif self._form != found:
             raise ValueError(self._changed(batch, *self._form))
+        return leaves
 
     def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
         leaves, new_treedef = jax.tree.flatten(batch)
         start = f"a {self.what} batch differs from the first one"
         if treedef != new_treedef:
             return f"{start} in structure: was {treedef}, is {new_treedef}."
+
+        def shown(shape: tuple[int, ...], dtype: Any) -> str:
+            return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"
+
+        found = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
         differences = "; ".join(
-            f"{leaf_name(batch, i)} was {dtype} (rows, {_axes(shape)}),"
-            f" is {leaf.dtype} (rows, {_axes(leaf.shape[1:])})"
-            for i, (leaf, (shape, dtype)) in enumerate(
-                zip(leaves, expected, strict=True)
-            )
-            if (leaf.shape[1:], leaf.dtype) != (shape, dtype)
+            f"{leaf_name(batch, i)} was {shown(*was)}, is {shown(*now)}"
+            for i, (was, now) in enumerate(zip(expected, found, strict=True))
+            if was != now
         )
         return (
             f"{start}: {differences}. Only the number of rows may vary, since every"
@@ -296,7 +272,3 @@ def _counts(counts: tuple[tuple[int, ...], ...], in_order: bool) -> np.ndarray:
         array = array.sum(axis=1, keepdims=True, dtype=np.int32)
     array.flags.writeable = False
     return array
-
-
-def _axes(shape: tuple[int, ...]) -> str:
-    return ", ".join(map(str, shape)) or "-"

@@ -16,9 +16,8 @@ import numpy as np
 class Generators:
     """A set of states for the global generators of torch, NumPy and Python.
 
-    Args:
-        seed: where the set starts; without it, at the current states.
-        torch_alone: whether nothing draws from the others, which take a while to save.
+    It starts at the seed, or at the current states. With `torch_alone` nothing draws
+    from the others, which take a while to save.
     """
 
     def __init__(self, seed: int | None = None, *, torch_alone: bool = False):
@@ -41,11 +40,7 @@ class Generators:
             _set_global_states(users)
 
     def go_on_from(self, states: Any) -> None:
-        """Has the set start where a checkpoint says that another one was.
-
-        Raises:
-            ValueError: if these are no such states.
-        """
+        """Has the set start where another one was, or raises a ValueError."""
         users = _global_states()
         try:
             kind, keys, place, has_gauss, _ = states[1]
@@ -102,8 +97,7 @@ def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
     """Has those generators go on from `states` that are there, and of the same kind.
 
-    Raises:
-        ValueError: if these are no states of such generators; all are as before.
+    Raises a ValueError if these are no states of such; all generators are as before.
     """
     check(states)
     before = states_of(generators)

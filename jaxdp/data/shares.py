@@ -11,6 +11,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from ..basics.console import listed
 from ..distributed import Processes
 from ..step import Batch
 from .batches import Portion, rows_of
@@ -19,37 +20,28 @@ from .padding import Packer
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""
 
+_Fetched = tuple[Iterator[Any], Callable[..., Iterator[Any]]]
+
 
 class Share:
-    """How a source's batches come to the processes. Here: there is one, with all rows.
+    """How a source's batches come to the processes. Here: all to the only one."""
 
-    Attributes:
-        sampling: folded into the seed of what samplers draw.
-        drawing: folded into the seed of what augmentations draw.
-    """
-
-    sampling: tuple[int, ...] = ()
-    drawing: tuple[int, ...] = ()
+    sampling: tuple[int, ...] = ()  # folded into the seed of what samplers draw
+    drawing: tuple[int, ...] = ()  # and of what augmentations draw
 
     def of(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
     ) -> Iterator[Any]:
         """Batches as this process gets them, of those that its loader gives.
 
-        Args:
-            batches: on the host.
-            peek: gives some batch of the loader; None if they come but once.
+        `peek` gives some batch of the loader; it is None if they come but once.
         """
         return batches
 
-    def of_lists(
-        self, lists: Iterator[Any], passed: int = 0
-    ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
+    def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
         """The indices that this process is to fetch, and `of` for what it fetched.
 
-        Args:
-            lists: of all batches.
-            passed: how many of the first ones are fetched, but not wanted.
+        So many of the first ones are `passed`: fetched, but not wanted.
         """
         return lists, self.of
 
@@ -63,17 +55,16 @@ class Share:
 
     def state(self, states: Any) -> Any:
         """The inverse of `states`; None if these are those of other processes."""
-        if isinstance(states, dict) and "of_each" in states:
-            return states["of_each"][0]
-        return None if _is_by_process(states) else states
+        found = _by_process(states, "of_each")
+        if found is not None:
+            return found[0]
+        return None if _by_process(states, "by_process") is not None else states
 
 
 class GlobalShare(Share):
     """Every process has the same loader, and takes its rows of every batch.
 
-    Args:
-        processes: all of them.
-        packer: gives the `Packer` of the batches, when an epoch begins.
+    `packer` gives the `Packer` of the batches, when an epoch begins.
     """
 
     def __init__(self, processes: Processes, packer: Callable[[], Any]):
@@ -87,9 +78,7 @@ class GlobalShare(Share):
             own = functools.partial(_taken, places=places)
             yield Portion(jax.tree.map(own, batch), counts)
 
-    def of_lists(
-        self, lists: Iterator[Any], passed: int = 0
-    ) -> tuple[Iterator[Any], Callable[..., Iterator[Any]]]:
+    def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
         cut = _Cut(self._packer())
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
@@ -119,10 +108,10 @@ class GlobalShare(Share):
         return own if all(each == own for each in told) else {"of_each": told}
 
     def state(self, states: Any) -> Any:
-        if isinstance(states, dict) and "of_each" in states:
-            found, index = states["of_each"], self._processes.index
-            return found[index] if len(found) == self._processes.count else found[0]
-        return super().state(states)
+        found = _by_process(states, "of_each")
+        if found is None or len(found) != self._processes.count:
+            return super().state(states)
+        return found[self._processes.index]
 
 
 class LocalShare(Share):
@@ -130,9 +119,6 @@ class LocalShare(Share):
 
     Before the next batch they tell each other how many rows they have. One that has run
     out goes on with no rows until the last one has.
-
-    Args:
-        processes: all of them; each has one block of the rows, in their order.
     """
 
     def __init__(self, processes: Processes):
@@ -145,28 +131,32 @@ class LocalShare(Share):
     ) -> Iterator[Portion]:
         at_once, filler = 1, None
         while True:
+            # What this process has.
             taken = list(itertools.islice(batches, at_once))
-            sizes = [rows_of(batch) for batch in taken] + [0] * (at_once - len(taken))
+            missing = at_once - len(taken)
+            sizes = [rows_of(batch) for batch in taken] + [0] * missing
             if taken:
                 filler = _first_row(taken[0])
             elif filler is None and peek is not None:
                 with contextlib.suppress(ValueError):  # it has none at all
                     filler = _first_row(peek())
+
+            # What all have.
             told = self._processes.all("the next batches", [sizes, filler is not None])
             if not any(any(sizes) for sizes, _ in told):
                 return
-            if not all(has_rows for _, has_rows in told):
-                empty = [i for i, (_, has_rows) in enumerate(told) if not has_rows]
+            if empty := [i for i, (_, has_rows) in enumerate(told) if not has_rows]:
                 raise ValueError(
-                    "`data`='local': there are no batches in the loader of process"
-                    f" {', '.join(map(str, empty))}, while others have some. Each needs"
+                    "`data`='local': there are no batches in the loader of"
+                    f" {listed('process', empty)}, while others have some. Each needs"
                     " one at least."
                 )
-            for place, own in enumerate(taken + [filler] * (at_once - len(taken))):
+            for place, own in enumerate(taken + [filler] * missing):
                 counts = tuple([sizes[place] for sizes, _ in told])
                 if not any(counts):
                     return
                 yield Portion(own, counts)
+
             # An iterator must not be asked for more than is trained on.
             at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
 
@@ -178,24 +168,21 @@ class LocalShare(Share):
         return {"by_process": self._processes.all("the loaders' states", own)}
 
     def state(self, states: Any) -> Any:
-        if not _is_by_process(states):
+        if (found := _by_process(states, "by_process")) is None:
             return states
-        found = states["by_process"]
         same = len(found) == self._processes.count
         return found[self._processes.index] if same else None
 
 
-def _is_by_process(states: Any) -> bool:
-    return isinstance(states, dict) and "by_process" in states
+def _by_process(states: Any, name: str) -> list[Any] | None:
+    return states.get(name) if isinstance(states, dict) else None
 
 
 class _Cut:
     """Where batches are cut: as one process would have padded them at the end."""
 
     def __init__(self, packer: Packer):
-        self.blocks = packer.blocks
-        self._packer = packer
-        self._size = packer.size
+        self.blocks, self._packer, self._size = packer.blocks, packer, packer.size
 
     def __call__(self, rows: int) -> tuple[tuple[int, ...], list[range]]:
         """Real rows of every block, and this process's rows, one at least."""
@@ -205,9 +192,7 @@ class _Cut:
         if self._packer.rows_interact:
             each = math.ceil(rows / self.blocks.count)
         places = self.blocks.own_rows(rows, each)
-        if not any(places):
-            places = [range(1)]
-        return self.blocks.counts(rows, each), places
+        return self.blocks.counts(rows, each), places if any(places) else [range(1)]
 
 
 def _first_row(batch: Batch) -> Batch:

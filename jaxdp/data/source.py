@@ -48,25 +48,17 @@ START: Final = Position()
 
 
 class Source:
-    """Any iterable of batches.
+    """The batches of `loader`, an iterable that the user calls `argument`.
 
-    Args:
-        loader: an iterable of batches, iterated once per epoch. An iterator goes on
-            where the last epoch stopped.
-        argument: how the user calls it, for messages.
-        share: how its batches come to several processes.
-
-    Attributes:
-        begun: where the present epoch was begun, its state told; None before the first.
-        apart_from: another source, whose generators are its own to save.
+    It is iterated once per epoch; an iterator goes on where the last epoch stopped.
     """
 
     def __init__(self, loader: Any, argument: str, share: Share = ALL):
         self.loader: Any = loader
         self.argument = argument
         self.share = share
-        self.begun: Position | None = None
-        self.apart_from: Source | None = None
+        self.begun: Position | None = None  # where the present epoch was, with state
+        self.apart_from: Source | None = None  # whose generators are its own to save
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
@@ -74,10 +66,9 @@ class Source:
     @property
     def num_batches(self) -> int | None:
         """Batches per epoch, or None where that can't be known."""
-        try:
+        own = None
+        with contextlib.suppress(TypeError, NotImplementedError):  # torch's: no length
             own = len(self.loader) if isinstance(self.loader, Sized) else None
-        except (TypeError, NotImplementedError):  # torch's way to have no length
-            own = None
         return self.share.length(self.argument, own)
 
     @property
@@ -149,12 +140,7 @@ class Source:
         return self.begun.state
 
     def keep_places(self, trained: Callable[[], int]) -> None:
-        """From now on `place` can be asked.
-
-        Args:
-            trained: how many batches of the present epoch the steps have had, of
-                those that were read.
-        """
+        """From now on `place` can be asked; `trained` counts the epoch's batches."""
         self._keeps_places = True
         if self._own is not None:
             self._own.trained = trained
@@ -315,13 +301,7 @@ class Source:
     def _pass_over(
         self, batches: Iterator[Any], count: int, expected: int | None = None
     ) -> None:
-        """Asks for `count` batches that an earlier fit has had.
-
-        Args:
-            batches: those of the loader.
-            count: how many.
-            expected: the checksum of the last of them, if it is known.
-        """
+        """Asks for `count` batches again; the last has the checksum `expected`."""
         if isinstance(self.loader, list | tuple) or not count:
             next(itertools.islice(batches, count, count), None)
             return
@@ -386,26 +366,27 @@ def _is_over(a_pass: Generator[Batch, None, None]) -> bool:
 
 def check_limit(name: str, limit: Any) -> None:
     """Raises unless `limit` is None, a number of batches or a share of them."""
-    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if limit is None or whole:
-        if limit is not None and limit < 0:
-            raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
-    elif not isinstance(limit, float):
+    if limit is None:
+        return
+    is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if not is_whole and not isinstance(limit, float):
         raise TypeError(
             f"`{name}` must be an int (batches) or a float (share of them); got"
             f" {limit!r} of type {type(limit).__name__}."
         )
-    elif not 0 <= limit <= 1:
+    if is_whole and limit < 0:
+        raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
+    if not is_whole and not 0 <= limit <= 1:
         raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
 
 
 def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
     """`limit` in batches: a float is a share of the `available` ones."""
     check_limit(name, limit)
-    if limit is None or not isinstance(limit, float):
-        return None if limit is None else int(limit)
-    if limit == 1.0:  # all of them, however many come
-        return None
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return None  # all of them, however many come
+    if not isinstance(limit, float):
+        return int(limit)
     if available is None:
         raise ValueError(
             f"`{name}`={limit} is a share of an epoch, and the length of the loader is"

@@ -41,11 +41,7 @@ def fetch(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """The rows of index lists, those of many small batches in one indexing operation.
 
-    Args:
-        columns: as `table` gives them.
-        subsets: likewise.
-        lists: of each batch.
-        ahead: whether the lists of many batches may be asked for at once.
+    For that the lists of many batches must be asked for at once, as `ahead` allows.
     """
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
     lists = (each if hasattr(each, "__len__") else list(each) for each in lists)

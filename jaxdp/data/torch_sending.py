@@ -27,15 +27,10 @@ def sharing_arrays() -> Iterator[None]:
 
     One that is no fork is sent what it works on through a pipe, all of it to each: 0.2
     s for 30 MB. In here arrays are copied once, as they are when the first process is
-    started, into memory that all map. What a process writes into them it alone sees,
-    as if it were a fork. Of a `np.memmap` nothing is copied: its file is mapped anew.
-
-    torch's tensors are sent as arrays, but for the largest: torch would send an open
-    file for each, of which there may be 256, and one that was made only to be sent
-    would be gone before it arrives.
-
-    Where the system has no such memory (Linux has `memfd_create`), arrays of no file
-    are sent as ever.
+    started, into memory that all map, if the system has such (`memfd_create`). What a
+    process writes into them it alone sees, as if it were a fork. Of a `np.memmap`
+    nothing is copied: its file is mapped anew. torch's tensors are sent as arrays, but
+    for the largest: torch would send an open file for each, of which there may be 256.
     """
     reduction.ForkingPickler.register(np.ndarray, _reduce)
     reduction.ForkingPickler.register(np.memmap, _reduce_memmap)
@@ -57,7 +52,7 @@ class _Memory:
     def __init__(self) -> None:
         self.file: int | None = None
         self.size = 0
-        # With their owners, so that no other gets its key.
+        # By id or address, with what it is of: no other gets its key.
         self._places: dict[int, tuple[int, np.ndarray]] = {}
         self._bytes: dict[int, np.ndarray] = {}
 
@@ -95,19 +90,22 @@ class _Memory:
             os.close(self.file)
 
 
-def _memory() -> _Memory | None:
-    """Where arrays are shared that are pickled now for a process being started."""
-    return None if get_spawning_popen() is None else getattr(_HERE, "memory", None)
+def _memory(array: np.ndarray) -> _Memory | None:
+    """Where an array is shared, if it is large, and sent to a process being started."""
+    is_one_piece = array.flags.forc and not array.dtype.hasobject
+    if get_spawning_popen() is None or not is_one_piece or array.nbytes < _LEAST_BYTES:
+        return None
+    return getattr(_HERE, "memory", None)
 
 
 def _reduce(array: np.ndarray) -> Any:
     """How an array is pickled for another process."""
-    memory = _memory()
-    if memory is None or not hasattr(os, "memfd_create") or not _is_plain(array):
+    memory = _memory(array)
+    if memory is None or not hasattr(os, "memfd_create"):
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    start = memory.place(array)
-    form = array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable
-    return _received, (memory, start, *form)
+    order = "C" if array.flags.c_contiguous else "F"
+    form = array.shape, array.dtype, memory, memory.place(array), order
+    return _received, (array.flags.writeable, *form)
 
 
 def _reduce_memmap(array: np.memmap) -> Any:
@@ -115,7 +113,7 @@ def _reduce_memmap(array: np.memmap) -> Any:
     name, mode = array.filename, array.mode
     # With "c", what was written is in no file.
     is_file = name is not None and os.path.exists(name) and mode in ("r", "r+", "w+")
-    if not is_file or _memory() is None or not _is_plain(array):
+    if not is_file or _memory(array) is None:
         return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     # Parts of a `np.memmap` have the offset of the whole, which maps whole pages.
     mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
@@ -131,28 +129,16 @@ def _reduce_tensor(tensor: Any) -> Any:
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    memory = _memory()
-    if (
-        memory is None
-        or tensor.layout != torch.strided
-        or tensor.device.type != "cpu"
-        or tensor.requires_grad
-        or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    memory = None if get_spawning_popen() is None else getattr(_HERE, "memory", None)
+    is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_plain = is_plain and not (tensor.requires_grad or tensor.is_quantized)
+    if memory is None or not is_plain or tensor.is_conj() or tensor.is_neg():
         return reduce_tensor(tensor)
     storage = tensor.untyped_storage()
     if storage.is_shared() or not 0 < storage.nbytes() <= _MOST_BYTES:
         return reduce_tensor(tensor)
     form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
     return _received_tensor, (memory.bytes_of(storage), *form)
-
-
-def _is_plain(array: np.ndarray) -> bool:
-    """Whether an array is large, and one piece of memory."""
-    is_one_piece = array.flags.forc and not array.dtype.hasobject
-    return is_one_piece and array.nbytes >= _LEAST_BYTES
 
 
 def _mapped(file: Any) -> mmap.mmap:
@@ -163,15 +149,8 @@ def _mapped(file: Any) -> mmap.mmap:
         os.close(file)
 
 
-def _received(
-    memory: mmap.mmap,
-    start: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    c_contiguous: bool,
-    writeable: bool,
-) -> np.ndarray:
-    order = "C" if c_contiguous else "F"
+def _received(writeable: bool, *form: Any) -> np.ndarray:
+    shape, dtype, memory, start, order = form
     array = np.ndarray(shape, dtype, memory, start, order=order)
     array.flags.writeable = writeable
     return array

@@ -28,11 +28,11 @@ from .random_states import (
 from .shares import Share
 from .source import ALL, END, START, Position, Source
 from .table import fetch, table
-from .torch_collation import collation
 from .torch_workers import (
     WORKER_RULES,
     Seeded,
     SeededLists,
+    collation,
     safe_workers,
     started,
     with_workers,
@@ -51,11 +51,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class SeededSource(Source):
     """An `IterableDataset` that gives batches, such as WebDataset's loader.
 
-    Args:
-        loader: what to iterate.
-        argument: how the user calls it, for messages.
-        seed: decides, with the epoch, what the global generators draw in it.
-        share: how its batches come to several processes.
+    The seed decides, with the epoch, what the global generators draw in it.
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
@@ -99,14 +95,10 @@ class SeededSource(Source):
 
 
 class TorchSource(SeededSource):
-    """A torch `DataLoader`.
+    """A torch `DataLoader`, which is not changed.
 
-    Args:
-        loader: the loader, which is not changed.
-        argument: how the user calls it, for messages.
-        seed: decides, with the epoch, what the sampler draws (unless the loader has a
-            generator of its own) and what augmentations draw.
-        share: how its batches come to several processes.
+    The seed decides, with the epoch, what augmentations draw, and the sampler, unless
+    the loader has a generator of its own.
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
@@ -286,12 +278,10 @@ class TorchSource(SeededSource):
         return self._from_here(seeded)
 
     def _lists(self, position: Position, draws: bool) -> tuple[int, Iterator[Any]]:
-        """The index lists from that of the batch on which is to be fetched first.
+        """The number of the batch to be fetched first, and the lists from its own on.
 
-        Args:
-            position: of the pass.
-            draws: whether the dataset may draw from generators of its own. Then all
-                are fetched, to lead them to where they were.
+        All are fetched of a dataset that `draws` from generators of its own, to lead
+        them to where they were.
         """
         lists, first = self._drawn_lists(position.epoch), position.batches
         if self._keeps_places and not self._has_torchs_samplers():

@@ -27,14 +27,9 @@ seconds at least and at most."""
 
 
 class Processes:
-    """The processes that train together. Here: this one, which agrees with itself.
+    """The processes that train together. Here: this one, which agrees with itself."""
 
-    Attributes:
-        index: which of them this is.
-        count: how many there are.
-    """
-
-    index: int = 0
+    index: int = 0  # which of them this is
     count: int = 1
 
     def step(self, where: str) -> None:
@@ -43,9 +38,7 @@ class Processes:
     def all(self, what: str, value: Any) -> list[Any]:
         """Every process's `value`, a JSON value, in their order.
 
-        Args:
-            what: what is exchanged, for the error of a process that is elsewhere.
-            value: this process's.
+        `what` is exchanged, for the error of a process that is elsewhere.
         """
         return [value]
 
@@ -147,8 +140,8 @@ def _several() -> Processes:
 class Pulse:
     """Wishes of single processes, heard by all of them at the same moment.
 
-    To ask the others costs milliseconds, so they are not asked at every `beat`, but
-    several times a second: how many beats to leave out, process 0 says each time.
+    To ask costs milliseconds, so it is not done at every `beat`, but several times a
+    second: how many beats to leave out, process 0 says each time.
     """
 
     def __init__(self, processes: Processes, what: str):
@@ -162,9 +155,7 @@ class Pulse:
     def beat(self, wish: Any, *, now: bool = False) -> list[Any]:
         """The wishes that processes have, None left out; `[]` if nobody was asked.
 
-        Args:
-            wish: this process's, JSON, or None.
-            now: ask, all processes doing so.
+        With `now` all ask, at this very call. A wish is JSON.
         """
         if self._processes.count == 1:
             return [] if wish is None else [wish]

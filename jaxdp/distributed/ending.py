@@ -55,12 +55,7 @@ def first_line(exception: BaseException) -> str:
 
 
 def abandon(line: Lifeline, text: str) -> None:
-    """Ends this process at once: it may be stuck where no exception can reach it.
-
-    Args:
-        line: of this process.
-        text: why it can't go on.
-    """
+    """Ends this process at once: it may be stuck where no exception can reach it."""
     end = f"Process {line.place.process_id}, {line.where}, can't go on without it."
     shout(f"jaxdp: {text}. {end}\n")
     os._exit(ABANDONED)

@@ -80,15 +80,9 @@ def find_place(
     """This process's place by the environment, or None if it was plainly started alone.
 
     What the user has set comes first: `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Then
-    what starts processes before what gave it the machines: torchrun, mpirun, srun.
-
-    Args:
-        environ: `os.environ` by default.
-        ask_jax: whether to go on to what only JAX knows to find, over the network:
-            indexed jobs of Kubernetes and Cloud TPUs.
-
-    Raises:
-        ValueError: if a variable that must be there is missing or makes no sense.
+    what starts processes before what gave it the machines: torchrun, mpirun, srun. And
+    with `ask_jax` what JAX finds over the network: Kubernetes and Cloud TPUs. Raises a
+    ValueError if a variable that must be there is missing or makes no sense.
     """
     environ = os.environ if environ is None else environ
     launchers = (_by_hand, _torchrun, _open_mpi, _slurm)
@@ -234,12 +228,9 @@ class _Reader(NamedTuple):
     ) -> Place:
         """The place that a launcher gives, unless the user has chosen the address.
 
-        Args:
-            ranks: the variables of its number, and of how many there are.
-            local: the same for the processes of this machine.
-            job: names this start of the job.
-            host: of process 0; "" if the launcher does not say.
-            ports: of `host`; by default such as hardly another job has.
+        `ranks` are the variables of its number and of how many there are, `local` of
+        the same on this machine. `job` names this start of the job; `host` is that of
+        process 0, or "" if the launcher does not say.
         """
         process_id, num_processes = self.count(ranks[0]), self.count(ranks[1], 1)
         local_id = local_count = None

@@ -39,19 +39,8 @@ class Lifeline:
     """What the processes of a job hear of each other while it runs.
 
     A thread of every process listens, and tells process 0 once a second what its own
-    is doing; process 0 passes on what all must know.
-
-    Args:
-        place: of this process.
-        roll: what the roll call gave.
-        timeout: seconds without a word after which a process counts as dead.
-        end: ends this process, given this lifeline and a text for the user. Called in
-            a thread.
-
-    Attributes:
-        where: what this process is doing, for the others to tell if it dies.
-        lost: why each process is gone that should not be.
-        is_fitting: whether it now needs all others.
+    is doing; process 0 passes on what all must know. Without a word for `timeout`
+    seconds a process counts as dead. `end` ends this one, with a text for the user.
     """
 
     def __init__(
@@ -64,12 +53,12 @@ class Lifeline:
         self.place = place
         self.names = roll.names
         self.timeout = timeout
-        self.where = "before the first fit"
-        self.lost: dict[int, str] = {}
+        self.where = "before the first fit"  # for the others to tell if this one dies
+        self.is_fitting = False  # and needs all others
+        self.lost: dict[int, str] = {}  # why each is gone that should not be
         self._connections = roll.connections
         self._end_process = end
         self._fits = 0
-        self.is_fitting = False
         self._failing = False
         self._heard_at: dict[int, tuple[float, str]] = {}
         self._done: dict[int, str] = {}
@@ -95,10 +84,7 @@ class Lifeline:
         self.is_fitting = False
 
     def fail(self, failure: str) -> None:
-        """Tells all others that this process ends now, and by what.
-
-        From now on what they tell does not end it.
-        """
+        """Tells all others that this process ends now; they do not end it any more."""
         self._failing = True
         # If it fails by the death of another one, that will be heard of soon.
         time.sleep(_PAUSE)
@@ -109,10 +95,8 @@ class Lifeline:
 
         With it goes JAX's service, and JAX ends them before they can tell anything.
         """
-        end = time.monotonic() + 2 * GRACE
-        while (
-            self.place.process_id == 0 and self._connections and time.monotonic() < end
-        ):
+        end = time.monotonic() + 2 * GRACE if self.place.process_id == 0 else 0.0
+        while self._connections and time.monotonic() < end:
             time.sleep(0.02)
 
     def leave(self) -> None:
@@ -203,13 +187,9 @@ class Lifeline:
             self._end_process(self, text)
 
     def _end_later(self, text: str, fit: int | None) -> None:
-        """Ends this process after a while, in which it may fail by itself.
+        """Ends this process after a while, if it is still in that fit, or for None.
 
         All may have had the same error, and each may have something to do about it.
-
-        Args:
-            text: for the user.
-            fit: only if it is still in this one.
         """
 
         def end() -> None:

@@ -24,29 +24,18 @@ Entry = tuple[str, Mapping[str, str]]
 
 
 class Meetings:
-    """Those of one process, in the order in which all processes have them.
-
-    Attributes:
-        number: how many there were.
-        waited: seconds spent waiting for others so far.
-        where: what this process is about to do, or does.
-        since: when it came to that, by `time.monotonic`.
-        is_waiting: whether it waits for others.
-        timeout: seconds to wait for them.
-        warn_after: seconds after which it is said for whom.
-        every: how many steps of loops may pass without a meeting, this one included.
-    """
+    """Those of one process, in the order in which all processes have them."""
 
     def __init__(self) -> None:
-        self.waited = 0.0
-        self.where = ""
-        self.since = time.monotonic()
-        self.is_waiting = False
-        self.timeout = 600.0
-        self.warn_after = 30.0
-        self.every = 1
+        self.number = 0  # of meetings so far
+        self.where = ""  # what this process is about to do, or does
+        self.since = time.monotonic()  # when it came to that
+        self.is_waiting = False  # for others
+        self.waited = 0.0  # seconds, so far
+        self.timeout = 600.0  # seconds to wait for them
+        self.warn_after = 30.0  # seconds after which it is said for whom
+        self.every = 1  # steps of loops with one meeting
         self._steps = 0
-        self.number = 0
         self._entries: list[Entry] = []
 
     def note(self, where: str, facts: Mapping[str, str] | None = None) -> None:
@@ -64,12 +53,8 @@ class Meetings:
     def meet(self, what: str = "", patience: float = 0.0) -> None:
         """Waits for all others to come, having noted the same since the last time.
 
-        Args:
-            what: they meet for, where it is nothing that has been noted.
-            patience: seconds to wait for them where that is longer than `timeout`.
-
-        Raises:
-            RuntimeError: if they have not, or somebody does not come.
+        `what` they meet for, where it is nothing noted. Raises a RuntimeError if they
+        have not, or somebody does not come in `timeout` or `patience` seconds.
         """
         entries, self._entries, self._steps = self._entries, [], 0
         if what:
@@ -111,10 +96,11 @@ class Meetings:
             waited = time.monotonic() - started
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
+                excuses = _excuses(missing, self.number)
                 text = (
                     f"process {coordination.index()} ({self.where}) has waited for"
                     f" {waited:.0f} s for {listed('process', missing)}"
-                    + _excuses(missing, self.number)
+                    + (f" ({excuses})" if excuses else "")
                 )
                 if is_late:
                     raise RuntimeError(
@@ -140,12 +126,9 @@ def who_is_late() -> str:
     """The processes that others wait for, as they have told; "" if there are none."""
     if not coordination.is_there():
         return ""
-    last = max((card["number"] for card in _cards("come").values()), default=0)
-    return "; ".join(
-        f"process {process}: {card['text']}"
-        for process, card in sorted(_cards("late").items())
-        if card["number"] == last - 1
-    )
+    cards = _cards("come")
+    number = max((card["number"] for card in cards.values()), default=0)
+    return _excuses(set(range(coordination.count())), number)
 
 
 def _cards(kind: str) -> dict[int, dict[str, Any]]:
@@ -156,14 +139,12 @@ def _cards(kind: str) -> dict[int, dict[str, Any]]:
 
 
 def _excuses(missing: set[int], number: int) -> str:
-    """What those that are missing have told of themselves."""
-    cards = {p: card for p, card in _cards("late").items() if p in missing}
-    told = [
+    """What those have told who are missing at that meeting."""
+    return "; ".join(
         f"process {process}: {card['text']}"
-        for process, card in sorted(cards.items())
-        if card["number"] == number - 1
-    ]
-    return f" ({'; '.join(told)})" if told else ""
+        for process, card in sorted(_cards("late").items())
+        if process in missing and card["number"] == number - 1
+    )
 
 
 def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:

@@ -61,17 +61,11 @@ class RollCall(NamedTuple):
 def call_the_roll(
     place: Place, facts: Mapping[str, Any], timeout: float, bind: str | None = None
 ) -> RollCall:
-    """Waits until all processes are there, and compares what they are.
-
-    Args:
-        place: of this process.
-        facts: what must be the same for all, by name.
-        timeout: seconds.
-        bind: the address of this machine that process 0 listens at.
+    """Waits until all processes are there, and compares their `facts`.
 
     Raises:
-        OSError: if process 0 can't listen at any of `place.ports`, or a process may
-            not open enough files.
+        OSError: if process 0 can't listen at any of `place.ports` (of the address
+            `bind`, if that is given), or a process may not open enough files.
         TimeoutError: if somebody is missing after `timeout`.
         RuntimeError: if the processes don't belong together.
     """

@@ -40,12 +40,7 @@ class RowBlocks(NamedTuple):
 
 
 def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
-    """The blocks of rows that processes load, by which device works on which shard.
-
-    Args:
-        shards: `(number of the shard, device)`, for every device.
-        num_shards: how many shards a batch has.
-    """
+    """The blocks of rows that processes load, of `(number of the shard, device)`s."""
     owners: list[set[int]] = [set() for _ in range(num_shards)]
     for shard, device in shards:
         owners[shard].add(device.process_index)

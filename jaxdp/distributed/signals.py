@@ -49,8 +49,6 @@ _AT_BOUNDARY: Final = "at_boundary"
 class Interrupts:
     """Holds the first Ctrl-C or signal back until `check`; a second acts at once.
 
-    SIGHUP is never counted: it comes beside others, and more than once.
-
     An exception raised between a step's call and the assignment of its result would
     lose the state, whose old buffers the step has overwritten. So the handler sets a
     flag and nothing else. Active only in the main thread, and for signals that nobody
@@ -58,26 +56,18 @@ class Interrupts:
 
     With several processes `check` asks them all, several times a second: what one of
     them holds back is raised in all, at the same step.
-
-    Attributes:
-        signals: names of the signals that end a fit, beside Ctrl-C.
-        saves_first: whether somebody has to save before he calls `tell`.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._pulse = None if processes.count == 1 else Pulse(processes, "signals")
-        self.signals: tuple[str, ...] = SIGNALS
-        self.saves_first = False
+        self.signals: tuple[str, ...] = SIGNALS  # that end a fit, beside Ctrl-C
+        self.saves_first = False  # before somebody calls `tell`
         self._pending: int | None = None
         self._previous: dict[int, Any] = {}
         self._depth = 0
 
     def check(self, *, now: bool = False) -> None:
-        """Raises what is held back, if anything.
-
-        Args:
-            now: whether to ask all processes, if there are several, at this very call.
-        """
+        """Raises what is held back, if anything; with `now` all processes are asked."""
         if self._pulse is not None:
             heard = self._pulse.beat(self._pending, now=now)
             if heard:

@@ -20,9 +20,8 @@ from jaxdp.data import torch_source  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.loaders import open_loader  # noqa: E402
 from jaxdp.data.source import Position  # noqa: E402
-from jaxdp.data.torch_collation import PIPE_BYTES  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
-from jaxdp.data.torch_workers import started  # noqa: E402
+from jaxdp.data.torch_workers import PIPE_BYTES, started  # noqa: E402
 
 
 def linear():
