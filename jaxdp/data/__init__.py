@@ -3,10 +3,9 @@
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_labels
 from .loader_state import check_loader, checksum
-from .loaders import open_loader
 from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share
-from .source import ALL, Position, Source, capped, check_limit
+from .source import ALL, Position, Source, capped, check_limit, open_loader
 
 __all__ = [
     "ALL",

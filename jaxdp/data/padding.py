@@ -15,6 +15,10 @@ from .batches import Portion, counts_of, leaf_name, shown
 
 _ONE_BLOCK: Final = RowBlocks()
 
+_Leaves = list[np.ndarray]
+_Counts = tuple[int, ...]
+"""How many real rows each block of a batch has."""
+
 
 class Dispatch(NamedTuple):
     """The batches that one call of a compiled step works on, as it takes them."""
@@ -54,7 +58,7 @@ class Packer:
         what: str,
         blocks: RowBlocks = _ONE_BLOCK,
         in_order: bool = True,
-        collect: Callable[[list[np.ndarray]], list[np.ndarray]] = list,
+        collect: Callable[[_Leaves], _Leaves] = list,
     ):
         self.num_shards = num_shards
         self.what = what
@@ -157,11 +161,8 @@ class Packer:
             self._usual = (True, 1, ((1, self.size),))
 
     def _padded(
-        self,
-        micros: list[list[np.ndarray]],
-        counts: list[tuple[int, ...]],
-        slots: int,
-    ) -> tuple[list[list[np.ndarray]], list[tuple[int, ...]]]:
+        self, micros: list[_Leaves], counts: list[_Counts], slots: int
+    ) -> tuple[list[_Leaves], list[_Counts]]:
         """All of one size, the largest so far, and so many that all slots are full."""
         self.pad_to(max(map(max, counts)) * self.blocks.count)
         size, missing = self._full[0], slots - len(micros)
@@ -173,31 +174,29 @@ class Packer:
         nothing = (0,) * self.blocks.count
         return padded + padded[-1:] * missing, counts + [nothing] * missing
 
-    def _with_padding(
-        self, leaves: list[np.ndarray], counts: tuple[int, ...], size: int
-    ) -> list[np.ndarray]:
+    def _with_padding(self, leaves: _Leaves, counts: _Counts, size: int) -> _Leaves:
         """The rows of this process's blocks, each block padded to `size`."""
         own = [counts[block] for block in self.blocks.own]
         if own == [size] * len(own):
             return leaves
-        firsts = [leaf[:1] for leaf in leaves]
-        parts, start = [], 0
-        for count in own:
-            part = [leaf[start : start + count] for leaf in leaves]
-            parts.append(_pad(part, size, firsts))
-            start += count
-        if len(parts) == 1:
-            return parts[0]
-        return [np.concatenate(part) for part in zip(*parts, strict=True)]
+        stops = list(itertools.accumulate(own))
 
-    def _fills_shards(self, counts: tuple[int, ...]) -> bool:
+        def padded(leaf: np.ndarray) -> np.ndarray:
+            parts = []
+            for count, stop in zip(own, stops, strict=True):
+                missing = (size - count, *leaf.shape[1:])
+                parts.append(leaf[stop - count : stop])
+                parts.append(np.broadcast_to(leaf[:1], missing))
+            return np.concatenate(parts)
+
+        return [padded(leaf) for leaf in leaves]
+
+    def _fills_shards(self, counts: _Counts) -> bool:
         """Whether blocks of so many rows need no padding."""
         shards = self.num_shards // self.blocks.count
         return len(set(counts)) == 1 and counts[0] % shards == 0
 
-    def _whole(
-        self, leaves: list[np.ndarray], counts: tuple[int, ...]
-    ) -> list[np.ndarray]:
+    def _whole(self, leaves: _Leaves, counts: _Counts) -> _Leaves:
         """The real rows of all processes: where rows interact and do not divide."""
         if self.blocks.count == 1:
             return leaves
@@ -209,9 +208,7 @@ class Packer:
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
 
-    def _group(
-        self, micros: list[list[np.ndarray]], counts: list[tuple[int, ...]]
-    ) -> Group:
+    def _group(self, micros: list[_Leaves], counts: list[_Counts]) -> Group:
         """Micro-batches of one size, stacked."""
         if len(micros) == 1:  # no copy
             stacked = [leaf[None] for leaf in micros[0]]
@@ -220,7 +217,7 @@ class Packer:
         batch = jax.tree.unflatten(self._form[0], stacked)
         return Group(batch, _counts(tuple(counts), self._in_order))
 
-    def _checked_leaves(self, batch: Batch) -> list[np.ndarray]:
+    def _checked_leaves(self, batch: Batch) -> _Leaves:
         """The leaves of a batch that is like the first one but for its rows."""
         leaves, treedef = jax.tree.flatten(batch)
         found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -251,21 +248,8 @@ class Packer:
         )
 
 
-def _pad(
-    leaves: list[np.ndarray], size: int, firsts: list[np.ndarray]
-) -> list[np.ndarray]:
-    """`leaves` with `size` rows: those that lack are copies of the one in `firsts`."""
-    missing = size - len(leaves[0])
-    if missing == 0:
-        return leaves
-    return [
-        np.concatenate([leaf, np.broadcast_to(first, (missing, *leaf.shape[1:]))])
-        for leaf, first in zip(leaves, firsts, strict=True)
-    ]
-
-
 @functools.lru_cache
-def _counts(counts: tuple[tuple[int, ...], ...], in_order: bool) -> np.ndarray:
+def _counts(counts: tuple[_Counts, ...], in_order: bool) -> np.ndarray:
     """Made once for each of the few there are in a run."""
     array = np.asarray(counts, np.int32)
     if in_order:

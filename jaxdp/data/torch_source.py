@@ -102,21 +102,44 @@ class TorchSource(SeededSource):
     """
 
     def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
+        from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+        self._samplers = _samplers_of(loader)
+        users = [type(each) for each in self._samplers if not _is_torchs(each)]
+        # Otherwise index lists may depend on when they are drawn.
+        self._has_torchs_samplers = not users
+        # Whether rows are put together by torch alone.
+        self._has_torchs_collation = (
+            loader._auto_collation and loader.collate_fn is default_collate
+        )
+
+        # torchdata's loader differs in that it can tell its state. By index lists it
+        # needs none, but for parts of the user's that have one.
+        kind, parts = type(loader), ("dataset", "sampler", "batch_sampler")
+        self._iterates_as_torch = kind.__iter__ is DataLoader.__iter__ or (
+            kind.__module__.startswith("torchdata.stateful_dataloader")
+            and not any(_has_state(getattr(loader, part)) for part in parts)
+        )
+        # Whether batches are what the sampler's index lists say, and nothing else.
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._is_plain = self._iterates_as_torch and not self._is_iterable
+
         super().__init__(loader, argument, seed, share)
         self._workers: Any = None
         self._seeded_lists = SeededLists()
-        self._index_lists = IndexLists(argument, self._name_of_sampler())
+        sampler = users[0] if users else type(loader.sampler)
+        self._index_lists = IndexLists(argument, sampler.__name__)
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         position = self._begin(position)
-        for each in (*self._samplers(), self.loader.dataset):
+        for each in (*self._samplers, self.loader.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(position.epoch)
 
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        is_torchs, workers = self.is_torchs_collation(), self.loader.num_workers
-        copy = not (self._iterates_as_torch() and (is_torchs or workers))
-        if not self.is_plain():
+        is_torchs, workers = self._has_torchs_collation, self.loader.num_workers
+        copy = not (self._iterates_as_torch and (is_torchs or workers))
+        if not self._is_plain:
             batches = self._positioned(position)
             converted = self._converted(batches, position, copy)
             return self.share.of(converted, self._peek_here)
@@ -137,30 +160,27 @@ class TorchSource(SeededSource):
 
     @property
     def replays(self) -> bool:
-        return super().replays and not self.is_plain()
+        return super().replays and not self._is_plain
 
     def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
-        """What gives the batches of index lists, if it can without taking rows apart.
-
-        torch's own collation would, and stack them again.
-        """
+        """What gives batches of index lists, if rows need not be taken apart for it."""
         found = None if self.loader.num_workers else table(self.loader.dataset)
         if found is None:
             return None
-        return functools.partial(fetch, *found, ahead=self._has_torchs_samplers())
+        return functools.partial(fetch, *found, ahead=self._has_torchs_samplers)
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
             exception.add_note(WORKER_RULES)
 
     def place(self, trained: int) -> Any:
-        if not self.is_plain():
+        if not self._is_plain:
             return super().place(trained)
         note = self._index_lists.note(trained)
         return None if note is None else {"lists": [trained, note]}
 
     def _own_state(self) -> OwnState | None:
-        return None if self.is_plain() else super()._own_state()
+        return None if self._is_plain else super()._own_state()
 
     def _take_up(self, state: Any) -> bool:
         tells = super()._take_up(state)
@@ -176,14 +196,13 @@ class TorchSource(SeededSource):
     def sample(self) -> Batch | None:
         # A dataset of the user's may draw from generators of its own, which training
         # draws from, too.
-        runs_nothing = self.is_torchs_collation() and self._has_torchs_samplers()
-        is_here = self.is_plain() and runs_nothing and self._whole_rows() is not None
+        runs_nothing = self._has_torchs_collation and self._has_torchs_samplers
+        is_here = self._is_plain and runs_nothing and self._whole_rows() is not None
         return self.peek() if is_here else None
 
     def _own_generators(self) -> dict[str, Any]:
-        parts = {**vars(self.loader)}
-        for name in (*_FETCHING, "_iterator"):
-            parts.pop(name, None)
+        apart = (*_FETCHING, "_iterator")
+        parts = {k: v for k, v in vars(self.loader).items() if k not in apart}
         return find(parts, self.loader.dataset) | self._drawn_in_fetching()
 
     def _drawn_in_fetching(self) -> dict[str, Any]:
@@ -192,76 +211,19 @@ class TorchSource(SeededSource):
         return find({name: getattr(self.loader, name) for name in _FETCHING}, owner)
 
     def _telling_samplers(self) -> list[OwnState]:
-        found = filter(_has_state, self._samplers() if self.is_plain() else ())
+        found = filter(_has_state, self._samplers if self._is_plain else ())
         return [OwnState(sampler, self.argument) for sampler in found]
-
-    def _name_of_sampler(self) -> str:
-        users = [
-            kind.__name__
-            for kind in map(type, self._samplers())
-            if not kind.__module__.startswith("torch.utils.data.")
-        ]
-        return users[0] if users else type(self.loader.sampler).__name__
-
-    def is_torchs_collation(self) -> bool:
-        """Whether rows are put together by torch alone."""
-        from torch.utils.data import default_collate
-
-        return self.loader._auto_collation and self.loader.collate_fn is default_collate
-
-    def is_plain(self) -> bool:
-        """Whether batches are what the sampler's index lists say, and nothing else."""
-        return self._iterates_as_torch() and not self._is_iterable_dataset()
-
-    def _iterates_as_torch(self) -> bool:
-        from torch.utils.data import DataLoader
-
-        kind = type(self.loader)
-        # torchdata's loader differs in that it can tell its state. By index lists it
-        # needs none, but for parts of the user's that have one.
-        return kind.__iter__ is DataLoader.__iter__ or (
-            kind.__module__.startswith("torchdata.stateful_dataloader")
-            and not any(map(_has_state, self._parts()))
-        )
-
-    def _is_iterable_dataset(self) -> bool:
-        from torch.utils.data import IterableDataset
-
-        return isinstance(self.loader.dataset, IterableDataset)
 
     @property
     def sure_batches(self) -> int | None:
         # Each of several workers makes a last batch of its own.
-        is_a_guess = self._is_iterable_dataset() and self.loader.num_workers > 1
+        is_a_guess = self._is_iterable and self.loader.num_workers > 1
         return None if is_a_guess else self.num_batches
 
     def close(self) -> None:
         super().close()
         # Both lead to each other, and workers that last are ended by what frees them.
         self._seeded_lists.lists, self._workers = iter(()), None
-
-    def _samplers(self) -> list[Any]:
-        """The loader's samplers, and those that they sample from."""
-        found: list[Any] = []
-        waiting = [self.loader.sampler, self.loader.batch_sampler]
-        while waiting:
-            each = waiting.pop(0)
-            if each is not None and all(each is not other for other in found):
-                found.append(each)
-                waiting.append(getattr(each, "sampler", None))
-        return found
-
-    def _has_torchs_samplers(self) -> bool:
-        """Whether index lists do not depend on when they are drawn."""
-        kinds = map(type, self._samplers())
-        return all(
-            kind in (list, tuple, range)
-            or kind.__module__.startswith("torch.utils.data.")
-            for kind in kinds
-        )
-
-    def _parts(self) -> tuple[Any, ...]:
-        return self.loader.dataset, self.loader.sampler, self.loader.batch_sampler
 
     def _begun(self) -> Iterator[Any]:
         with safe_workers(self.loader):
@@ -284,7 +246,7 @@ class TorchSource(SeededSource):
         them to where they were.
         """
         lists, first = self._drawn_lists(position.epoch), position.batches
-        if self._keeps_places and not self._has_torchs_samplers():
+        if self._keeps_places and not self._has_torchs_samplers:
             lists = self._index_lists.noted(lists, (position.place or {}).get("lists"))
         if first and draws and not self.loader.num_workers:
             first = 0 if self._drawn_in_fetching() else first
@@ -294,7 +256,7 @@ class TorchSource(SeededSource):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
-        torchs = self._has_torchs_samplers()
+        torchs = self._has_torchs_samplers
         most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
         seed = seed_of(self.seed, epoch, *self.share.sampling)
         generators = Generators(seed, torch_alone=torchs)
@@ -333,6 +295,24 @@ class TorchSource(SeededSource):
         )
         with safe_workers(self._workers):
             return started(self._workers, self.argument)
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """A loader's samplers, and those that they sample from."""
+    found: list[Any] = []
+    waiting = [loader.sampler, loader.batch_sampler]
+    while waiting:
+        each = waiting.pop(0)
+        if each is not None and all(each is not other for other in found):
+            found.append(each)
+            waiting.append(getattr(each, "sampler", None))
+    return found
+
+
+def _is_torchs(sampler: Any) -> bool:
+    kind = type(sampler)
+    is_of_torch = kind.__module__.startswith("torch.utils.data.")
+    return is_of_torch or kind in (list, tuple, range)
 
 
 def _has_state(part: Any) -> bool:

@@ -35,10 +35,11 @@ class Processes:
     def step(self, where: str) -> None:
         """Raises on all unless they are about to do the same step of a loop."""
 
-    def all(self, what: str, value: Any) -> list[Any]:
+    def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
         """Every process's `value`, a JSON value, in their order.
 
-        `what` is exchanged, for the error of a process that is elsewhere.
+        `what` is exchanged, for the error of a process that is elsewhere. They are
+        waited for so many seconds at least.
         """
         return [value]
 
@@ -50,41 +51,13 @@ class Processes:
         Where process 0 raises, all do: errors that Python knows by name, and those of
         `errors`, as they are, others as a RuntimeError.
         """
-        return function()
-
-    def same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Raises a ValueError on all unless all have the same `values`, by name."""
-
-    def any(self, what: str, error: BaseException | None) -> str | None:
-        """What is wrong in any process, by its number; None if all is well."""
-        return None if error is None else str(error)
-
-
-class _Several(Processes):
-    """The processes that `jax.distributed.initialize` has brought together."""
-
-    def __init__(self) -> None:
-        self.index = coordination.index()
-        self.count = coordination.count()
-        self._key: str | None = None
-
-    def step(self, where: str) -> None:
-        meetings.here().step(where)
-
-    def all(self, what: str, value: Any) -> list[Any]:
-        return self._exchange(what, value)
-
-    def first(
-        self, what: str, function: Callable[[], Any], *errors: type[Exception]
-    ) -> Any:
         told, raised = None, None
         if self.index == 0:
             try:
                 told = ["", function()]
             except Exception as error:
                 told, raised = [type(error).__name__, str(error)], error
-        patience = 0.0 if self.index == 0 else _LIMIT
-        kind, value = self._exchange(what, told, patience)[0]
+        kind, value = self.all(what, told, 0.0 if self.index == 0 else _LIMIT)[0]
         if raised is not None:
             raise raised
         if kind:
@@ -92,6 +65,9 @@ class _Several(Processes):
         return value
 
     def same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Raises a ValueError on all unless all have the same `values`, by name."""
+        if self.count == 1:
+            return
         texts = {name: repr(value) for name, value in values.items()}
         by_process = self.all(what, texts)
         for name in by_process[0] | by_process[-1]:
@@ -105,13 +81,27 @@ class _Several(Processes):
                 )
 
     def any(self, what: str, error: BaseException | None) -> str | None:
+        """What is wrong in any process, by its number; None if all is well."""
+        if self.count == 1:
+            return None if error is None else str(error)
         text = None if error is None else f"{type(error).__name__}: {error}"
         found = enumerate(self.all(what, text))
         wrong = [f"process {i}: {text}" for i, text in found if text is not None]
         return "; ".join(wrong) or None
 
-    def _exchange(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
-        """Every process's `value`, waiting for so many seconds at least."""
+
+class _Several(Processes):
+    """The processes that `jax.distributed.initialize` has brought together."""
+
+    def __init__(self) -> None:
+        self.index = coordination.index()
+        self.count = coordination.count()
+        self._key: str | None = None
+
+    def step(self, where: str) -> None:
+        meetings.here().step(where)
+
+    def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
         here, old = meetings.here(), self._key
         folder = f"jaxdp/all/{here.number}"
         self._key = f"{folder}/{self.index}"

@@ -1,8 +1,8 @@
 """Which of how many processes this one is, by arguments or its launcher's environment.
 
-JAX's own detection is asked last. It knows neither torchrun nor Open MPI 5, takes an
-interactive shell of SLURM for a job, and has no word for what is missing, for which
-start of a job this is, or for how many processes share the machine.
+JAX's own detection is asked last: it knows neither torchrun nor Open MPI 5, takes an
+interactive shell of SLURM for a job, and has no word for what is missing, for the start
+of a job, or for how many share the machine.
 """
 
 import hashlib
@@ -56,8 +56,7 @@ def choose_place(
     if place is None:
         raise ValueError(
             f"`{'`, `'.join(absent)}` can't be found out: the environment is not that"
-            " of torchrun, mpirun, srun or Kubernetes. Pass all of"
-            " `coordinator_address`, `num_processes` and `process_id`."
+            f" of torchrun, mpirun, srun or Kubernetes. Pass all of {', '.join(given)}."
         )
     if num_processes is not None:
         place = place._replace(num_processes=num_processes, local_count=None)
@@ -173,11 +172,10 @@ def _by_jax(environ: Mapping[str, str]) -> Place | None:
     )
     if address is None or num_processes is None or process_id is None:
         raise ValueError(
-            "an indexed job of Kubernetes was found in the environment"
-            " (JOB_COMPLETION_INDEX), but not where process 0 is: set"
-            " JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES in the manifest, or"
-            " install jax[k8s] to have the cluster asked. If every pod trains for"
-            " itself, pass `num_processes=1`."
+            "JOB_COMPLETION_INDEX is that of an indexed job of Kubernetes, but where"
+            " process 0 is was not found: set JAX_COORDINATOR_ADDRESS and"
+            " JAX_NUM_PROCESSES in the manifest, or ask the cluster by installing"
+            " jax[k8s]. If every pod trains for itself, pass `num_processes=1`."
         )
     host, port = split_address(address, _ADDRESS)
     return Place("JAX", process_id, num_processes, host, (port,), address)

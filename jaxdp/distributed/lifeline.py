@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 from ..basics.json_checks import fields, has_form, maybe, text, whole
-from .connections import Message
 from .launchers import Place
-from .roll_call import RollCall
+from .roll_call import Message, RollCall
 
 GRACE: Final = 3.0
 """Seconds in which a process may still come to the error that another one has had."""

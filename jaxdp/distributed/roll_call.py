@@ -5,16 +5,18 @@ a port is taken, so these are found here, and named. Like JAX's own service it a
 no credentials: the network must be trusted.
 """
 
+import contextlib
 import errno
+import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..basics.console import listed, say
-from ..basics.json_checks import by_name, fields, has_form, text, whole
-from .connections import Connection, Message
+from ..basics.json_checks import by_name, fields, has_form, parse_json, text, whole
 from .launchers import Place, join_address
 
 _PATIENCE: Final = 10.0
@@ -23,11 +25,19 @@ _PATIENCE: Final = 10.0
 _MORE_TIME: Final = 3.0
 """Seconds in which processes may still come to hear what is wrong."""
 
+_MOST_BYTES: Final = 2**16
+"""Of a message. Who sends more is none of us."""
+
 _SILENCE: Final = 1.0
 """Seconds in which a caller must have shown its card; ours do it at once."""
 
 _OTHER_FILES: Final = 64
 """That a process may have open, beside those for each other one."""
+
+_REMEDY: Final = (
+    "Pass the right `coordinator_address`='host:port', or set JAX_COORDINATOR_ADDRESS,"
+    " for all processes"
+)
 
 _LINE: Final = text(r"[^\x00-\x1f\x7f]{0,300}", "a line of text")
 
@@ -45,6 +55,48 @@ _CARD: Final = fields(
 _ANSWER: Final = fields(
     {"wrong": text(), "missing": text(), "names": by_name(_LINE), "port": whole()}
 )
+
+
+Message = dict[str, Any]
+
+
+class Connection:
+    """Messages over a socket, a line of JSON for each."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.heard = time.monotonic()  # when something came last
+        self._buffer = b""
+        self._lock = threading.Lock()
+        sock.settimeout(5.0)
+
+    def send(self, message: Message) -> None:
+        """Sends, or does nothing if the other side is gone: reading tells that."""
+        with self._lock, contextlib.suppress(OSError):
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """What has come, or None if no more can. Waits for something to come."""
+        try:
+            data = self.sock.recv(_MOST_BYTES)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        self.heard = time.monotonic()
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            messages = [parse_json(line, _MOST_BYTES) for line in lines]
+        except ValueError:
+            return None
+        is_ours = all(isinstance(message, dict) for message in messages)
+        return messages if is_ours and len(self._buffer) <= _MOST_BYTES else None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.close()
 
 
 class RollCall(NamedTuple):
@@ -185,26 +237,20 @@ def _call(
     """A connection to process 0 and its answer; else what is there, "" for nothing."""
     try:
         connection = Connection(socket.create_connection((place.host, port), 5.0))
-    except ConnectionRefusedError:
-        return ""
     except OSError as error:
-        return str(error)
+        return "" if isinstance(error, ConnectionRefusedError) else str(error)
     connection.send(me)
-    messages = connection.receive()
+    messages, end = connection.receive(), time.monotonic() + seconds
     first = messages[0] if messages else {}
+    who = "process 0 of another job" if "other" in first else "another program"
+    why = f"{who} listens at port {port}"
     if "welcome" in first:
-        why, end = "it ended while the others were starting", time.monotonic() + seconds
-        while messages is not None:
+        why = "it ended, or did not say whether all are there"
+        while messages is not None and time.monotonic() < end:
             for message in messages:
                 if _is_answer(message, place.num_processes):
                     return connection, message
             messages = connection.receive()
-            if messages is not None and time.monotonic() > end:
-                why, messages = "it did not say whether all are there", None
-    elif "other" in first:
-        why = f"process 0 of another job listens at port {port}"
-    else:
-        why = f"another program listens at port {port}"
     connection.close()
     return why
 
@@ -220,22 +266,15 @@ def _is_answer(answer: Any, count: int) -> bool:
 def _what_is_wrong(cards: Mapping[int, Message], card: Message) -> str:
     """Why the one with this card can't join those that are there, or nothing."""
     me, process = cards[0], card["process"]
-    if card["of"] != me["of"]:
-        return (
-            f"process {process} ({card['name']}) says that there are {card['of']}"
-            f" processes, process 0 ({me['name']}) says {me['of']}"
-        )
     if process in cards:
-        return (
-            f"two processes say that they are number {process}:"
-            f" {cards[process]['name']} and {card['name']}"
-        )
-    for name, value in me["facts"].items():
-        if card["facts"].get(name) != value:
+        both = f"{cards[process]['name']} and {card['name']}"
+        return f"two processes say that they are number {process}: {both}"
+    mine, its = ({"the number of processes": c["of"], **c["facts"]} for c in (me, card))
+    for name, value in mine.items():
+        if its.get(name) != value:
             return (
-                f"{name} is {value} for process 0 ({me['name']}), but"
-                f" {card['facts'].get(name)} for process {process} ({card['name']});"
-                " all processes must run the same"
+                f"{name} is {value} for process 0 ({me['name']}), but {its.get(name)}"
+                f" for process {process} ({card['name']}); all must run the same"
             )
     return ""
 
@@ -260,8 +299,7 @@ def _bind_host(place: Place) -> str:
     except OSError as error:
         raise OSError(
             f"{place.host}, where process 0 is to be found, is no name of a machine:"
-            f" {error}. Pass `coordinator_address`='host:port', or set"
-            " JAX_COORDINATOR_ADDRESS."
+            f" {error}. {_REMEDY}."
         ) from error
     addresses = [str(entry[4][0]) for entry in found]
     loopback = [a for a in addresses if a == "::1" or a.startswith("127.")]
@@ -288,17 +326,14 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
             raise OSError(
                 f"process 0 can't listen at {join_address(host, port)}:"
                 f" {error.strerror}. It runs on {socket.gethostname()}, which must have"
-                " that address: pass the right one as"
-                " `coordinator_address`='host:port', or set JAX_COORDINATOR_ADDRESS;"
-                " `coordinator_bind_address` if it listens at another one than the"
-                " others call."
+                f" that address. {_REMEDY}; `coordinator_bind_address` if it listens at"
+                " another one than the others call."
             ) from error
         return listener, port
     raise OSError(
         f"process 0 can't listen on {socket.gethostname()}: something else does at"
         f" {listed('port', place.ports)} of {host}. It may be a run that was not ended."
-        " Pass another port in `coordinator_address`='host:port', or set"
-        " JAX_COORDINATOR_ADDRESS, for all processes."
+        f" {_REMEDY}, with another port."
     )
 
 

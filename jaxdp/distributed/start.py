@@ -73,11 +73,12 @@ def initialize(
     global _lifeline, _is_alone_on_purpose
     if jax.distributed.is_initialized() or _is_being_imported_by_a_worker():
         return
-    for name, seconds in (
-        ("initialization_timeout", initialization_timeout),
-        ("heartbeat_timeout", heartbeat_timeout),
-        ("shutdown_timeout", shutdown_timeout),
-    ):
+    timeouts = {
+        "initialization_timeout": initialization_timeout,
+        "heartbeat_timeout": heartbeat_timeout,
+        "shutdown_timeout": shutdown_timeout,
+    }
+    for name, seconds in timeouts.items():
         if not seconds > 0:
             raise ValueError(f"`{name}` must be more than 0 s; got {seconds!r}.")
 
@@ -144,14 +145,12 @@ def lifeline() -> Lifeline | None:
 
 def forgotten() -> str | None:
     """A warning, if there are other processes in the environment only."""
-    if jax.distributed.is_initialized() or _is_alone_on_purpose:
+    is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
+    if is_started or _is_being_imported_by_a_worker():
         return None
-    if _is_being_imported_by_a_worker():
-        return None
-    try:
+    place = None
+    with contextlib.suppress(ValueError):
         place = find_place(ask_jax=False)
-    except ValueError:
-        return None
     if place is None:
         return None
     return (
@@ -181,9 +180,8 @@ def _local_devices(
     """One GPU for each process, where several share a machine."""
     if given is not None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return given
-    if place.local_id is None or place.local_count in (None, 1):
-        return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and "," not in visible:
-        return None  # the launcher has given it one
+    has_one = visible and "," not in visible  # from the launcher
+    if has_one or place.local_id is None or place.local_count in (None, 1):
+        return None
     return [place.local_id]

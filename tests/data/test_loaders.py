@@ -23,9 +23,12 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import Callback, Trainer  # noqa: E402
-from jaxdp.data.loaders import open_loader  # noqa: E402
 from jaxdp.data.random_states import seed_of  # noqa: E402
-from jaxdp.data.source import Position, Source  # noqa: E402
+from jaxdp.data.source import (  # noqa: E402
+    Position,
+    Source,
+    open_loader,  # noqa: E402
+)
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 
 

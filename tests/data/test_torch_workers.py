@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.data import torch_source  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
-from jaxdp.data.loaders import open_loader  # noqa: E402
-from jaxdp.data.source import Position  # noqa: E402
+from jaxdp.data.source import Position, open_loader  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 from jaxdp.data.torch_workers import PIPE_BYTES, started  # noqa: E402
 
@@ -132,7 +131,7 @@ import numpy as np
 import own
 from torch.utils.data import DataLoader, Dataset
 
-from jaxdp.data.loaders import open_loader
+from jaxdp.data.source import open_loader
 from jaxdp.data.source import Position
 
 

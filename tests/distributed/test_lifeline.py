@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxdp.distributed import connections, roll_call
+from jaxdp.distributed import roll_call
 from jaxdp.distributed.launchers import Place
 from jaxdp.distributed.lifeline import Lifeline
 from jaxdp.distributed.roll_call import RollCall, call_the_roll
@@ -152,7 +152,7 @@ def test_too_few_files_are_told_before_anybody_is_called(monkeypatch):
 def test_a_lifeline_lets_nonsense_pass():
     ended, sides = [], socket.socketpair()
     names = {0: "process 0", 1: "process 1", 2: "process 2"}
-    connection = connections.Connection(sides[0])
+    connection = roll_call.Connection(sides[0])
     roll = RollCall({1: connection}, names, "", "")
     line = Lifeline(place(0, 0), roll, 60.0, lambda _, text: ended.append(text))
     line.begin_fit()
