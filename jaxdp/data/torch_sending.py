@@ -52,33 +52,23 @@ class _Memory:
     def __init__(self) -> None:
         self.file: int | None = None
         self.size = 0
-        # By id or address, with what it is of: no other gets its key.
-        self._places: dict[int, tuple[int, np.ndarray]] = {}
-        self._bytes: dict[int, np.ndarray] = {}
+        # By address and size, with what is there, so that nothing else can be.
+        self._places: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
 
     def place(self, array: np.ndarray) -> int:
         """Where the copy of an array is."""
         if self.file is None:
             self.file = os.memfd_create("arrays of jaxdp's workers")
-        if id(array) not in self._places:
+        key = array.ctypes.data, array.nbytes
+        if key not in self._places:
             start = -(-self.size // _ALIGNMENT) * _ALIGNMENT
             self.size = start + array.nbytes
             flat = (array if array.flags.c_contiguous else array.T).reshape(-1)
             left = flat.view(np.uint8).data
             while left:  # a call writes 2 GB at most
                 left = left[os.pwrite(self.file, left, self.size - len(left)) :]
-            self._places[id(array)] = start, array
-        return self._places[id(array)][0]
-
-    def bytes_of(self, storage: Any) -> np.ndarray:
-        """The memory of torch's tensors, one array for all that are views of it."""
-        import torch
-
-        key = storage.data_ptr()
-        if key not in self._bytes:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._bytes[key] = whole.numpy()
-        return self._bytes[key]
+            self._places[key] = start, array
+        return self._places[key][0]
 
     def __reduce__(self) -> Any:
         # Once for each process, which then opens the file once.
@@ -125,20 +115,16 @@ def _reduce_memmap(array: np.memmap) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """How a tensor of torch's is pickled for another process: as an array is."""
+    """How a tensor of torch's is pickled for another process: most as arrays are."""
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    memory = None if get_spawning_popen() is None else getattr(_HERE, "memory", None)
-    is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    is_plain = is_plain and not (tensor.requires_grad or tensor.is_quantized)
-    if memory is None or not is_plain or tensor.is_conj() or tensor.is_neg():
-        return reduce_tensor(tensor)
-    storage = tensor.untyped_storage()
-    if storage.is_shared() or not 0 < storage.nbytes() <= _MOST_BYTES:
-        return reduce_tensor(tensor)
-    form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-    return _received_tensor, (memory.bytes_of(storage), *form)
+    if get_spawning_popen() is not None and getattr(_HERE, "memory", None) is not None:
+        # Not those of bfloat16, with a gradient, sparse, or elsewhere.
+        with contextlib.suppress(TypeError, RuntimeError):
+            if not tensor.is_shared() and tensor.nbytes <= _MOST_BYTES:
+                return torch.from_numpy, (tensor.numpy(),)
+    return reduce_tensor(tensor)
 
 
 def _mapped(file: Any) -> mmap.mmap:
@@ -154,10 +140,3 @@ def _received(writeable: bool, *form: Any) -> np.ndarray:
     array = np.ndarray(shape, dtype, memory, start, order=order)
     array.flags.writeable = writeable
     return array
-
-
-def _received_tensor(every_byte: np.ndarray, dtype: Any, *form: Any) -> Any:
-    import torch
-
-    storage = torch.from_numpy(every_byte).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, *form)
