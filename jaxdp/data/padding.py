@@ -42,14 +42,10 @@ class Packer:
     gradients). Where rows interact, batches keep their size, and one that the devices
     do not divide is worked on whole by each of them.
 
-    Args:
-        num_shards: of all processes; sizes are rounded up to a multiple of it.
-        what: which batches, for messages: "training".
-        blocks: the blocks of rows that this process loads.
-        in_order: whether portions fill the blocks in turn, so that all padding is at
-            the end. The compiled step is then that of one process.
-        collect: from leaves `(micro_batches, rows of own blocks, ...)` to the same on
-            the host with the rows of all blocks; all processes call it.
+    Sizes are rounded up to a multiple of `num_shards`. If portions fill the blocks
+    `in_order`, all padding is at the end, and the compiled step is that of one process.
+    All processes call `collect`: from leaves `(micro_batches, rows of own blocks, ...)`
+    to the same with the rows of all blocks.
     """
 
     def __init__(

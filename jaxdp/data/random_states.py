@@ -123,23 +123,27 @@ def check(states: Any) -> None:
 
 
 def _state_of(generator: Any) -> dict[str, Any]:
-    """The state of one generator, and what tells those apart that differ in form."""
-    state = _told(generator)
-    if isinstance(generator, random.Random):
-        kind = "random.Random"
-    elif isinstance(generator, np.random.RandomState):
-        kind = f"RandomState of {state['bit_generator']}"
-    elif isinstance(generator, np.random.BitGenerator):
-        kind = type(generator).__name__
-    else:
-        kind = "torch.Generator"
+    kind, state = _told(generator)
     return {"kind": kind, "state": _json(state)}
+
+
+def _told(generator: Any) -> tuple[str, Any]:
+    """What tells generators apart whose states differ in form; and the state."""
+    if isinstance(generator, random.Random):
+        return "random.Random", generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return f"RandomState of {state['bit_generator']}", state
+    if isinstance(generator, np.random.BitGenerator):
+        return type(generator).__name__, generator.state
+    content = generator.get_state().numpy().tobytes()
+    return "torch.Generator", base64.b64encode(content).decode()
 
 
 def _set_state(generator: Any, name: str, state: Any) -> None:
     try:
         _check_places(state)
-        value = _like(_told(generator), state)
+        value = _like(_told(generator)[1], state)
         if isinstance(generator, random.Random):
             generator.setstate(value)
         elif isinstance(generator, np.random.RandomState):
@@ -151,24 +155,13 @@ def _set_state(generator: Any, name: str, state: Any) -> None:
 
             content = bytearray(base64.b64decode(value))
             generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
-        if _json(_told(generator)) != state:
+        if _state_of(generator)["state"] != state:
             raise ValueError("another one came of it")
     except Exception as error:  # of whatever stands in the place of what was saved
         raise ValueError(
             f"the state of the generator {name!r} can't be taken up:"
             f" {type(error).__name__}: {error}."
         ) from error
-
-
-def _told(generator: Any) -> Any:
-    """What a generator tells of its state; a torch generator's as text."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    if isinstance(generator, np.random.BitGenerator):
-        return generator.state
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def _check_places(value: Any) -> None:

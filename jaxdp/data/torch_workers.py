@@ -190,9 +190,8 @@ def safe_workers(loader: Any) -> Iterator[None]:
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            "a data loader worker is running the training script itself: worker"
-            " processes import the script, so the part that trains must stand under"
-            ' `if __name__ == "__main__":`.'
+            "a data loader worker runs the training script itself, which workers"
+            ' import: what trains must stand under `if __name__ == "__main__":`.'
         )
     users = loader.multiprocessing_context, loader.worker_init_fn
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
@@ -269,7 +268,7 @@ def _collate(rows: Any) -> Any:
 def _stack(torchs: Callable[..., Any], rows: Any, **options: Any) -> Any:
     """What `torchs` function gives, as an array; it has the word where rows differ."""
     first = rows[0]
-    # Counted and not compared one by one in Python, which would take as long again.
+    # Counted, since to compare one by one in Python would take as long again.
     alike = [*map(type, rows)].count(type(first)) == len(rows)
     if alike and isinstance(first, np.ndarray):
         if first.dtype.isnative and first.dtype.kind in "biufc":
