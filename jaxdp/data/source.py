@@ -57,7 +57,7 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share = share
-        self.begun: Position | None = None  # where the present epoch was, with state
+        self.begun: Position | None = None  # of the present epoch, with its state
         self.apart_from: Source | None = None  # whose generators are its own to save
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False

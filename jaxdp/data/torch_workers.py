@@ -113,27 +113,23 @@ class Seeded:
         return many(indices) if many else [self.dataset[i] for i in indices]
 
 
-class _WorkerInit:
+def _init_worker(users: Any, worker_id: int) -> None:
     """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
+    from torch.utils.data import get_worker_info
 
-    def __init__(self, worker_init_fn: Any):
-        self.worker_init_fn = worker_init_fn
+    # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they are
+    # the trainer's to answer, which may need a batch more to come to a stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _end_soon)
+    _end_with_the_trainer()
 
-    def __call__(self, worker_id: int) -> None:
-        from torch.utils.data import get_worker_info
-
-        # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they
-        # are the trainer's to answer, which may need a batch more to come to a stop.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, _end_soon)
-        _end_with_the_trainer()
-        info: Any = get_worker_info()
-        if isinstance(info.dataset, Seeded):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, Seeded):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+    if users is not None:
+        users(worker_id)
 
 
 def _end_soon(number: int, frame: Any) -> None:
@@ -202,7 +198,7 @@ def safe_workers(loader: Any) -> Iterator[None]:
         modules = frozenset(["__main__", *map(_module_of, parts)])
         context.set_forkserver_preload([__name__, *_libraries(modules)])
         loader.multiprocessing_context = context
-    loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
+    loader.worker_init_fn = functools.partial(_init_worker, loader.worker_init_fn)
     try:
         yield
     finally:
