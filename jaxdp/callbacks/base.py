@@ -49,11 +49,10 @@ class RollBack(Exception):
 class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 
-    Every hook is optional, and one that is not overridden costs nothing. Hooks of
-    several callbacks run in the order of `Trainer(callbacks=[...])`, but for
-    `on_fit_end`: see `fit_end_order`. `trainer` is the running `jaxdp.Trainer`;
-    `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far it
-    is, and setting `trainer.should_stop = True` ends the fit at the next boundary.
+    One that is not overridden costs nothing. Hooks of several callbacks run in the
+    order of `Trainer(callbacks=[...])`, but for `on_fit_end`: see `fit_end_order`.
+    `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far the
+    fit is, and setting `trainer.should_stop = True` ends it at the next boundary.
 
     `metrics` per batch is a mapping from name to value, `"loss"` first. It is lazy:
     nothing leaves the device until a value is read, so `float(metrics["loss"])`
@@ -99,12 +98,9 @@ class Callback:
         """After a step was handed to the device; `trainer.global_step` counts it."""
 
     def on_boundary(self, trainer: "Trainer") -> None:
-        """After every callback has seen a step or the end of an epoch.
-
-        The moment to read or save `trainer.state`: it is that of
-        `trainer.global_step`, and all counters fit it. With several steps per execution
-        it comes once for all of them; ask for the steps you need with `next_stop`.
-        """
+        """After every callback has seen a step or the end of an epoch: the moment to
+        read or save `trainer.state`, which is that of `trainer.global_step`. Of several
+        steps per execution it comes once; ask for those you need with `next_stop`."""
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """After an epoch and its validation, whose `val_...` values `metrics` has."""
@@ -131,17 +127,13 @@ class Callback:
         """When a fit ends, also by an exception: the place to close files."""
 
     def next_stop(self, trainer: "Trainer") -> int | None:
-        """The next `global_step` at which `on_boundary` must be called; None: any.
-
-        Always more than `trainer.global_step`. Several steps that run as one are cut
-        there.
-        """
+        """The next `global_step` at which `on_boundary` must be called, where several
+        steps that run as one are cut; more than `trainer.global_step`. None: any."""
         return None
 
     def identity(self, trainer: "Trainer") -> str:
-        """What tells this callback from others of its class in a list: the folder it
-        writes to, or the metric it watches. Its state is saved and found again by it.
-        """
+        """What tells this callback from others of its class, and its state is found
+        again by: the folder it writes to, or the metric it watches."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,12 +194,8 @@ class Hooks:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
-            bound = tuple(
-                getattr(callback, name)
-                for callback in ordered
-                if _overrides(callback, name)
-            )
-            setattr(self, name, _sequence(name, bound))
+            bound = (getattr(each, name) for each in ordered if _overrides(each, name))
+            setattr(self, name, _sequence(name, tuple(bound)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"there is no hook named {name!r}; hooks are {HOOKS}")
@@ -223,10 +211,11 @@ class Hooks:
             return self
         for callback in callbacks:
             if id(callback) not in known and _has_part(callback):
+                name = type(callback).__name__
                 raise ValueError(
-                    f"`trainer.callbacks`: {type(callback).__name__} was added to a"
-                    " trainer that is made already, and has a part in its compiled"
-                    " step; pass it to `Trainer(callbacks=[...])`."
+                    f"`trainer.callbacks`: {name} was added to a trainer that is made"
+                    " already, and has a part in its compiled step; pass it to"
+                    " `Trainer(callbacks=[...])`."
                 )
         renewed = Hooks(callbacks)
         renewed._in_the_step = self._in_the_step
@@ -275,11 +264,8 @@ class Hooks:
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
-        return tuple(
-            callback.inside_step
-            for callback in self.callbacks
-            if _overrides(callback, "inside_step")
-        )
+        owners = (c for c in self.callbacks if _overrides(c, "inside_step"))
+        return tuple(callback.inside_step for callback in owners)
 
 
 def _has_part(callback: Callback) -> bool:

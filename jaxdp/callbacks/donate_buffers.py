@@ -19,18 +19,15 @@ if TYPE_CHECKING:
 class DonateBuffers(Callback):
     """Says which buffers the compiled step may overwrite with its results.
 
-    A step whose old state is donated writes the new state over it, and so needs the
-    memory of one state and not of two. This never touches the arrays of the model
-    that was handed to the Trainer: those are copied first.
-
-    After the first step the compiled program is asked what it really overwrites; a
+    A step whose old state is donated writes the new one over it, and so needs the
+    memory of one. The arrays of the model that was handed to the Trainer are never
+    touched. After the first step the compiled program is asked what it overwrites; a
     UserWarning names every leaf that was donated and is kept all the same.
 
     Args:
-        what: `"state"` (what the Trainer does without this callback) donates
-            parameters, optimizer state and all the rest of `trainer.state`; `"all"`
-            the batches too, which frees them as soon as they are read, as no result
-            has their shape; `"none"` nothing.
+        what: `"state"` (what the Trainer does without this callback) donates all of
+            `trainer.state`; `"all"` the batches too, which frees them as soon as they
+            are read; `"none"` nothing.
 
     Attributes:
         report: None before the first step, then a dict with `donated_bytes` and
@@ -100,21 +97,9 @@ def _aliased_arguments(compiled: Any) -> set[int]:
     """Places, among all flat arguments, of those that a result overwrites."""
     header = compiled.as_text().split("\n", 1)[0]
     start = header.find("input_output_alias={")
-    parameters = (
-        re.findall(r"\}:\s*\((\d+),", _braced(header[start:])) if start >= 0 else []
-    )
+    parameters = re.findall(r"\}:\s*\((\d+),", header[start:]) if start >= 0 else []
     # The program lacks the arguments that nothing depends on, and numbers the rest.
     every = range(len(jax.tree.leaves(compiled.args_info)))
     executable = getattr(compiled, "_executable", None)
     kept = sorted(getattr(executable, "_kept_var_idx", every))
     return {kept[int(number)] for number in parameters}
-
-
-def _braced(text: str) -> str:
-    """The first pair of braces in `text` and what is between them."""
-    depth, start = 0, text.index("{")
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start : place + 1]
-    return text[start:]

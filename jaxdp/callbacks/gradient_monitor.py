@@ -10,7 +10,6 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.console import some_of, warn
-from ..basics.json_checks import each, fields, maybe, row, text, truth, whole
 from ..basics.tree import leaf_path
 from .base import Callback
 from .monitor import Later, LateReads
@@ -24,15 +23,6 @@ _REMEDY: Final = (
     "Leaves that are not to be trained cost less when `filter_spec` leaves them out."
 )
 
-_SAVED: Final = fields(
-    {
-        "checked": whole(),
-        "alive": maybe(row(each(truth()), each(truth()))),
-        "dead": each(text()),
-        "never_updated": each(text()),
-    }
-)
-
 
 class GradientMonitor(Callback):
     """Logs norms of gradients and updates, and finds leaves that do not learn.
@@ -41,19 +31,17 @@ class GradientMonitor(Callback):
     so to all loggers:
 
     - `grad_norm`, of the whole gradient as the optimizer gets it (before clipping), and
-      `grad_norm/<layer>` of each layer;
+      `grad_norm/<layer>` of each layer, such as `blocks[3].attention`;
     - `update_ratio`, the norm of the update over that of the weights it was added to,
       and `update_ratio/<layer>`. With Adam about 1e-3 is common; much less means that
       hardly anything is learned, much more that steps are wild.
 
-    A layer is a part of the model, such as `blocks[3].attention`, as fine as
-    `max_layers` allows. All is computed inside the compiled step, in one pass over
-    gradients, updates and weights; the host reads a few numbers per leaf, late.
+    All is computed inside the compiled step, in one pass over gradients, updates and
+    weights; the host reads a few numbers per leaf, late.
 
-    After the first `check_steps` steps a warning names the leaves whose gradient was
-    exactly zero in all of them (nothing depends on them, or a stage before them is
-    dead), and those that had a gradient and were never updated (the optimizer leaves
-    them out).
+    After `check_steps` steps a warning names the leaves whose gradient was exactly zero
+    in all of them (nothing depends on them, or a stage before them is dead), and those
+    that had a gradient and were never updated (the optimizer leaves them out).
 
     Args:
         max_layers: how many layers to log at most; 0 logs the whole model only.
@@ -116,26 +104,6 @@ class GradientMonitor(Callback):
         self._late = LateReads()
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        self._check_rest()
-
-    def state_dict(self) -> dict[str, Any]:
-        self._check_rest()
-        alive = None if self._alive is None else self._alive.tolist()
-        return {
-            "checked": self._checked,
-            "alive": alive,
-            "dead": self.dead,
-            "never_updated": self.never_updated,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
-        self._checked = state["checked"]
-        self._alive = None if state["alive"] is None else np.array(state["alive"])
-        self.dead = list(state["dead"])
-        self.never_updated = list(state["never_updated"])
-
-    def _check_rest(self) -> None:
         for _, past in self._late.drain():
             self._check(past)
 
@@ -155,9 +123,9 @@ class GradientMonitor(Callback):
         return values
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
-        alive = np.asarray(metrics[_ALIVE])
+        alive = np.array(metrics[_ALIVE])
         if self._alive is not None and self._alive.shape == alive.shape:
-            alive = self._alive | alive
+            alive |= self._alive
         self._alive = alive
         self._checked += 1
         if self._checked != self.check_steps:

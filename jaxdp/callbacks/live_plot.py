@@ -27,11 +27,10 @@ _MAX_SHARE: Final = 0.05
 class LivePlot(Callback):
     """Draws the curves of a run as it goes: to a PNG, and in place in a notebook.
 
-    The loss of single steps is drawn thin with a smoothed line over it, and the means
-    of epochs and validations as points at the step they belong to. The file is
-    replaced in one piece, so that it can be looked at any time. It is drawn every few
-    seconds at most, less often where drawing would take more than a twentieth of the
-    time, and at the ends of epochs and of the fit; the device never waits for it.
+    The loss of single steps is drawn thin with a smoothed line over it, the means of
+    epochs and validations as points at their step. The file is replaced in one piece,
+    every few seconds at most, less often where drawing would take more than a twentieth
+    of the time, and at the ends of epochs and of the fit. The device never waits for it.
 
     Args:
         path: of the PNG; None means `curves.png` in `trainer.default_root_dir`.

@@ -40,11 +40,10 @@ class Lockstep(Callback):
     numbers without an error, or wait for each other for ever. With several processes
     every trainer has this guard, as its first callback; pass one to change it.
 
-    When a fit starts, versions, arguments, the model, its parameters and the compiled
-    step are compared. Then the processes meet before every step, batch of an evaluation
-    and end of a pass, each saying what it is about to do. If that differs, all of them
-    raise a RuntimeError that says which process is where. Steps in flight go on
-    meanwhile: nothing waits for the device.
+    When a fit starts, versions, arguments, the model and the compiled step are
+    compared. Then the processes meet before every step, batch of an evaluation and end
+    of a pass. If they are not about to do the same, all of them raise a RuntimeError
+    that says which process is where. Nothing waits for the device.
 
     Args:
         every_n_steps: how often they meet, in steps and batches of evaluations. What

@@ -30,13 +30,10 @@ class Logger(Callback):
     """What all loggers share: when to log what. A subclass says how, in `log`.
 
     Every `trainer.log_every_n_steps` optimizer steps the scalars of a step are logged
-    under their own names (`loss`, `accuracy`, whatever `inside_step` returned), read
-    some steps late so that the device never waits, and flushed at the end of an epoch
-    or fit. After every epoch its training means follow as `epoch_<name>` and the
-    validation means as `val_<name>`. What the run was made of is recorded once per
-    fit: hyperparameters, versions of packages, hardware, and after the first step the
-    plan of the program that runs (`Trainer.running_plan`). Only one process of a run
-    logs.
+    under their own names, read some steps late so that the device never waits. After
+    every epoch its training means follow as `epoch_<name>` and the validation means as
+    `val_<name>`. Once per fit hyperparameters, versions, hardware and the plan of the
+    program that runs are recorded. Only one process of a run logs.
 
     A run that is resumed goes on where the checkpoint was saved: what was logged after
     that is taken back, and comes again.
@@ -100,17 +97,14 @@ class Logger(Callback):
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._active = bool(trainer.is_global_zero)
-        self._lacks_plan = self._active and (
-            self._shows("log_plan") or self._shows("log_text")
-        )
-        self._late, self._validation, self._error = LateReads(), None, None
+        shows_plan = self._shows("log_plan") or self._shows("log_text")
+        self._lacks_plan = self._active and shows_plan
+        self._late, self._error = LateReads(), None
+        self._validation = self._restored["validation"] if self._restored else None
         # In all processes: what looks at the state may run a program.
         facts = run_facts(trainer, self.hyperparameters)
         facts["run_id"] = trainer.run.id
         if self._active:
-            if self._restored and self._restored.get("validation"):
-                step, values = self._restored["validation"]
-                self._validation = int(step), dict(values)
             self.open(trainer, self._folder(trainer))
             self.log_run(facts)
         self._restored = None
@@ -137,11 +131,8 @@ class Logger(Callback):
         if not self._active:
             return
         self._log_steps(self._late.drain())
-        values = {
-            EPOCH + name: value
-            for name, value in metrics.items()
-            if not name.startswith(VALIDATION)
-        }
+        means = {k: v for k, v in metrics.items() if not k.startswith(VALIDATION)}
+        values = {EPOCH + name: value for name, value in means.items()}
         if self._validation and self._validation[0] == trainer.global_step:
             values |= self._validation[1]
             self._validation = None
@@ -171,10 +162,8 @@ class Logger(Callback):
         return os.path.abspath(self._folder(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Logs what is left to log first, so that a checkpoint's log is complete.
-
-        What was loaded for a fit that has not begun yet is saved as it came.
-        """
+        """Logs what is left to log first, so that a checkpoint's log is complete."""
+        # What was loaded for a fit that has not begun yet is saved as it came.
         if self._restored is not None:
             return self._restored
         try:

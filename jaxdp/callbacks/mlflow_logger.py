@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class MLFlowLogger(Logger):
     """Logs to MLflow: to a server, or to a database file in `dirpath`.
 
-    Metrics have the names that `CSVLogger` has as columns, with optimizer steps as
-    their steps; hyperparameters are the run's parameters, versions and hardware its
-    tags. A trainer that is loaded from a checkpoint goes on in the same MLflow run, if
-    the store that this logger writes to has it. Needs the extra `mlflow`. Look at a
-    local store with `mlflow ui --backend-store-uri sqlite:///<dirpath>/mlflow.db`.
+    Metrics have the names that `CSVLogger` has as columns; hyperparameters are the
+    run's parameters, versions and hardware its tags. A trainer that is loaded from a
+    checkpoint goes on in the same run, if the store that this logger writes to has it.
+    Needs the extra `mlflow`. Look at a local store with
+    `mlflow ui --backend-store-uri sqlite:///<dirpath>/mlflow.db`.
 
     Args:
         experiment_name: made if there is none of that name.
@@ -75,8 +75,7 @@ class MLFlowLogger(Logger):
 
     def open(self, trainer: "Trainer", folder: Path) -> None:
         artifacts = None
-        if self.tracking_uri is None:
-            self.tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self.tracking_uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
             self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             artifacts = (folder / "mlartifacts").resolve().as_uri()
@@ -85,22 +84,19 @@ class MLFlowLogger(Logger):
             if self.run_id is not None and self._goes_on(trainer):
                 return
             found = self._client.get_experiment_by_name(self.experiment_name)
-            experiment = (
-                self._client.create_experiment(self.experiment_name, artifacts)
-                if found is None
-                else found.experiment_id
+            create = self._client.create_experiment
+            id = (
+                found.experiment_id
+                if found
+                else create(self.experiment_name, artifacts)
             )
-            run = self._client.create_run(
-                experiment, run_name=self.run_name, tags=self.tags
-            )
+            run = self._client.create_run(id, run_name=self.run_name, tags=self.tags)
             self.run_id = run.info.run_id
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         metric, now = _mlflow().entities.Metric, int(time.time() * 1000)
-        metrics = [
-            metric(name, float(value), now, step)
-            for name, value in {"epoch": epoch, **values}.items()
-        ]
+        named = {"epoch": epoch, **values}
+        metrics = [metric(k, float(v), now, step) for k, v in named.items()]
         with _quietly():
             self._client.log_batch(self.run_id, metrics=metrics)
 
@@ -135,9 +131,9 @@ class MLFlowLogger(Logger):
 
     def close(self) -> None:
         if self._client is not None:
-            status = "FINISHED" if self._error is None else "FAILED"
-            if isinstance(self._error, KeyboardInterrupt):
-                status = "KILLED"
+            is_stopped = isinstance(self._error, KeyboardInterrupt)
+            failed = "KILLED" if is_stopped else "FAILED"
+            status = failed if self._error else "FINISHED"
             with _quietly():
                 self._client.set_terminated(self.run_id, status)
         self._client = None
@@ -158,13 +154,12 @@ class MLFlowLogger(Logger):
         except _mlflow().exceptions.MlflowException:
             if self._saved_in is None:  # it is the user who wants to go on with it
                 raise
-            announce(
-                trainer,
-                "MLFlowLogger",
+            text = (
                 f"{self.tracking_uri} does not have the run {self.run_id} that the"
                 f" checkpoint is of; it was in {self._saved_in}. A new run begins;"
-                " `tracking_uri` says where to log.",
+                " `tracking_uri` says where to log."
             )
+            announce(trainer, "MLFlowLogger", text)
             self.run_id = None
             return False
         return True

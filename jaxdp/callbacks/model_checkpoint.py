@@ -39,12 +39,11 @@ class ModelCheckpoint(Callback):
     `fit(..., ckpt_path="last")`, `"best"` or `"auto"`, or load one with
     `trainer.load(callback.best_model_path)`.
 
-    Saving happens in the background, one checkpoint at a time. An old checkpoint is
-    removed only after the new one is on disk, and `fit` returns only when all are. A
-    fit that Ctrl-C or a signal such as SIGTERM stops is saved there, too. While a fit
-    runs the folder is its own: a second run that would save there is refused.
-    Checkpoints of another run that are found there are moved to a folder
-    `before-<n>` in it.
+    Saving happens in the background, one checkpoint at a time. An old one is removed
+    only after the new one is on disk, and `fit` returns only when all are. A fit that
+    Ctrl-C or SIGTERM stops is saved, too. While a fit runs the folder is its own: a
+    second run that would save there is refused. Checkpoints of another run that are
+    found there are moved to a folder `before-<n>` in it.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
@@ -57,9 +56,9 @@ class ModelCheckpoint(Callback):
             last step of an epoch, after its validation).
         every_n_epochs: save after each so many epochs; 1 if nothing else is given.
         train_time_interval: save each time so much time has passed; like `max_time`.
-        on_save_error: when a checkpoint can't be written, because the disk is full for
-            example: `"raise"` a SaveFailed at the next step, or `"warn"` and try again
-            when the next one is due. Older checkpoints stay in either case.
+        on_save_error: when a checkpoint can't be written, to a full disk for example:
+            `"raise"` a SaveFailed at the next step, or `"warn"` and try again when the
+            next one is due. Older checkpoints stay.
 
     Attributes:
         best_model_path: folder of the best checkpoint (without `monitor`, the newest).

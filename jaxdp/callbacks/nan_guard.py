@@ -38,11 +38,9 @@ class NanGuard(Callback):
 
     The compiled step drops an update that is not finite, so that the model, the
     optimizer's state and the means of the epoch never see it. What was found is read
-    some steps later, when the device is done with them, and so costs no wait.
-
-    A loss that is finite can be a sign of trouble, too: with `spike`, one that leaves
-    its running mean by so many standard deviations. Its update has been made by the
-    time it is read, so it is warned of with `action="skip"`.
+    some steps later, and so costs no wait. With `spike`, a finite loss that leaves its
+    running mean counts, too; its update has been made by the time it is read, so it is
+    only warned of with `action="skip"`.
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was

@@ -28,11 +28,9 @@ class Profiler(Callback):
     The trace is written to `dirpath` in the forms that TensorBoard (`pip install
     tensorboard-plugin-profile`, then `tensorboard --logdir <dirpath>`) and
     https://ui.perfetto.dev (open `perfetto_trace.json.gz`) read. Beside it,
-    `summary.txt` has a table of the operations by the time they took on all devices,
-    with the part of the program that each comes from.
-
-    The loop waits for the device before the window and after it, so that it has whole
-    steps, and nowhere else. Tracing itself slows steps down a little.
+    `summary.txt` lists the operations by the time they took on all devices, with the
+    part of the program that each comes from. The loop waits for the device before the
+    window and after it, so that it has whole steps.
 
     Args:
         dirpath: folder to write to; None means `profile` in

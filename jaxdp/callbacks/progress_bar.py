@@ -25,10 +25,9 @@ class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
     The bar shows the batches of this epoch done, batches and examples per second, the
-    time left and the loss, which is that of some steps ago: reading the newest one
-    would make the device wait. With `accumulate_grad_batches` a batch here is
-    one optimizer step. Where the output is no terminal (a file, a job's log), there
-    is a line for every epoch and one now and then in long epochs, and no bar.
+    time left and the loss of some steps ago: reading the newest would make the device
+    wait. With `accumulate_grad_batches` a batch here is one optimizer step. Where the
+    output is no terminal (a job's log), there are lines, some in long epochs, no bar.
 
     Args:
         refresh_per_second: how often the bar is drawn at most.

@@ -40,17 +40,16 @@ _PHASES: Final = {
 class StallWatch(Callback):
     """Reports a fit in which no step has ended for a time.
 
-    It says what the fit waits for (the loader, the device, a checkpoint, the other
-    processes or a callback, by name) and writes the stacks of all threads. Once for
-    each time it gets stuck. A thread looks on; steps cost nothing but a note of the
-    time. Of several processes each reports for itself, with what `Lockstep` knows of
-    those that the others wait for.
+    It says, once for each time, what the fit waits for (the loader, the device, a
+    checkpoint, the other processes or a callback, by name) and writes the stacks of all
+    threads. A thread looks on; steps cost nothing but a note of the time. Of several
+    processes each reports for itself.
 
     Args:
         timeout: seconds without a step or a validation batch, from the first step of
             a fit.
         abort: whether to end the process then, at once and with exit code 70, for a
-            launcher to start it again. The last checkpoint is intact.
+            launcher to start it again.
         path: a file to write to, appended to; None is stderr.
     """
 

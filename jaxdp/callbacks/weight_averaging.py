@@ -19,14 +19,10 @@ class WeightAveraging(Callback):
     """Keeps a moving average of the trained weights, and evaluates that.
 
     Training goes on with its own weights, which `trainer.state.params` has;
-    validation, `test`, `predict` and `trainer.model` take the average. The average is
-    part of the optimizer's state: it is laid out, donated, saved and loaded with it, so
-    that a run that is resumed goes on with the same average, and a checkpoint has both.
-    It costs one copy of the weights (in float32 at least) and one pass over them per
-    step.
-
-    Running statistics of BatchNorm are not averaged; the average is evaluated with
-    those of the training model, as `torch.optim.swa_utils` does by default.
+    validation, `test`, `predict` and `trainer.model` take the average. It is part of
+    the optimizer's state: laid out, donated, saved and loaded with it. It costs one
+    copy of the weights (in float32 at least) and one pass over them per step. Running
+    statistics of BatchNorm are not averaged, but those of the training model taken.
 
     Args:
         decay: share of the average that each step keeps; 0.999 looks back over about a

@@ -159,26 +159,6 @@ def test_a_leaf_that_learns_late_is_no_dead_one(tmp_path):
         trainer.fit(batches(*[8] * 20))
 
 
-def test_the_search_goes_on_after_a_checkpoint(tmp_path):
-    def trainer():
-        return make_trainer(
-            GradientMonitor(check_steps=4),
-            model=Partly(jax.random.key(0)),
-            optimizer=optax.adam(0.1),
-        )
-
-    first = trainer()
-    first.fit(batches(8, 8, 8))
-    first.save(str(tmp_path / "saved"))
-    second = trainer()
-    second.load(str(tmp_path / "saved"))
-    with pytest.warns(UserWarning, match=r"unused.weight, .* in the first 4 steps"):
-        second.fit(batches(8, 8, 8), max_epochs=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second.fit(batches(8, 8, 8), max_epochs=3)
-
-
 def test_a_failing_fit_keeps_its_own_error():
     class Fails(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):
