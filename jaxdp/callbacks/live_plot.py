@@ -30,7 +30,7 @@ class LivePlot(Callback):
     The loss of single steps is drawn thin with a smoothed line over it, the means of
     epochs and validations as points at their step. The file is replaced in one piece,
     every few seconds at most, less often where drawing would take more than a twentieth
-    of the time, and at the ends of epochs and of the fit. The device never waits for it.
+    of the time, and at the ends of epochs and of the fit; the device never waits.
 
     Args:
         path: of the PNG; None means `curves.png` in `trainer.default_root_dir`.

@@ -84,12 +84,10 @@ class MLFlowLogger(Logger):
             if self.run_id is not None and self._goes_on(trainer):
                 return
             found = self._client.get_experiment_by_name(self.experiment_name)
-            create = self._client.create_experiment
-            id = (
-                found.experiment_id
-                if found
-                else create(self.experiment_name, artifacts)
-            )
+            if found is None:
+                id = self._client.create_experiment(self.experiment_name, artifacts)
+            else:
+                id = found.experiment_id
             run = self._client.create_run(id, run_name=self.run_name, tags=self.tags)
             self.run_id = run.info.run_id
 
