@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .basics.console import columns
 from .basics.tree import leaf_path
 from .checkpoint import plain
 from .engine import Engine
@@ -242,6 +243,6 @@ def _named(parts: dict[str, PyTree]) -> dict[str, np.ndarray]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    head, *others = columns(rows)
+    width = max(map(len, (head, *others)))
+    return "\n".join([head, "-" * width, *others])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .basics.console import columns
 from .basics.files import naming, write_whole
 from .reports import draw, metric_curves, save_figure
 
@@ -128,12 +129,11 @@ class History(Mapping[str, list[float]]):
         count, best = len(self.epochs), self._best()
         title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
         shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
-        columns = {"epoch": list(map(str, self.epochs))}
-        columns |= {name: [f"{v:.4g}" for v in self[name]] for name in self}
-        table = [list(columns)]
-        table += [[values[i] for values in columns.values()] for i in shown]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in table]
+        cells = {"epoch": list(map(str, self.epochs))}
+        cells |= {name: [f"{v:.4g}" for v in self[name]] for name in self}
+        table = [list(cells)]
+        table += [[values[i] for values in cells.values()] for i in shown]
+        lines = columns(table, str.rjust)
         if best is not None:
             lines[1 + list(shown).index(best)] += "  <- best"
         return "\n".join([title, *lines])

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import coordination
@@ -206,3 +206,12 @@ def some_of(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
+
+
+def columns(
+    rows: Iterable[Sequence[str]], justify: Callable[[str, int], str] = str.ljust
+) -> list[str]:
+    """Lines of a table, from its cells."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]

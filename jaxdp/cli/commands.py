@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from ..basics.console import columns
 from ..basics.environment import versions
 from ..basics.extras import import_extra
 from ..basics.files import replacing
@@ -171,10 +172,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
             *(textwrap.wrap(cell, _MOST_COLUMNS) or [""] for cell in row), fillvalue=""
         )
     ]
-    widths = [max(map(len, column)) for column in zip(*wrapped, strict=True)]
-    for row in wrapped:
-        cells = zip(row, widths, strict=True)
-        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    print("\n".join(columns(wrapped)))
 
 
 def _export(options: argparse.Namespace) -> None:

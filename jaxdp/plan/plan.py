@@ -189,17 +189,14 @@ class Scaling(NamedTuple):
         Args:
             path: where to save the picture, as the suffix says: `scaling.svg`.
         """
-        rows, panels = self.rows, dict(_PANELS)
-        if rows[0].step is None:
-            panels = dict(list(panels.items())[:2])
-        who = "`Scaling.plot`"
-        figure_type = import_extra("matplotlib.figure", who, "plots").Figure
-        figure = figure_type(figsize=(9, 3 * (len(panels) // 2)), layout="constrained")
+        matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
+        lines = 1 if self.rows[0].step is None else 2  # speed needs a profile
+        figure = matplotlib.Figure(figsize=(9, 3 * lines), layout="constrained")
 
-        counts = [row.devices for row in rows]
-        for number, (field, title) in enumerate(panels.items(), 1):
-            values = [getattr(row, field) for row in rows]
-            axes = figure.add_subplot(len(panels) // 2, 2, number)
+        counts = [row.devices for row in self.rows]
+        for number, (field, title) in enumerate(_PANELS[: 2 * lines], 1):
+            values = [getattr(row, field) for row in self.rows]
+            axes = figure.add_subplot(lines, 2, number)
             axes.plot(counts, values, marker="o")
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("devices")
@@ -219,12 +216,12 @@ class Scaling(NamedTuple):
                 figure.savefig(temporary, format=kind)
 
 
-_PANELS: Final = {
-    "peak": "peak per device, bytes",
-    "wire_bytes": "sent per device and step, bytes",
-    "rows_per_second": "rows per second, estimated",
-    "efficiency": "efficiency",
-}
+_PANELS: Final = (
+    ("peak", "peak per device, bytes"),
+    ("wire_bytes", "sent per device and step, bytes"),
+    ("rows_per_second", "rows per second, estimated"),
+    ("efficiency", "efficiency"),
+)
 
 
 def largest(peak: Callable[[int], float], limit: int, start: int = 1) -> int:

@@ -1,8 +1,9 @@
 """A plan in words: the sections that the report for a terminal and the page have."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from ..basics.console import columns
 from .parts import GROUPS, Leaf, Memory, Row, Traffic
 
 _LABELS: Final = GROUPS | {"other": "step, key, sums"}
@@ -26,7 +27,7 @@ def text(plan: Any) -> str:
     """The report for a terminal."""
     parts = [f"Plan for {plan.device}: {headline(plan)}"]
     for section in sections(plan):
-        lines = [*_columns(section.rows), *section.lines]
+        lines = [*columns(section.rows), *section.lines]
         parts.append("\n".join([section.title, *(f"  {line}" for line in lines)]))
     return "\n\n".join(parts)
 
@@ -98,9 +99,8 @@ def leaves_section(leaves: Sequence[Leaf]) -> Section:
 def scaling_table(scaling: Any) -> str:
     """A line per number of devices."""
     names = "devices rows peak/device sent/device step rows/s efficiency"
-    return "\n".join(
-        _columns([names.split(), *map(_scaling_row, scaling.rows)], right=True)
-    )
+    rows = [names.split(), *map(_scaling_row, scaling.rows)]
+    return "\n".join(columns(rows, str.rjust))
 
 
 def in_bytes(number: float) -> str:
@@ -245,18 +245,6 @@ def _scaling_row(row: Row) -> tuple[str, ...]:
         "-" if row.rows_per_second is None else in_short(row.rows_per_second),
         "-" if row.efficiency is None else f"{row.efficiency:.0%}",
     )
-
-
-def _columns(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(size) if right else cell.ljust(size)
-            for cell, size in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _shape(shape: Sequence[int]) -> str:
