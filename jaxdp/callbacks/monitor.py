@@ -23,7 +23,7 @@ blocks of steps, whose metrics say how far behind to stay."""
 
 def check_monitor(trainer: "Trainer", callback_name: str, monitor: str) -> None:
     """Raises when no epoch will have a value of the name `monitor`."""
-    logged = tuple(trainer.run.logged_names)
+    logged = trainer.run.logged_names
     if monitor in logged:
         return
     hint = ""

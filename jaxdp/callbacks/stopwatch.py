@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, get_args
@@ -47,7 +48,9 @@ class Stopwatch:
 
     def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
         """`items`, where waiting for the next one is of that phase."""
-        return _Timed(self, phase, items)
+        # Calls it without arguments, until it raises StopIteration.
+        timed = self.function(phase, items.__next__)
+        return itertools.starmap(timed, itertools.repeat(()))
 
     def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
         """`function`, whose calls are of that phase."""
@@ -104,11 +107,3 @@ class _NoStopwatch(Stopwatch):
 
 NO_STOPWATCH: Final = _NoStopwatch()
 """Where no callback has asked for one."""
-
-
-class _Timed(Iterator[Any]):
-    def __init__(self, stopwatch: Stopwatch, phase: Phase, items: Iterator[Any]):
-        self._next = stopwatch.function(phase, items.__next__)
-
-    def __next__(self) -> Any:
-        return self._next()
