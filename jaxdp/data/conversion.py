@@ -67,11 +67,8 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
 
 
 def check_labels(batch: Batch, num_classes: int) -> None:
-    """Raises when an integer label of `(x, y)` batches is no class of the model.
-
-    JAX would clamp a label that is too large and wrap a negative one, silently.
-    """
-    labels = batch[1]
+    """Raises when an integer label of `(x, y)` batches is no class of the model."""
+    labels = batch[1]  # JAX would clamp and wrap them, silently
     low, high = labels.min(), labels.max()
     if low < 0 or high >= num_classes:
         remedy = "(Rows to be ignored need a `loss_fn` that leaves them out.)"

@@ -32,10 +32,7 @@ class Share:
     def of(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
     ) -> Iterator[Any]:
-        """Batches as this process gets them, of those that its loader gives.
-
-        `peek` gives some batch of the loader; it is None if they come but once.
-        """
+        """Batches as this process gets them; `peek` gives some, if they come again."""
         return batches
 
     def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
@@ -62,14 +59,11 @@ class Share:
 
 
 class GlobalShare(Share):
-    """Every process has the same loader, and takes its rows of every batch.
-
-    `packer` gives the `Packer` of the batches, when an epoch begins.
-    """
+    """Every process has the same loader, and takes its rows of every batch."""
 
     def __init__(self, processes: Processes, packer: Callable[[], Any]):
         self._processes = processes
-        self._packer = packer
+        self._packer = packer  # asked for when an epoch begins
 
     def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
         cut = _Cut(self._packer())

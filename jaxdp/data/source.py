@@ -89,10 +89,8 @@ class Source:
 
     @property
     def may_read_ahead(self) -> bool:
-        """Whether batches may be asked for before the steps that need them.
-
-        An iterator that tells its position must not be further than the steps.
-        """
+        """Whether batches may be asked for before the steps that need them."""
+        # An iterator that tells its position must not be further than the steps.
         return self._own is None or not self.is_iterator
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
@@ -146,10 +144,7 @@ class Source:
             self._own.trained = trained
 
     def place(self, trained: int) -> Any:
-        """A place in the present epoch, not after batch number `trained`; JSON.
-
-        None if the loader can't tell, or nothing was trained yet.
-        """
+        """A place in the present epoch, not after batch `trained`, if known; JSON."""
         return None if self._own is None else self._own.place(trained)
 
     def first(self, share: int | float) -> list[Batch]:
@@ -177,11 +172,7 @@ class Source:
         return found
 
     def peek(self) -> Batch:
-        """The first batch of epoch 0; the loader is left as it was.
-
-        Raises:
-            TypeError: for an iterator, which would be one batch shorter.
-        """
+        """The first batch of epoch 0; the loader is left as it was."""
         if self.is_iterator:
             raise TypeError(
                 f"`{self.argument}` is an iterator ({type(self.loader).__name__}), and"
@@ -361,11 +352,7 @@ class Source:
 
 
 def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> Source:
-    """The source of batches for what a user passed as `argument`.
-
-    Raises:
-        TypeError: if it is not an iterable of batches.
-    """
+    """The source of batches for what a user passed as `argument`, if it gives some."""
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):

@@ -15,10 +15,7 @@ _FETCH_AT_ONCE: Final = 2**18
 
 
 def table(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
-    """The columns of a `TensorDataset`, if it is one or a subset of one.
-
-    And of subsets the indices, those of a subset of a subset first.
-    """
+    """The columns of a `TensorDataset`, and indices of subsets of it, outer first."""
     from torch.utils.data import Subset, TensorDataset
 
     subsets = []
@@ -39,10 +36,7 @@ def fetch(
     lists: Iterator[Any],
     ahead: bool = True,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """The rows of index lists, those of many small batches in one indexing operation.
-
-    For that the lists of many batches must be asked for at once, as `ahead` allows.
-    """
+    """The rows of index lists: with `ahead` of many small batches in one operation."""
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
     lists = (each if hasattr(each, "__len__") else list(each) for each in lists)
 

@@ -186,12 +186,9 @@ class Lifeline:
             self._end_process(self, text)
 
     def _end_later(self, text: str, fit: int | None) -> None:
-        """Ends this process after a while, if it is still in that fit, or for None.
+        """Ends this process after a while, if it is still in that fit, or for None."""
 
-        All may have had the same error, and each may have something to do about it.
-        """
-
-        def end() -> None:
+        def end() -> None:  # all may have the same error, and something to do about it
             is_concerned = fit is None or self.is_fitting and self._fits == fit
             if is_concerned and not self._failing:
                 self._end_process(self, text)
