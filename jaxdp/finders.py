@@ -189,7 +189,7 @@ def _swept(
 
 def _at_unit_rate(opt_state: Any) -> Any:
     """An optimizer's state with 1 for every learning rate in it."""
-    held = hyperparams.find((opt_state,))  # in a tree, not as its root
+    held = hyperparams.find(opt_state)
     rates = [each for name, each in held.items() if is_rate(name)]
     if not rates or any(rate.is_scheduled for rate in rates):
         raise ValueError(

@@ -318,7 +318,7 @@ class Engine:
         ):  # else `dispatches` or the first call has
             self._check_labels("train", dispatch)
         groups = self._placed("train", dispatch, compiled)
-        self.held.settle()
+        self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)

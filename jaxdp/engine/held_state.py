@@ -18,7 +18,6 @@ from ..basics.tree import leaf_path
 from ..step import Steps, TrainState, as_own, as_stored, first_state
 from ..strategies import DataParallel
 from ..strategies.base import with_auto_axes
-from .hyperparams import read_only, written_to
 from .state_arrays import Flat
 
 
@@ -51,11 +50,8 @@ class HeldState:
         self._own = jax.eval_shape(lambda *trees: trees, *model[:2])
         self._view = view
         self._strategy: DataParallel
-        self._whole: tuple[list[Array], TrainState] | None = None
-        self._handed_out: tuple[list[Array], TrainState, list[Any]] | None = None
-        self._fetched: tuple[Any, Any] | None = None
-        self._gathered: tuple[Any, tuple[PyTree, PyTree]] | None = None
-        self._viewed: tuple[Any, TrainState] | None = None
+        self._made: dict[str, Any] = {}
+        """What was made of `arrays`; of the state handed out, its leaves besides."""
 
     def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
         """Takes up a state that `strategy` has placed.
@@ -70,39 +66,44 @@ class HeldState:
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self.arrays = self.flat.placed(leaves)
-        self._whole, self._handed_out = (self.arrays, state), None
+        self._made = {"state": state}
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     @property
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
         self.check_state()
-        if self._whole is None or self._whole[0] is not self.arrays:
-            with no_ambient_mesh():
-                leaves = self.flat.leaves(self.arrays)
-            whole = jax.tree.unflatten(self.flat.treedef, leaves)
-            self._whole = self.arrays, whole
-        return self._whole[1]
+        return self._once("state", self._unflattened)
+
+    def _unflattened(self) -> TrainState:
+        with no_ambient_mesh():
+            leaves = self.flat.leaves(self.arrays)
+        return jax.tree.unflatten(self.flat.treedef, leaves)
 
     def hand_out(self) -> TrainState:
         """`state` for a user, who may keep it until the next step but not change it."""
         self.check_handed_out()
-        state = self.state
-        if self._handed_out is None or self._handed_out[0] is not self.arrays:
-            given = read_only(state)
-            self._handed_out = self.arrays, given, jax.tree.leaves(given)
-        return self._handed_out[1]
+
+        def given() -> tuple[TrainState, list[Any]]:
+            leaves, treedef = jax.tree.flatten(self.state)
+            return treedef.unflatten(leaves), leaves
+
+        return self._once("handed out", given)[0]
 
     def check_handed_out(self) -> None:
         """Raises where code has put something into the state it was handed.
 
         It would read back as set, and no step would ever see it.
         """
-        if self._handed_out is None:
+        given, leaves = self._made.get("handed out", (None, []))
+        where = _written_to(given, leaves)
+        if where is None:
             return
-        _, state, leaves = self._handed_out
-        if (where := written_to(state, leaves)) is None:
-            return
-        self._handed_out = None
+        del self._made["handed out"]
         raise RuntimeError(
             f"`trainer.state` was written to, at {where}, and that changed nothing: it"
             " only shows what is on the devices. Use `trainer.set_hyperparams` for what"
@@ -130,18 +131,12 @@ class HeldState:
                 work with small models only.
         """
         self.arrays = arrays
-        if self._whole is None:
+        if not self._made:
             return
-        (_, whole), self._whole = self._whole, None
-        if not kept:
-            for leaf in self.flat.small(jax.tree.leaves(whole)):
+        made, self._made = self._made, {}
+        if "state" in made and not kept:
+            for leaf in self.flat.small(jax.tree.leaves(made["state"])):
                 leaf.delete()
-
-    def settle(self) -> None:
-        """What was handed out is about to be outdated: the last moment to check it."""
-        if self._handed_out is not None:
-            self.check_handed_out()
-            self._handed_out = None
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
         """Sets leaves of the state, by their place in it. No step is compiled for it.
@@ -149,7 +144,8 @@ class HeldState:
         Args:
             leaves: of the dtypes and shapes that they have.
         """
-        self.arrays = list(self.arrays)
+        self.check_handed_out()
+        self.arrays, self._made = list(self.arrays), {}
         with no_ambient_mesh():
             for place, leaf in leaves.items():
                 self.flat.write(self.arrays, place, leaf)
@@ -165,22 +161,20 @@ class HeldState:
     @property
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated; looked for once per step."""
-        if self._view is None:
+        view = self._view
+        if view is None:
             return self.state
-        if self._viewed is None or self._viewed[0] is not self.arrays:
-            self._viewed = self.arrays, self._view(self.state)
-        return self._viewed[1]
+        return self._once("evaluated", lambda: view(self.state))
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
-        if self._gathered is None or self._gathered[0] is not self.arrays:
-            fetched, self._fetched = self._fetched, None
-            if fetched is not None and fetched[0] is self.arrays:
-                found = self._as_model(jax.tree.map(jnp.asarray, fetched[1]))
-            else:
-                found = self.model_of(self.evaluated)
-            self._gathered = self.arrays, found
-        return self._gathered[1]
+        return self._once("model", self._gathered)
+
+    def _gathered(self) -> tuple[PyTree, PyTree]:
+        fetched = self._made.pop("fetched", None)
+        if fetched is None:
+            return self.model_of(self.evaluated)
+        return self._as_model(jax.tree.map(jnp.asarray, fetched))
 
     def fetch(self) -> None:
         """Brings the model to this host, if it is split between processes.
@@ -192,7 +186,7 @@ class HeldState:
         state = self.evaluated
         parts = state.params, state.buffers, state.model_state
         if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._fetched = self.arrays, self._strategy.fetch(parts)
+            self._made["fetched"] = self._strategy.fetch(parts)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model and its state as `state` has them, whole and live."""
@@ -208,9 +202,14 @@ class HeldState:
         """The state without its values: nothing is looked at on the devices."""
         return jax.tree.unflatten(self.flat.treedef, self.flat.shapes(self.arrays))
 
-    def places(self) -> list[int]:
-        """In which argument of a compiled step each leaf of the state crosses."""
-        return self.flat.places()
+
+def _written_to(state: PyTree, leaves: list[Any]) -> str | None:
+    """Where a state has other leaves than those that it was made of, or None."""
+    now = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), own in zip(now, leaves, strict=False):
+        if leaf is not own:
+            return leaf_path(path)
+    return None if len(now) == len(leaves) else "a leaf that was added or removed"
 
 
 def placed_first(

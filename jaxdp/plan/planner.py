@@ -170,7 +170,7 @@ def _planned(
     """
     runs, count = engine.programs.of_training(), len(hosts)
     reading = Reading(
-        engine.held.shapes(), engine.held.places(), engine.strategy, hosts, runs
+        engine.held.shapes(), engine.held.flat.places, engine.strategy, hosts, runs
     )
     traced = reading.flops
     compiled = (runs.compiled.cost_analysis() or {}).get("flops", 0)

@@ -5,6 +5,7 @@ import re
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,6 +18,7 @@ from jaxdp.callbacks import (
     ReduceLROnPlateau,
     WeightAveraging,
 )
+from jaxdp.engine import hyperparams
 
 DATA = batches(8, 8, 8, 8)
 
@@ -281,22 +283,33 @@ def test_what_cannot_be_set_raises_and_changes_nothing(case):
     assert dict(trainer.hyperparams) == before
 
 
-def test_hyperparameters_of_a_state_handed_out_cannot_be_assigned_to():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda given: given.update(learning_rate=0.5),
+        lambda given: given.pop("learning_rate"),
+        lambda given: given.update(rate=0.5),
+    ],
+)
+def test_hyperparameters_of_a_state_handed_out_cannot_be_assigned_to(write):
     trainer = make_trainer()
-    given = trainer.state.opt_state.hyperparams
-    for write in (
-        lambda: given.__setitem__("learning_rate", 0.5),
-        lambda: given.update(learning_rate=0.5),
-        lambda: given.pop("learning_rate"),
-    ):
-        with pytest.raises(TypeError, match=r"trainer\.set_hyperparams"):
-            write()
-    with pytest.raises(TypeError):
-        trainer.state.opt_state.hyperparams |= {"learning_rate": 0.5}
+    write(trainer.state.opt_state.hyperparams)
+    with pytest.raises(RuntimeError, match=r"written to.*trainer\.set_hyperparams"):
+        trainer.fit(DATA)
+    assert trainer.hyperparams["learning_rate"] == pytest.approx(0.1)
     with pytest.raises(AttributeError):
         trainer.state.step = 3
-    with pytest.raises(AttributeError):
-        trainer.state.params.weight = 3
+
+
+def test_an_optimizer_state_alone_is_looked_through_from_its_root_on():
+    optimizer = optax.inject_hyperparams(
+        lambda decay: optax.chain(optax.add_decayed_weights(decay), injected())
+    )(decay=0.3)
+    params = jnp.ones(3)
+    found = hyperparams.find(optimizer.init(params))
+    assert {name: float(each.leaf) for name, each in found.items()} == pytest.approx(
+        {"decay": 0.3, "learning_rate": 0.1}
+    )
 
 
 def test_hyperparameters_cannot_be_read_back_as_set():
@@ -317,7 +330,7 @@ def test_a_state_handed_out_is_a_tree_like_any_other():
     assert any(name.endswith(".hyperparams['learning_rate']") for name in names)
     params = jax.tree.map(np.zeros_like, state.params)
     mine = copy.deepcopy(state.opt_state)
-    mine.inner_opt_state[1].hyperparams["learning_rate"] = 0.5  # its owner's to write
+    mine.inner_opt_state[1].hyperparams["learning_rate"] = 0.5
     updates, _ = trainer.run.optimizer.update(params, mine, state.params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
