@@ -2,8 +2,7 @@
 
 from .engine import Engine, wait
 from .hyperparams import RATES
-from .options import StepOptions
-from .programs import Kind
+from .programs import Kind, StepOptions
 
 __all__ = [
     "Engine",

@@ -18,6 +18,17 @@ _MANY: Final = 3
 """Sizes from which on they are a trouble of the data's."""
 
 
+class _Form(NamedTuple):
+    """What a step was compiled for; the batches themselves are not kept."""
+
+    split: bool
+    rows: tuple[int, ...]
+    """Of the micro-batches, however many steps and slots there are."""
+    leaf: str
+    """A name, and the shape in the batch that differs most from the usual."""
+    shape: tuple[int, ...]
+
+
 class Compilations:
     """The compilations of a trainer so far.
 
@@ -30,18 +41,19 @@ class Compilations:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.seconds = 0.0
-        self._say = _nothing if quiet else say
+        self._say = (lambda _: None) if quiet else say
         self._forms: dict[str, list[_Form]] = {}
 
     @contextlib.contextmanager
     def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
         """Around the compilation of a `kind` of step for batches like `packed`."""
         before, form = self._forms.setdefault(kind, []), _form(packed)
-        alike = [one for one in before if (one.split, one.rows) == form[:2]]
+        is_new = all(one[:2] != form[:2] for one in before)
         steps = f", {len(packed.rows)} at a time" if len(packed.rows) > 1 else ""
         what = f"the {kind} step{steps}"
         timer = threading.Timer(_LONG, self._say, [f"compiling {what} ..."])
         timer.daemon = True
+
         timer.start()
         started = time.perf_counter()
         try:
@@ -50,15 +62,16 @@ class Compilations:
             timer.cancel()
         seconds = time.perf_counter() - started
         self.seconds += seconds
-        if before and not alike:
+
+        if is_new and before:
             self._say_why(kind, form, before, seconds)
         elif seconds > _LONG:
             self._say(f"{what} was compiled in {seconds:.1f} s")
-        if not alike:
+        if is_new:
             before.append(form)
 
     def _say_why(
-        self, kind: str, form: "_Form", before: list["_Form"], seconds: float
+        self, kind: str, form: _Form, before: list[_Form], seconds: float
     ) -> None:
         split = "" if form.split else ", which the devices do not divide"
         self._say(
@@ -75,23 +88,8 @@ class Compilations:
             )
 
 
-class _Form(NamedTuple):
-    """What a step was compiled for; the batches themselves are not kept."""
-
-    split: bool
-    rows: tuple[int, ...]
-    """Of the micro-batches, however many steps and slots there are."""
-    leaf: str
-    """A name, and the shape in the batch that differs most from the usual."""
-    shape: tuple[int, ...]
-
-
 def _form(packed: Dispatch) -> _Form:
     batches = [group.batch for group in packed.groups]
     shapes = [jax.tree.leaves(batch)[0].shape[1:] for batch in batches]
     rows = tuple(sorted({shape[0] for shape in shapes}))
     return _Form(packed.split, rows, leaf_name(batches[-1], 0), shapes[-1])
-
-
-def _nothing(message: str) -> None:
-    pass

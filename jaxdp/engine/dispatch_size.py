@@ -5,6 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+import jax
+from jaxtyping import PyTree
+
 from ..basics.console import say
 from ..distributed import find_processes
 
@@ -49,17 +52,14 @@ class DispatchSize:
     def time(
         self,
         seconds: float,
-        size: Callable[[], int],
+        batches: PyTree,
         epoch: int | None,
         loops_well: Callable[[], bool],
     ) -> None:
         """Takes the time of a single step; the last one needed ends the trial.
 
-        Args:
-            seconds: until the device was done with it.
-            size: of its batches in bytes.
-            epoch: steps in one, if that is known.
-            loops_well: whether a loop over steps is as fast as they are.
+        `epoch` is the number of steps in one, if it is known, and `loops_well` tells
+        whether a loop over steps is as fast as they are.
         """
         self._seconds.append(seconds)
         if len(self._seconds) < _TRIAL_STEPS:
@@ -69,7 +69,8 @@ class DispatchSize:
         # One process's clock decides for all.
         seconds = find_processes().first("steps_per_execution", lambda: seconds)
         enough = math.ceil(_ENOUGH_SECONDS / seconds)
-        most = min(_MOST_STEPS, enough, _MOST_BYTES // size())
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches))
+        most = min(_MOST_STEPS, enough, _MOST_BYTES // size)
         if seconds > _LONG_STEP or most < 2:
             most = 1
         elif not loops_well():  # which has said so

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
@@ -29,27 +29,17 @@ class Debugging(NamedTuple):
     finds_nans: bool
     finds_infs: bool
 
-    @property
-    def is_on(self) -> bool:
-        return any(self)
-
 
 def debugging() -> Debugging:
     """JAX's present settings."""
     config: Any = jax.config
     return Debugging(
-        bool(config.jax_disable_jit),
-        bool(config.jax_debug_nans),
-        bool(config.jax_debug_infs),
+        config.jax_disable_jit, config.jax_debug_nans, config.jax_debug_infs
     )
 
 
 class Uncompiled(DataParallel):
-    """What a strategy computes, operation by operation on the first of its devices.
-
-    Args:
-        strategy: of one process.
-    """
+    """What a strategy computes, operation by operation on the first of its devices."""
 
     compiles = False
 
@@ -63,15 +53,16 @@ class Uncompiled(DataParallel):
         self.strategy = strategy
 
     def place(self, state: TrainState) -> TrainState:
-        here = SingleDevice(self._device(state))
+        try:
+            shardings = jax.tree.leaves(self.strategy.state_shardings(state))
+            here = min(shardings[0].device_set, key=lambda device: device.id)
+        except NotImplementedError:
+            here = jax.devices()[0]
         say(
             "jit is disabled: steps run uncompiled, operation by operation, on"
-            f" {here.device}, all rows of a batch at once"
+            f" {here}, all rows of a batch at once"
         )
-        return here.place(state)
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        return SingleDevice(self._device(state)).state_shardings(state)
+        return SingleDevice(here).place(state)
 
     def compile(
         self,
@@ -84,14 +75,6 @@ class Uncompiled(DataParallel):
         split: bool = True,
     ) -> Any:
         return _Program(functools.partial(step, Collectives()), arguments)
-
-    def _device(self, state: TrainState) -> Any:
-        try:
-            shardings = self.strategy.state_shardings(state)
-        except NotImplementedError:
-            return jax.devices()[0]
-        devices = jax.tree.leaves(shardings)[0].device_set
-        return min(devices, key=lambda device: device.id)
 
     def __repr__(self) -> str:
         return f"{self.strategy!r}, uncompiled"
@@ -109,7 +92,7 @@ class _Program:
 
     def __call__(self, *arguments: Any) -> Any:
         first, self._first = self._first, None
-        if first is not None and _are_equal(first[0], arguments):
+        if first is not None and eqx.tree_equal(first[0], arguments):
             return first[1]
         return self._run(arguments)
 
@@ -129,8 +112,8 @@ class Watched:
     It must not overwrite what it is given. Otherwise it is as `compiled`.
 
     Args:
-        compiled: the step.
-        step: what it was compiled from, `step(collectives, *arguments)`.
+        compiled: made of `step(collectives, *arguments)`.
+        step: the same, to run it again for the line of an error.
         fetch: brings arguments to the host.
         faults: where its calls of Python put what they raise.
         wanted: what to look for.
@@ -168,8 +151,14 @@ class Watched:
             ("NaN", self._wanted.finds_nans, jnp.isnan),
             ("infinity", self._wanted.finds_infs, jnp.isinf),
         )
+        shards = [
+            shard.data
+            for leaf in jax.tree.leaves(results)
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            for shard in leaf.addressable_shards
+        ]
         for what, is_wanted, look in looks:
-            if is_wanted and any(look(shard).any() for shard in _shards(results)):
+            if is_wanted and any(look(shard).any() for shard in shards):
                 return FloatingPointError(
                     f"a step gave {what}, and `jax_debug_{what[:3].lower()}s` is set."
                     " Run again without compilation it did not: an operation that XLA"
@@ -202,12 +191,7 @@ def compiled_for_debugging(
 ) -> Any:
     """`compile_(step, donate=)`, watched if there is a reason.
 
-    Args:
-        compile_: compiles `step(collectives, *arguments)`.
-        step: as above.
-        strategy: whose step it is.
-        donate: arguments it may overwrite; if it is watched, none.
-        quiet: whether it is compiled only to be looked at.
+    Then it overwrites nothing. With `quiet` it is compiled only to be looked at.
     """
     wanted, faults = debugging(), list[Exception]()
     if not strategy.compiles:
@@ -222,27 +206,3 @@ def compiled_for_debugging(
     if quiet:
         return compiled
     return Watched(compiled, step, strategy.fetch, faults, wanted)
-
-
-def _shards(results: PyTree) -> list[Any]:
-    """What the devices of this process hold of floating results."""
-    return [
-        shard.data
-        for leaf in jax.tree.leaves(results)
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        for shard in leaf.addressable_shards
-    ]
-
-
-def _are_equal(first: PyTree, second: PyTree) -> bool:
-    ours, theirs = jax.tree.leaves(first), jax.tree.leaves(second)
-    return len(ours) == len(theirs) and all(
-        a is b or np.array_equal(_plain(a), _plain(b))
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _plain(leaf: Any) -> np.ndarray:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)

@@ -35,8 +35,7 @@ from ..strategies.base import replicated
 from .dispatch_size import DispatchSize
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .held_state import HeldState, placed_first, shapes_of_first
-from .options import StepOptions
-from .programs import WHAT, Kind, Program, Programs, rows_in
+from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
 from .row_counts import Counts
 
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
@@ -67,19 +66,13 @@ class Engine:
         strategy: places the state and compiles the steps.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
-        view: from the state to the one whose weights are evaluated and handed out.
         steps_per_execution: train steps per dispatch, or "auto".
+        view: from the state to the one whose weights are evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
         abstract: whether there are only shapes: nothing is placed, no step can run.
 
     Attributes:
-        held: the placed state; `state` is all of it.
-        strategy: as given.
-        programs: the compiled steps.
-        facts: what tracing has told of each kind of step.
-        packers: what packs the batches of each kind.
-        in_flight: what bounds how far the host runs ahead.
         one_by_one: whether a dispatch takes one step, whatever was asked for.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
@@ -102,7 +95,6 @@ class Engine:
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
         self.one_by_one = False
-        self._told: set[str] = set()
         self.steps_per_epoch: int | None = None
         self._convolves: bool | None = None
         self._counts = Counts()
@@ -126,11 +118,10 @@ class Engine:
         several = not abstract and jax.process_count() > 1
         # Where nothing is compiled for a size, nothing need be padded to one.
         steps = steps._replace(rows_interact=not strategy.compiles)
-        self._joins = not mode.is_on
         self.strategy = strategy
         self.programs = Programs(steps, strategy, quiet=abstract)
         self.facts = self.programs.facts
-        self._dispatch_size = DispatchSize(1 if mode.is_on else steps_per_execution)
+        self._dispatch_size = DispatchSize(1 if any(mode) else steps_per_execution)
         self._blocks = strategy.row_blocks() if several else RowBlocks()
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) for kind, what in WHAT.items()
@@ -142,9 +133,9 @@ class Engine:
         mode = debugging()
         if mode == self._mode:
             return
-        state, donate = self.strategy.gather(self.state), self.programs.donate
+        state, options = self.strategy.gather(self.state), self.programs.options
         self._work(self.programs.steps, mode)
-        self.programs.donate = donate
+        self.programs.options = options
         with no_ambient_mesh():
             self.state = self.strategy.place(state)
         self._mind_convolutions()
@@ -171,7 +162,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self.held.put(state, self.strategy, join=self._joins)
+        self.held.put(state, self.strategy, join=not any(self._mode))
 
     @property
     def steps_per_execution(self) -> int:
@@ -186,7 +177,7 @@ class Engine:
         groups = self.strategy.place_batch(dispatch.groups, split=dispatch.split)
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
-        is_shared = self.programs.donate != "all"
+        is_shared = self.programs.options.donate != "all"
         is_known = isinstance(compiled, jax.stages.Compiled | Watched)
         if is_shared and is_known and type(groups[0].counts) is np.ndarray:
             return self._counts.placed(groups, compiled)
@@ -212,20 +203,12 @@ class Engine:
             return dispatch.groups
         return [self._blocks.whole(group) for group in dispatch.groups]
 
-    def tell(self, note: str) -> None:
-        """Says it, unless it was said before."""
-        if note not in self._told:
-            say(note)
-        self._told.add(note)
-
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
-        programs = self.programs
-        present = StepOptions(programs.donate, programs.steps.skip_nonfinite)
-        if options != present:
-            programs.donate = options.donate
-            programs.set(skip_nonfinite=options.skip_nonfinite)
-            programs.forget_training()
+        if options != self.programs.options:
+            self.programs.options = options
+            self.programs.set(skip_nonfinite=options.skip_nonfinite)
+            self.programs.forget_training()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -297,11 +280,8 @@ class Engine:
 
     def _has_wrong_labels(self, dispatch: Dispatch) -> bool:
         """Whether a step of several, on one process, will be refused for its labels."""
-        if (
-            len(dispatch.rows) < 2
-            or "train" not in self.facts
-            or self._blocks.count > 1
-        ):
+        several = len(dispatch.rows) > 1 and self._blocks.count == 1
+        if not several or "train" not in self.facts:
             return False
         try:
             self._check_labels("train", dispatch)
@@ -313,16 +293,14 @@ class Engine:
         """Takes the steps of `dispatch`; returns each one's metrics."""
         compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
-        if (
-            steps == 1 or self._blocks.count > 1
-        ):  # else `dispatches` or the first call has
+        if steps == 1 or self._blocks.count > 1:  # others: when they were packed
             self._check_labels("train", dispatch)
         groups = self._placed("train", dispatch, compiled)
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)
-        kept = self.programs.donate == "none" or not self.strategy.compiles
+        kept = self.programs.options.donate == "none" or not self.strategy.compiles
         self.held.replace(arrays, kept=kept)
         if steps > 1:
             self.in_flight.add(means, LONG_IN_FLIGHT)
@@ -330,18 +308,13 @@ class Engine:
         self.in_flight.add(means)
         if started:
             means.block_until_ready()  # a wait for the device, in the trial only
-            self._time_step(time.perf_counter() - started, dispatch)
+            self._dispatch_size.time(
+                time.perf_counter() - started,
+                dispatch.groups,
+                self.steps_per_epoch,
+                lambda: self._loops_well(dispatch),
+            )
         return [Metrics(facts, means, inside)]
-
-    def _time_step(self, seconds: float, dispatch: Dispatch) -> None:
-        """Tells how long a step has taken to what finds how many a dispatch takes."""
-        groups = dispatch.groups
-        self._dispatch_size.time(
-            seconds,
-            lambda: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(groups)),
-            self.steps_per_epoch,
-            lambda: self._loops_well(dispatch),
-        )
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
@@ -373,8 +346,7 @@ class Engine:
     ) -> Iterator[PyTree]:
         """Predictions of each of `inputs` as NumPy arrays, without padding.
 
-        With several processes those of all their rows, or without `gather` of this
-        one's.
+        With several processes of all their rows, or without `gather` of this one's.
         """
         waiting: collections.deque[tuple[PyTree, PyTree]] = collections.deque()
         packer = self.packers["predict"]

@@ -30,16 +30,14 @@ class HeldState:
     Args:
         model: as (trained leaves, other arrays, the rest), before it was placed.
         view: from the state to the one whose weights are evaluated and handed out.
-
-    Attributes:
-        arrays: what crosses into the compiled step.
-        flat: how the leaves of the state are in them.
-        totals: which of the leaves has the epoch's sums.
     """
 
     arrays: list[Array]
+    """What crosses into the compiled step."""
     flat: Flat
+    """How the leaves of the state are in them."""
     totals: int
+    """Which of the leaves has the epoch's sums."""
 
     def __init__(
         self,
@@ -52,21 +50,17 @@ class HeldState:
         self._strategy: DataParallel
         self._made: dict[str, Any] = {}
         """What was made of `arrays`; of the state handed out, its leaves besides."""
+        self._wholes: list[TrainState] = []
+        """States made since the last step; the next one takes their arrays."""
 
     def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
-        """Takes up a state that `strategy` has placed.
-
-        Args:
-            state: on the devices.
-            strategy: gathers and fetches it.
-            join: whether small leaves cross together.
-        """
+        """Takes up a state that `strategy` has placed; may join its small leaves."""
         leaves = jax.tree.leaves(state)
         self._strategy, self.flat = strategy, Flat(state, join=join)
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self.arrays = self.flat.placed(leaves)
-        self._made = {"state": state}
+        self._made, self._wholes = {"state": state}, [state]
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -82,7 +76,8 @@ class HeldState:
     def _unflattened(self) -> TrainState:
         with no_ambient_mesh():
             leaves = self.flat.leaves(self.arrays)
-        return jax.tree.unflatten(self.flat.treedef, leaves)
+        self._wholes.append(jax.tree.unflatten(self.flat.treedef, leaves))
+        return self._wholes[-1]
 
     def hand_out(self) -> TrainState:
         """`state` for a user, who may keep it until the next step but not change it."""
@@ -124,26 +119,17 @@ class HeldState:
     def replace(self, arrays: list[Array], *, kept: bool) -> None:
         """Takes up what a step has made of `arrays`.
 
-        Args:
-            arrays: the new ones.
-            kept: whether the old ones are as they were. If not, the small leaves of a
-                state handed out are deleted: else code that holds on to `state` would
-                work with small models only.
+        Unless these were `kept`, the small leaves of a state handed out are deleted:
+        else code that holds on to `state` would work with small models only.
         """
-        self.arrays = arrays
-        if not self._made:
-            return
-        made, self._made = self._made, {}
-        if "state" in made and not kept:
-            for leaf in self.flat.small(jax.tree.leaves(made["state"])):
+        self.arrays, self._made = arrays, {}
+        wholes, self._wholes = self._wholes, []
+        for whole in () if kept else wholes:
+            for leaf in self.flat.small(jax.tree.leaves(whole)):
                 leaf.delete()
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
-        """Sets leaves of the state, by their place in it. No step is compiled for it.
-
-        Args:
-            leaves: of the dtypes and shapes that they have.
-        """
+        """Sets leaves of the state, by their place in it, to others of their kind."""
         self.check_handed_out()
         self.arrays, self._made = list(self.arrays), {}
         with no_ambient_mesh():

@@ -1,9 +1,10 @@
 """The compiled steps of an engine: what each is made of, compiled once per shape."""
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -43,7 +44,23 @@ WHAT: Final[dict[Kind, str]] = {
 Program = Callable[..., Any]
 """What `DataParallel.compile` returned: a `jax.stages.Compiled`, or what stands in."""
 
-_Key = tuple[Kind, Hashable]
+
+class StepOptions(NamedTuple):
+    """How the train step is compiled; `Callback.step_options` changes it."""
+
+    donate: str = "state"
+    """What the step may overwrite: "state", "all" (batches, too) or "none"."""
+    skip_nonfinite: bool = False
+    """Whether a step with NaN or infinity in it keeps the old state."""
+
+
+class _Step(NamedTuple):
+    """What `DataParallel.compile` is given."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    roles: tuple[Role, ...]
+    results: Role | tuple[Role, ...]
 
 
 class TrainProgram(NamedTuple):
@@ -73,28 +90,33 @@ class Programs:
 
     Attributes:
         steps: those that are compiled next.
+        options: how train steps are compiled next.
         facts: what tracing has told of each kind.
-        donate: what the train step may overwrite: "state", "all" or "none".
         is_watched: whether the train step is waited for, see `eager.Watched`.
     """
 
     def __init__(self, steps: Steps, strategy: DataParallel, *, quiet: bool):
         self.steps = steps
         self.strategy = strategy
-        self.donate = "state"
+        self.options = StepOptions()
         self.facts: dict[Kind, Facts] = {}
-        self._objective_is_inferred = False
-        self._quiet = quiet
-        self._told: set[str] = set()
         self.is_watched = False
+        self._objective_is_inferred = False
         self._quiet = quiet or not strategy.compiles
+        self._told: set[str] = set()
         self._compilations = Compilations(quiet=self._quiet)
-        self._compiled: dict[_Key, Program] = {}
-        self._of_training: dict[_Key, TrainProgram] = {}
+        self._compiled: dict[tuple[Kind, Hashable], Program] = {}
+        self._of_training: dict[Hashable, TrainProgram] = {}
 
     def set(self, **fields: Any) -> None:
         """Replaces some fields of `steps`, for what is compiled from now on."""
         self.steps = self.steps._replace(**fields)
+
+    def tell(self, note: str) -> None:
+        """Says it, unless it was said before."""
+        if note not in self._told:
+            say(note)
+        self._told.add(note)
 
     def find(self, kind: Kind, packed: Dispatch) -> Program | None:
         """The step for batches of this shape, if it was compiled."""
@@ -124,21 +146,18 @@ class Programs:
             raise
         if kind in self.facts and not self._quiet:
             for note in self.facts[kind].notes:
-                if note not in self._told:
-                    say(note)
-                self._told.add(note)
-        key = kind, packed.shape
-        self._compiled[key] = compiled
+                self.tell(note)
+
+        self._compiled[kind, packed.shape] = compiled
         if kind == "train" and self.strategy.compiles:
-            watched = isinstance(compiled, Watched)
-            program: Any = compiled.compiled if watched else compiled
-            self.is_watched = watched
-            self._of_training[key] = TrainProgram(
+            self.is_watched = isinstance(compiled, Watched)
+            program: Any = compiled.compiled if self.is_watched else compiled  # pyright: ignore
+            self._of_training[packed.shape] = TrainProgram(
                 program,
                 len(packed.rows),
                 rows_in(groups),
                 sum(len(group.counts) for group in groups),
-                bool(self._donated()) and not watched,
+                self.options.donate != "none" and not self.is_watched,
                 self._compilations.seconds - before,
                 found_of(program),
             )
@@ -174,52 +193,67 @@ class Programs:
     def _compile(
         self, kind: Kind, packed: Dispatch, groups: list[Group], inputs: Any
     ) -> Program:
-        def compiled() -> Program:
+        def attempt() -> Program:
             if kind == "train":
                 flat, arrays = inputs
-                return self._train(flat, arrays, groups, packed, self._donated())
-            if kind == "evaluate":
-                return self._evaluate(inputs, groups, packed.split)
-            return self._predict(inputs, groups, packed.split)
+                step = self._train(flat, arrays, groups, steps=len(packed.rows))
+                with self._letting_batches_be():
+                    return self._made(step, packed.split, self._donated())
+            make = self._evaluate if kind == "evaluate" else self._predict
+            return self._made(make(inputs, groups), packed.split)
 
         with no_ambient_mesh(), self._compilations.timed(WHAT[kind], packed):
             try:
-                return compiled()
+                return attempt()
             except RowsInteract:
                 self.set(rows_interact=True)
-                return self._of_rows_that_interact(compiled)
+            try:
+                program = attempt()
+            except RowsInteract:
+                raise ValueError(
+                    f"`strategy`: {self.strategy!r} shows each device its own rows"
+                    " only, and in this step rows interact (a scalar loss or metric, a"
+                    " model with state, one `key` for all, or values that depend on"
+                    " other rows). Catch RowsInteract in its `compile` and compile the"
+                    " step with Collectives(), as Pmap does; or use Sharded()."
+                ) from None
+            say(
+                "the loss or a metric has values per row that depend on other rows, as"
+                " contrastive ones do: batches are neither padded nor taken apart, as"
+                " if their mean had been returned"
+            )
+            return program
 
-    def _of_rows_that_interact(self, compiled: Callable[[], Program]) -> Program:
-        try:
-            program = compiled()
-        except RowsInteract:
-            raise ValueError(
-                f"`strategy`: {self.strategy!r} shows each device its own rows only,"
-                " and in this step rows interact (a scalar loss or metric, a model with"
-                " state, one `key` for all, or values that depend on other rows)."
-                " Catch RowsInteract in its `compile` and compile the step with"
-                " Collectives(), as Pmap does; or use Sharded()."
-            ) from None
-        say(
-            "the loss or a metric has values per row that depend on other rows, as"
-            " contrastive ones do: batches are neither padded nor taken apart, as if"
-            " their mean had been returned"
+    def _made(self, step: _Step, split: bool, donate: tuple[int, ...] = ()) -> Program:
+        """`DataParallel.compile`, and `RowsInteract` where it could not tell."""
+        batches = jax.tree.leaves([group.batch for group in step.arguments[-1]])
+        if split and 1 < self.strategy.num_shards == min(x.shape[1] for x in batches):
+            # One row for each device: shapes agree that would not, and operations say
+            # less, so the step is looked at over all rows first.
+            whole = functools.partial(step.function, Collectives())
+            if values_mix_rows(jax.make_jaxpr(whole)(*step.arguments)):
+                raise RowsInteract
+
+        def compile_(function: Callable[..., Any], donate: tuple[int, ...]) -> Any:
+            return self.strategy.compile(
+                function, *step[1:], donate=donate, split=split
+            )
+
+        compiled = compiled_for_debugging(
+            compile_, step.function, self.strategy, donate=donate, quiet=self._quiet
         )
-        return program
+        if not callable(compiled):
+            raise TypeError(
+                f"`strategy`: {type(self.strategy).__name__}.compile returned a"
+                f" {type(compiled).__name__}; it must return the compiled step, which"
+                " is called with the arguments of `step` less the first."
+            )
+        return compiled
 
     def _train(
-        self,
-        flat: Flat,
-        arrays: list[Any],
-        groups: list[Group],
-        packed: Dispatch,
-        donate: tuple[int, ...],
-    ) -> Program:
-        number = len(packed.rows)
-
-        def train(
-            collectives: Collectives, arrays: list[Array], groups: list[Group]
-        ) -> tuple[list[Array], Any]:
+        self, flat: Flat, arrays: list[Any], groups: list[Group], *, steps: int
+    ) -> _Step:
+        def train(collectives: Collectives, arrays: Any, groups: list[Group]) -> Any:
             state = jax.tree.unflatten(flat.treedef, flat.unpack(arrays))
             state, metrics = self.steps.train(collectives, state, groups)
             self.facts["train"] = metrics.facts
@@ -227,12 +261,10 @@ class Programs:
             return flat.pack(jax.tree.leaves(state)), results
 
         def train_all(
-            collectives: Collectives, arrays: list[Array], groups: list[Group]
-        ) -> tuple[list[Array], Any]:
-            if number == 1:
-                return train(collectives, arrays, groups)
+            collectives: Collectives, arrays: Any, groups: list[Group]
+        ) -> Any:
             (group,) = groups
-            batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), group)
+            batches = jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group)
 
             def batch(index: Any) -> Group:
                 return jax.tree.map(
@@ -249,24 +281,13 @@ class Programs:
             # The carry is what crosses into single steps, and so is the batch, so that
             # XLA fuses the same operations in both; other fusions round otherwise.
             with jax.named_scope(OWN_LOOP):
-                return jax.lax.scan(body, arrays, jnp.arange(number))
+                return jax.lax.scan(body, arrays, jnp.arange(steps))
 
-        with warnings.catch_warnings():
-            if self.donate == "all":
-                # A batch has no result of its shape to become; DonateBuffers reports.
-                warnings.filterwarnings(
-                    "ignore", "Some donated buffers were not usable"
-                )
-            return self._over(
-                train_all,
-                (arrays, groups),
-                ("state", "groups"),
-                ("state", "whole"),
-                split=packed.split,
-                donate=donate,
-            )
+        function = train if steps == 1 else train_all
+        roles = "state", "groups"
+        return _Step(function, (arrays, groups), roles, ("state", "whole"))
 
-    def _evaluate(self, weights: Weights, groups: list[Group], split: bool) -> Program:
+    def _evaluate(self, weights: Weights, groups: list[Group]) -> _Step:
         leaves, treedef = jax.tree.flatten(weights)
 
         def evaluate(
@@ -276,75 +297,36 @@ class Programs:
             batch_idx: Array,
             groups: list[Group],
         ) -> Any:
-            weights = jax.tree.unflatten(treedef, leaves)
-            (group,) = groups
             totals, metrics = self.steps.evaluate(
-                collectives, weights, totals, batch_idx, group
+                collectives, treedef.unflatten(leaves), totals, batch_idx, *groups
             )
             self.facts["evaluate"] = metrics.facts
             return totals, metrics.means
 
-        return self._over(
-            evaluate,
-            (leaves, new_totals(), np.int32(0), groups),
-            ("state", "whole", "whole", "groups"),
-            ("whole", "whole"),
-            split=split,
-        )
+        roles = "state", "whole", "whole", "groups"
+        arguments = leaves, new_totals(), np.int32(0), groups
+        return _Step(evaluate, arguments, roles, ("whole", "whole"))
 
-    def _predict(self, weights: Weights, groups: list[Group], split: bool) -> Program:
+    def _predict(self, weights: Weights, groups: list[Group]) -> _Step:
         leaves, treedef = jax.tree.flatten(weights)
 
-        def predict(
-            collectives: Collectives, leaves: list[Array], groups: list[Group]
-        ) -> PyTree:
-            weights = jax.tree.unflatten(treedef, leaves)
-            (group,) = groups
-            return self.steps.predict(collectives, weights, group)
+        def predict(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
+            return self.steps.predict(collectives, treedef.unflatten(leaves), *groups)
 
-        return self._over(
-            predict, (leaves, groups), ("state", "groups"), "rows", split=split
-        )
+        return _Step(predict, (leaves, groups), ("state", "groups"), "rows")
 
-    def _over(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        split: bool,
-        donate: tuple[int, ...] = (),
-    ) -> Program:
-        """`DataParallel.compile`, and `RowsInteract` where it could not tell."""
-        shards = self.strategy.num_shards
-        batches = jax.tree.leaves([group.batch for group in arguments[-1]])
-        if split and 1 < shards == min(leaf.shape[1] for leaf in batches):
-            # One row for each device: shapes agree that would not, and operations say
-            # less, so the step is looked at over all rows first.
-            whole = jax.make_jaxpr(functools.partial(step, Collectives()))(*arguments)
-            if values_mix_rows(whole):
-                raise RowsInteract
-
-        def compile_(step: Callable[..., Any], donate: tuple[int, ...]) -> Any:
-            return self.strategy.compile(
-                step, arguments, roles, results, donate=donate, split=split
-            )
-
-        compiled = compiled_for_debugging(
-            compile_, step, self.strategy, donate=donate, quiet=self._quiet
-        )
-        if not callable(compiled):
-            raise TypeError(
-                f"`strategy`: {type(self.strategy).__name__}.compile returned a"
-                f" {type(compiled).__name__}; it must return the compiled step, which"
-                " is called with the arguments of `step` less the first."
-            )
-        return compiled
+    @contextlib.contextmanager
+    def _letting_batches_be(self) -> Iterator[None]:
+        """A batch has no result of its shape to become; DonateBuffers reports."""
+        with warnings.catch_warnings():
+            if self.options.donate == "all":
+                text = "Some donated buffers were not usable"
+                warnings.filterwarnings("ignore", text)
+            yield
 
     def _donated(self) -> tuple[int, ...]:
         """Which arguments of a train step may be overwritten."""
-        return {"state": (0,), "all": (0, 1), "none": ()}[self.donate]
+        return {"state": (0,), "all": (0, 1), "none": ()}[self.options.donate]
 
 
 def rows_in(groups: list[Group]) -> int:

@@ -80,7 +80,7 @@ class Feed:
         who = self._hooks.who_looks_inside_blocks()
         engine.one_by_one = limits is None or who is not None
         if engine.one_by_one and self._run.steps_per_execution != 1:
-            engine.tell(
+            engine.programs.tell(
                 "`steps_per_execution`: 1 at a time, because "
                 + (
                     "the loop is the caller's"

@@ -14,13 +14,9 @@ OWN_LOOP: Final = "own_loop"
 def matmul_flops(jaxpr: Any) -> int:
     """Operations of all matrix products and convolutions, a multiply-add as two.
 
-    Counted in the traced program, before any compiler: the same on every backend, with
-    the bodies of scans as often as they run, and without what is element by element.
-    Of a `cond` the costlier branch counts, of a `while_loop` one turn, unless its scope
-    says how many there are; see `repeated`.
-
-    Args:
-        jaxpr: what `jax.make_jaxpr(function)(*arguments)` gave.
+    Counted in what `jax.make_jaxpr` gave, so the same on every backend, with the bodies
+    of scans as often as they run. Of a `cond` the costlier branch counts, of a
+    `while_loop` one turn, unless its scope says how many there are; see `repeated`.
     """
     return sum(map(_flops, opened(jaxpr).eqns))
 
@@ -92,11 +88,9 @@ def _flops(equation: Any) -> int:
     if name == "while":
         return inside * (times_of(str(equation.source_info.name_stack)) or 1)
     if name == "shard_map":
-        # Its body is what one device does of these axes, and all do of the others. JAX
-        # called them otherwise before 0.10.2. A KeyError says that it has renamed them
-        # once more; no other reading would be right.
-        new = "newly_manual_axes"
-        axes = params[new if new in params else "manual_axes"]
+        # Its body is what one device does of these axes, and all do of the others. A
+        # KeyError says that JAX has renamed them; no other reading would be right.
+        axes = params["newly_manual_axes"]
         return inside * math.prod(params["mesh"].shape[axis] for axis in axes)
     return inside
 

@@ -38,11 +38,10 @@ class Metrics(Mapping[str, Any]):
     one transfer. Values from `Callback.inside_step` are read one by one.
 
     Args:
-        facts: the names.
+        facts: the names of `means`.
         means: the values in their order.
         inside: values from `Callback.inside_step`.
-        index: which of the steps of a block this is, if `means` and `inside` have a
-            leading axis of them.
+        index: which step of a dispatch of several this is.
     """
 
     def __init__(self, facts: Facts, means: Any, inside: Any, index: int | None = None):

@@ -1,8 +1,7 @@
 """Calls of a user's model and loss inside a step: vmapped, with the axes they name.
 
-A BatchNorm reduces over axes by name, of the rows of a batch and perhaps of devices. A
-step sees all rows, or one device's, so that which of these axes exist differs; here
-every one that is asked for does.
+A BatchNorm reduces over axes by name. Which of them exist differs, as a step sees all
+rows or one device's; here every one that is asked for does.
 """
 
 import contextlib

@@ -1,12 +1,11 @@
 """From a model and a batch to one value per row: the user's loss, made uniform.
 
 `CriterionObjective` serves `Trainer(loss=..., metrics=...)`, `LossFnObjective`
-serves `Trainer(loss_fn=...)`. Both are called inside the compiled step and give a
-dict of values, `"loss"` first, each shaped `(rows,)` or, where the user's function
-averages itself, `()`.
+`Trainer(loss_fn=...)`; both are called inside the compiled step.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -57,70 +56,28 @@ class CriterionObjective:
         batch: PyTree,
         rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
-    ) -> "Values":
+    ) -> Values:
         x, target = split_pair(batch)
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
         found = {
-            name: self._value(name, criterion, prediction, target, len(rows.mask))
+            name: _of_criterion(name, criterion, prediction, target, len(rows.mask))
             for name, criterion in self.criteria.items()
         }
         values = {name: losses.per_row(value) for name, value in found.items()}
-        notes = (
-            *_notes_on_loss(found["loss"]),
-            *_notes_on_scalars("`metrics`", values),
-        )
+
+        notes = _notes_on_scalars("`metrics`", values)
+        loss = found["loss"]
+        if loss.ndim > 1 and loss.size > len(loss):
+            shape = ", ".join(["rows", *map(str, loss.shape[1:])])
+            note = (
+                f"`loss` gives ({shape}): the loss of a row is the mean of its values"
+            )
+            notes = note, *notes
+
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         num_classes = prediction.shape[-1] if labelled else None
         return Values(values, model_state, num_classes, notes)
-
-    def _value(
-        self,
-        name: str,
-        criterion: losses.Criterion,
-        prediction: PyTree,
-        target: PyTree,
-        rows: int,
-    ) -> Array:
-        argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
-        if criterion not in losses.LOSSES.values():
-            grown = losses.broadcasts_silently(criterion, prediction, target)
-            if grown is not None:
-                raise ValueError(
-                    f"{argument}: predictions of shape {prediction.shape} and targets"
-                    f" of shape {target.shape} were broadcast to {grown}, which"
-                    " compares every row with every other. Make the shapes equal, for"
-                    " example with `prediction.squeeze(-1)` in the model or"
-                    " `y[:, None]` in the data."
-                )
-        try:
-            value = criterion(prediction, target)
-        except Exception as exception:
-            exception.add_note(
-                f"in {argument}, called with predictions ({_describe(prediction)}) and"
-                f" targets ({_describe(target)})"
-            )
-            raise
-        if not eqx.is_array_like(value):
-            raise TypeError(
-                f"{argument} returned {_describe(value)}, not an array; it must return"
-                f" one value per row, ({rows},), or a scalar mean."
-            )
-        value = jnp.asarray(value)
-        if value.shape and value.shape[0] != rows:
-            raise ValueError(
-                f"{argument} returned shape {value.shape} for a batch of {rows} rows;"
-                f" it must return one value per row, ({rows},), or a scalar mean."
-            )
-        if name != "loss" and value.size > rows:
-            raise ValueError(
-                f"{argument} returned shape {value.shape} for a batch of {rows} rows; a"
-                f" metric is one number per row, ({rows},), or a scalar. Average over"
-                f" the other axes, values.reshape({rows}, -1).mean(axis=1), or make a"
-                " metric of each: {name: lambda prediction, target:"
-                " criterion(prediction, target)[:, i]}."
-            )
-        return _floating(argument, name, value)
 
 
 class LossFnObjective:
@@ -128,9 +85,10 @@ class LossFnObjective:
 
     def __init__(self, loss_fn: Callable[..., Any]):
         self.loss_fn = loss_fn
-        self.parameters = tuple(inspect.signature(loss_fn).parameters.values())
-        self.takes_state = any(p.name == "state" for p in self.parameters[1:])
-        self.takes_key = any(p.name == "key" for p in self.parameters[1:])
+        self.signature = inspect.signature(loss_fn)
+        names = [*self.signature.parameters][1:]
+        self.takes_state = "state" in names
+        self.takes_key = "key" in names
 
     def __call__(
         self,
@@ -139,9 +97,8 @@ class LossFnObjective:
         batch: PyTree,
         rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
-    ) -> "Values":
+    ) -> Values:
         given = batch if isinstance(batch, tuple) else (batch,)
-        with_state = self.takes_state and model_state is not None
 
         def call(state: PyTree) -> Any:
             offered = rows._asdict()
@@ -151,7 +108,7 @@ class LossFnObjective:
             return self.loss_fn(model, *arguments, **keywords)
 
         result = call_loss_fn(call, model, model_state, bound_axes)
-        if with_state:
+        if self.takes_state and model_state is not None:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
@@ -160,58 +117,58 @@ class LossFnObjective:
             *result, state = result
             model_state = as_plain_state(state)
             result = result[0] if len(result) == 1 else tuple(result)
+
         loss, metrics = _loss_and_metrics(result)
         num_rows = len(rows.mask)
-        values = {"loss": _value_of("loss", loss, num_rows)}
+        values = {"loss": _of_loss_fn("loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
-            values[name] = _value_of(name, value, num_rows)
+            values[name] = _of_loss_fn(name, value, num_rows)
         notes = _notes_on_scalars("`loss_fn`: metric", values)
         return Values(values, model_state, None, notes)
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments after `model`: the batch by place, the rest by name.
-
-        A name such as `mask` means ours, unless the batch has more elements than there
-        are other places: then the first such names are the batch's.
-        """
-        after_model = self.parameters[1:]
-        places = [p for p in after_model if p.kind <= p.POSITIONAL_OR_KEYWORD]
-        reserved = [p.name for p in places if p.name in offered]
-        # functools.partial makes keyword-only what follows an argument it fills.
-        places += [p for p in after_model if p.kind is p.KEYWORD_ONLY and _is_bare(p)]
-        plain = [p for p in places if p.name not in offered]
-        rest = any(p.kind is p.VAR_POSITIONAL for p in self.parameters)
-        short = 0 if rest else max(0, len(given) - len(plain))
-        if short > len(reserved) or len(given) < sum(map(_is_bare, plain)):
-            raise TypeError(self._misfit(len(given), offered))
-        ours = {p.name for p in after_model if p.name in offered}
-        ours -= set(reserved[:short])
-        queue = list(given)
+        """The arguments after `model`: the batch by place, ours by name."""
+        _, *after_model = self.signature.parameters.values()
+        keywords = {p.name: offered[p.name] for p in after_model if p.name in offered}
         arguments: list[Any] = []
-        keywords = {name: offered[name] for name in ours}
-        for place in places:
-            if place.name not in keywords and not queue:
-                break
-            value = keywords.pop(place.name, None) if place.name in ours else None
-            value = queue.pop(0) if place.name not in ours else value
+        queue = list(given)
+
+        for place in after_model:
             if place.kind is place.KEYWORD_ONLY:
-                keywords[place.name] = value
-            else:
-                arguments.append(value)
-        return arguments + queue, keywords
+                # functools.partial makes so what follows an argument that it fills.
+                is_bare = place.default is place.empty
+                if is_bare and queue and place.name not in keywords:
+                    keywords[place.name] = queue.pop(0)
+            elif place.kind <= place.POSITIONAL_OR_KEYWORD:
+                if place.name in keywords:
+                    arguments.append(keywords.pop(place.name))
+                elif queue:
+                    arguments.append(queue.pop(0))
+                else:
+                    break
+            elif place.kind is place.VAR_POSITIONAL:
+                arguments, queue = arguments + queue, []
+        arguments += queue
+
+        try:
+            self.signature.bind(None, *arguments, **keywords)
+        except TypeError:
+            raise TypeError(self._misfit(len(given), offered)) from None
+        return arguments, keywords
 
     def _misfit(self, given: int, offered: Mapping[str, Any]) -> str:
-        names = ", ".join(
-            str(p.replace(default=p.empty)) + ("" if _is_bare(p) else "=...")
-            for p in self.parameters
-        )
+        shown = [
+            str(p.replace(default=p.empty)) + "=..." * (p.default is not p.empty)
+            for p in self.signature.parameters.values()
+        ]
         message = (
-            f"`loss_fn` is ({names}) but a batch of this loader has {given} element(s):"
-            " after the model come the elements of a tuple batch, or the whole batch if"
-            f" it is not a tuple, then any of {', '.join(offered)} by name."
+            f"`loss_fn` is ({', '.join(shown)}) but a batch of this loader has"
+            f" {given} element(s): after the model come the elements of a tuple batch,"
+            " or the whole batch if it is not a tuple, then any of"
+            f" {', '.join(offered)} by name; what is named so is never the batch's."
         )
         if self.takes_state and "state" not in offered:
             message += (
@@ -248,13 +205,6 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     return result
 
 
-def _notes_on_loss(loss: Array) -> tuple[str, ...]:
-    if loss.ndim < 2 or loss.size == len(loss):
-        return ()
-    shape = ", ".join(["rows", *map(str, loss.shape[1:])])
-    return (f"`loss` gives ({shape}): the loss of a row is the mean of its values",)
-
-
 def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, ...]:
     """Of the loss nothing is said: most that average are means over rows."""
     return tuple(
@@ -273,34 +223,67 @@ _UNWRAPPED = (
 )
 
 
-def _value_of(name: str, value: Any, rows: int) -> Array:
-    argument = (
-        "`loss_fn`: the loss" if name == "loss" else f"`loss_fn`: metric {name!r}"
-    )
-    if not eqx.is_array_like(value):
-        what = f"{argument} is {_describe(value)}, not an array."
-        raise TypeError(what + _UNWRAPPED)
-    value = jnp.asarray(value)
-    if value.shape not in ((), (rows,)):
-        raise ValueError(
-            f"{argument} has shape {value.shape} for a batch of {rows} rows; it must be"
-            f" one value per row, ({rows},), or a scalar mean, ()."
+def _of_criterion(
+    name: str, criterion: losses.Criterion, prediction: Any, target: Any, rows: int
+) -> Array:
+    """What a criterion gives: `(rows, ...)`, for a metric a number per row, or `()`."""
+    argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
+    if criterion not in losses.LOSSES.values():
+        grown = losses.broadcasts_silently(criterion, prediction, target)
+        if grown is not None:
+            raise ValueError(
+                f"{argument}: predictions of shape {prediction.shape} and targets of"
+                f" shape {target.shape} were broadcast to {grown}, which compares every"
+                " row with every other. Make the shapes equal, for example with"
+                " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
+            )
+    try:
+        value = criterion(prediction, target)
+    except Exception as exception:
+        exception.add_note(
+            f"in {argument}, called with predictions ({_describe(prediction)}) and"
+            f" targets ({_describe(target)})"
         )
-    return _floating(argument, name, value)
+        raise
+
+    def fits(shape: tuple[int, ...]) -> bool:
+        return shape[:1] == (rows,) and (name == "loss" or math.prod(shape) == rows)
+
+    hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
+    return _checked(argument, name, value, rows, fits, hint=hint)
 
 
-def _floating(argument: str, name: str, value: Array) -> Array:
+def _of_loss_fn(name: str, value: Any, rows: int) -> Array:
+    what = "the loss" if name == "loss" else f"metric {name!r}"
+    hint = "" if eqx.is_array_like(value) else _UNWRAPPED
+    return _checked(
+        f"`loss_fn`: {what}", name, value, rows, lambda s: s == (rows,), hint=hint
+    )
+
+
+def _checked(
+    argument: str,
+    name: str,
+    value: Any,
+    rows: int,
+    fits: Callable[[tuple[int, ...]], bool],
+    *,
+    hint: str,
+) -> Array:
+    """A floating array with the rows, or a scalar."""
+    is_array = eqx.is_array_like(value)
+    value = jnp.asarray(value) if is_array else value
+    if not is_array or value.shape and not fits(value.shape):
+        raise (ValueError if is_array else TypeError)(
+            f"{argument} is {_describe(value)} for a batch of {rows} rows; it must be"
+            f" one value per row, ({rows},), or a scalar mean, ().{hint}"
+        )
     if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
             f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
             " be floating point."
         )
     return value if name == "loss" else value.astype(jnp.float32)
-
-
-def _is_bare(parameter: inspect.Parameter) -> bool:
-    """Whether an argument must be given."""
-    return parameter.default is parameter.empty
 
 
 def _describe(value: Any) -> str:

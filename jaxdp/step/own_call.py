@@ -7,14 +7,9 @@ from typing import Any
 
 
 def with_call(module: Any, call: Callable[..., Any]) -> Any:
-    """The module, whose call is `call(module, *arguments, **keywords)`.
+    """The module, whose call is `call(the module as it was, *arguments, **keywords)`.
 
-    Its class is a subclass: models ask `isinstance` of their layers, count and index
-    them.
-
-    Args:
-        module: an `eqx.Module`.
-        call: a function of a file; it is given the module as it was.
+    Its class is a subclass: models ask `isinstance` of their layers.
     """
     return _of_class(_subclass(type(module), call), module)
 

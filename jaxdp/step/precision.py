@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import check_choice
 from .own_call import with_call
 
 
@@ -49,14 +50,8 @@ themselves, and give back the dtype that came; `BatchNorm` is made to."""
 
 
 def find_precision(name: Any) -> Precision:
-    """The precision of that name.
-
-    Raises:
-        ValueError: if there is none; it lists those there are.
-    """
-    if not isinstance(name, str) or name not in PRECISIONS:
-        listed = ", ".join(map(repr, PRECISIONS))
-        raise ValueError(f"`precision` must be one of {listed}; got {name!r}.")
+    """The precision of that name, or an error that lists those there are."""
+    check_choice("precision", name, list(PRECISIONS))
     return PRECISIONS[name]
 
 
@@ -99,9 +94,11 @@ def widen(tree: PyTree) -> PyTree:
     """Floating leaves in float32 at least, as sums need them."""
 
     def wide(leaf: Any) -> Any:
+        if not _is_floating(leaf):
+            return leaf
         return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
-    return jax.tree.map(lambda leaf: wide(leaf) if _is_floating(leaf) else leaf, tree)
+    return jax.tree.map(wide, tree)
 
 
 class LossScale(NamedTuple):
@@ -151,9 +148,8 @@ class _Computing(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._computed(_cast_model(self.wrapped, self.dtype))(
-            *arguments, **keywords
-        )
+        model = _cast_model(self.wrapped, self.dtype)
+        return self._computed(model)(*arguments, **keywords)
 
     @property
     def __wrapped__(self) -> Any:  # what inspect.signature looks at
@@ -200,28 +196,22 @@ class _Computing(eqx.Module):
 def _cast(tree: PyTree, dtype: Any, only: Any = None) -> PyTree:
     """Floating arrays in `dtype`, but for a State's, which keeps its own dtypes."""
 
-    def is_state(node: Any) -> bool:
-        return isinstance(node, eqx.nn.State)
-
     def cast(leaf: Any) -> Any:
         wanted = _is_floating(leaf) and only in (None, leaf.dtype)
         return leaf.astype(dtype) if wanted else leaf
 
-    return jax.tree.map(cast, tree, is_leaf=is_state)
+    return jax.tree.map(cast, tree, is_leaf=lambda n: isinstance(n, eqx.nn.State))
 
 
 def _cast_model(model: PyTree, dtype: Any, *, widen_norms: bool = True) -> PyTree:
     """A model's floating leaves in `dtype`, but for those of norms."""
 
-    def is_norm(node: Any) -> bool:
-        return isinstance(node, _NORMS)
-
     def cast(node: Any) -> Any:
         if widen_norms and isinstance(node, eqx.nn.BatchNorm):
             return with_call(node, _norm_in_float32)
-        return node if is_norm(node) else _cast(node, dtype)
+        return node if isinstance(node, _NORMS) else _cast(node, dtype)
 
-    return jax.tree.map(cast, model, is_leaf=is_norm)
+    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, _NORMS))
 
 
 def _norm_in_float32(norm: Any, x: Array, *arguments: Any, **keywords: Any) -> Any:

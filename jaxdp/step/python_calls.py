@@ -6,7 +6,7 @@ nothing may leave a call. What it raised is kept for whoever waits for the step.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,21 +22,16 @@ class CallsPython(Exception):
     """A step was traced whose calls of Python may raise."""
 
 
-class Catching:
+class _Catching(NamedTuple):
     """A call of Python inside a program that keeps what it raises.
 
     After one has raised, no other is made: the step's results are of no use.
-
-    Args:
-        call: from arrays to a list of arrays.
-        results: shapes and dtypes of these.
-        faults: where errors are kept.
     """
 
-    def __init__(self, call: Callable[..., Any], results: Any, faults: list[Exception]):
-        self.call = call
-        self.results = results
-        self.faults = faults
+    call: Callable[..., Any]
+    results: Any
+    """Their shapes and dtypes."""
+    faults: list[Exception]
 
     def __call__(self, *arguments: Any) -> Any:
         if not self.faults:
@@ -85,11 +80,11 @@ def as_raised(error: BaseException) -> BaseException:
 def _may_raise(equation: Any) -> bool:
     if equation.primitive.name != _PRIMITIVE:
         return False
-    return not isinstance(equation.params["callback"], Catching)
+    return not isinstance(equation.params["callback"], _Catching)
 
 
 def _rewritten(program: Any, faults: list[Exception]) -> Any:
-    """A program, open or closed, with `Catching` calls."""
+    """A program, open or closed, with `_Catching` calls."""
     if hasattr(program, "consts"):
         return program.replace(jaxpr=_rewritten(program.jaxpr, faults))
     equations = [_caught(equation, faults) for equation in program.eqns]
@@ -99,7 +94,7 @@ def _rewritten(program: Any, faults: list[Exception]) -> Any:
 def _caught(equation: Any, faults: list[Exception]) -> Any:
     params = equation.params
     if _may_raise(equation):
-        call = Catching(params["callback"], params["result_avals"], faults)
+        call = _Catching(params["callback"], params["result_avals"], faults)
         return equation.replace(params={**params, "callback": call})
     if not any(map(calls_python, programs_in(equation))):
         return equation

@@ -36,20 +36,18 @@ def remat_function(function: Callable[..., Any], remat: Remat) -> Callable[..., 
 
 
 def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
-    """`model` with the outermost submodules that match patterns recomputed.
-
-    Raises:
-        ValueError: if a pattern matches nothing; it lists the submodules there are.
-    """
+    """`model` with the outermost submodules that match patterns recomputed."""
     if isinstance(remat, bool) or callable(remat):
         return model
     patterns = [remat] if isinstance(remat, str) else list(remat)
+
     modules: dict[str, tuple[Any, ...]] = {}
-    for path, _ in jax.tree_util.tree_flatten_with_path(model)[0]:
+    for path, _ in jax.tree_util.tree_leaves_with_path(model):
         for length in range(1, len(path)):
             node = at_path(model, path[:length])
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]
+
     matching: list[tuple[Any, ...]] = []
     for pattern in patterns:
         found = [p for n, p in modules.items() if fnmatch.fnmatchcase(n, pattern)]
@@ -60,6 +58,7 @@ def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
                 " write layers[[]0] or layers*.)"
             )
         matching += found
+
     outermost = {
         path
         for path in matching

@@ -43,19 +43,13 @@ def mask_and_keys(collectives: Collectives, key: Any, micro: MicroBatch) -> Mask
     return MaskAndKeys(
         mask=place < micro.counts[block],
         keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
-        key=_batch_key(key, micro),
-    )
-
-
-def _batch_key(key: Any, micro: MicroBatch) -> Any:
-    """One key for all rows of a micro-batch."""
-    return jax.random.fold_in(
-        key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
+        key=jax.random.fold_in(
+            key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
+        ),
     )
 
 
 def key_outside_training(weights: Weights) -> Any:
     """The key of validation and prediction, which is no step's."""
-    return jax.random.fold_in(
-        jax.random.wrap_key_data(weights.key), jnp.uint32(_RESERVED)
-    )
+    key = jax.random.wrap_key_data(weights.key)
+    return jax.random.fold_in(key, jnp.uint32(_RESERVED))

@@ -2,20 +2,14 @@
 
 `loss_fn` may return a value per row that other rows had a part in: a contrastive loss,
 a batch standardised by its own mean. Then rows can be neither padded nor worked on
-apart, and only the operations tell. `mark_rows` and `mark_values` name where rows go in
-and where values come out; `values_mix_rows` looks at what lies between them.
+apart, and only the operations between `mark_rows` and `mark_values` tell: does one of
+them join rows, as a sum over them, or a product of rows with rows? What no rule here is
+for is taken to work element by element if shapes let it, and nothing is claimed of its
+results if not. Operations that pick rows (`x[i]`) are taken for a loop.
 
-What it says is true of the program's structure: some operation that joins rows (a sum
-over them, a product of rows with rows) is on the way to the values. An operation that
-no rule here is for is taken to work element by element if shapes let it, and nothing is
-claimed of its results if not; one that JAX describes otherwise than a rule reads it is
-taken to mix rows. Operations that pick rows (`x[i]`) are taken for a loop over rows.
-
-Why not evaluate the values twice, a row exchanged, and see whether others change? That
-needs no rules, and was tried. It has to have values, which plans have not, and all rows
-on one device; it misses what this batch does not show (rows that are equal, a hinge
-that is not reached, rows that interact in gradients alone); and it costs a second
-compilation, a third of a step's, where following rows takes hundredths of a second.
+To evaluate the values twice, a row exchanged, needs no rules. But it needs values, as
+plans have not, and a second compilation, and misses what this batch does not show: rows
+that are equal, a hinge that is not reached, rows that interact in gradients alone.
 """
 
 import math
@@ -49,11 +43,7 @@ def mark_values(values: PyTree) -> PyTree:
 
 
 def values_mix_rows(jaxpr: Any) -> bool:
-    """Whether in a traced program some value of a row depends on other rows.
-
-    Args:
-        jaxpr: with `mark_rows` and `mark_values` called in the same function.
-    """
+    """Whether in a traced program some value of a row depends on other rows."""
     jaxpr = opened(jaxpr)
     if any(_is_mark(equation, _VALUES) for equation in jaxpr.eqns):
         return _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values
@@ -62,9 +52,6 @@ def values_mix_rows(jaxpr: Any) -> bool:
         for equation in jaxpr.eqns
         for inner in programs_in(equation)
     )
-
-
-# What is known of an array.
 
 
 class _Along(NamedTuple):
@@ -174,11 +161,9 @@ def _is_mark(equation: Any, name: str) -> bool:
 
 
 def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
-    branches = [
-        _follow(opened(branch), operands[1:]).results
-        for branch in programs_in(equation)
-    ]
-    return [_either(*found) for found in zip(*branches, strict=True)]
+    branches = map(opened, programs_in(equation))
+    results = [_follow(branch, operands[1:]).results for branch in branches]
+    return [_either(*found) for found in zip(*results, strict=True)]
 
 
 def _while(equation: Any, operands: list[_Known]) -> list[_Known]:
@@ -199,12 +184,12 @@ def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
     def turns(xs: list[_Known]) -> tuple[list[_Known], list[_Known]]:
         return _loop(lambda carry: _follow(body, [*consts, *carry, *xs]).results, start)
 
-    xs = [_moved(each, -1) for each in operands[first_x:]]
+    stacks = operands[first_x:]
+    xs = [_moved(each, -1) for each in stacks]
     carry, ys = turns(xs)
     ys = [_moved(each, 1) for each in ys]
 
-    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in operands]
-    rows = rows[first_x:]
+    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in stacks]
     if any(rows):
         # A row a turn: what the carry takes up of one, it brings to those after it.
         # Followed twice: from the rows, and from what of them is in the carry.

@@ -1,9 +1,8 @@
 """The pure steps that change the state of a run. No devices, no jit.
 
-A strategy compiles `Steps.train`, `Steps.evaluate` and `Steps.predict`, and hands
-them the `Collectives` that fit how it splits the batch. Everything else that decides
-the numbers is in this room: the loss of each row in `objective`, the mean over all real
-rows in `means`, and the randomness of each in `row_keys`.
+A strategy compiles them, and hands them the `Collectives` that fit how it splits the
+batch. The loss of each row is in `objective`, the mean over all real rows in `means`,
+and the randomness of each in `row_keys`.
 """
 
 import inspect
@@ -273,9 +272,9 @@ class Steps(NamedTuple):
     def _update(
         self, grads: PyTree, state: TrainState, *, loss: Array
     ) -> tuple[PyTree, PyTree]:
-        """The optimizer's updates and new state; it is given the loss if it takes it.
+        """The optimizer's updates and new state.
 
-        (`optax.contrib.reduce_on_plateau` does.)
+        It is given the loss if it takes it, as `optax.contrib.reduce_on_plateau` does.
         """
         update = self.optimizer.update
         parameters = inspect.signature(update).parameters.values()

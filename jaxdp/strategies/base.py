@@ -1,6 +1,7 @@
 """The contract between the training loop and the devices."""
 
 import abc
+import contextlib
 import functools
 import hashlib
 import time
@@ -16,7 +17,6 @@ from jaxtyping import PyTree
 
 from ..distributed import RowBlocks, put
 from ..step import (
-    DATA,
     CallsPython,
     Group,
     RowsInteract,
@@ -144,7 +144,9 @@ class DataParallel(abc.ABC):
         compiled = lowered.compile(options)
         ended = time.perf_counter()
 
-        flops = _flops(traced.jaxpr)
+        flops = None
+        with contextlib.suppress(KeyError):  # JAX has renamed something
+            flops = matmul_flops(traced.jaxpr)
         _BUILT[compiled] = Built(flops, begun - started, ended - begun)
         return compiled
 
@@ -225,13 +227,6 @@ class DataParallel(abc.ABC):
         return jax.tree.map(_fetch_leaf, tree)
 
 
-def _flops(jaxpr: Any) -> int | None:
-    try:
-        return matmul_flops(jaxpr)
-    except KeyError:  # JAX has renamed something; no reason to end a fit.
-        return None
-
-
 def find_devices(devices: Devices) -> list[Any]:
     """The devices meant: all, the first `devices`, or the ones listed."""
     available = jax.devices()
@@ -258,17 +253,12 @@ def find_devices(devices: Devices) -> list[Any]:
     return devices
 
 
-def data_mesh(devices: Devices) -> Mesh:
-    """A mesh of one axis, `"data"`, over the devices.
+def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+    """A mesh over devices, by the sizes of its axes.
 
     Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,
     dropout keys and reshapes in ordinary models raise.
     """
-    return Mesh(np.array(find_devices(devices)), (DATA,), axis_types=(AxisType.Auto,))
-
-
-def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """A mesh of Auto axes over devices, by the sizes of its axes."""
     array = np.empty(len(devices), dtype=object)
     array[:] = list(devices)
     array = array.reshape(tuple(shape.values()))
@@ -290,8 +280,7 @@ def with_auto_axes(tree: PyTree) -> PyTree:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return leaf
-        devices = np.asarray(sharding.mesh.devices)
-        mesh = Mesh(devices, sharding.mesh.axis_names)
+        mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
         return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
 
     return jax.tree.map(auto, tree)
@@ -311,17 +300,21 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     return copy(moved)
 
 
-def present_shardings(arguments: Sequence[Any], roles: Sequence[Role]) -> PyTree:
-    """Those of the argument that has the role `"state"`."""
-    state = arguments[list(roles).index("state")]
-    return jax.tree.map(lambda leaf: leaf.sharding, state)
-
-
-def each(results: Role | tuple[Role, ...], layout: Callable[[Role], Any]) -> Any:
-    """`layout` of one role, or of each of several."""
+def laid_out(
+    arguments: Sequence[Any],
+    roles: Sequence[Role],
+    results: Role | tuple[Role, ...],
+    layout: Callable[[Role], Any],
+    of_group: Callable[[Group], Any],
+) -> tuple[tuple[Any, ...], Any]:
+    """How the arguments and results of a step are laid out, by their roles."""
+    found = tuple(
+        [of_group(group) for group in argument] if role == "groups" else layout(role)
+        for argument, role in zip(arguments, roles, strict=True)
+    )
     if isinstance(results, tuple):
-        return tuple(layout(role) for role in results)
-    return layout(results)
+        return found, tuple(map(layout, results))
+    return found, layout(results)
 
 
 def put_rows(
@@ -334,40 +327,30 @@ def put_rows(
 ) -> list[Group]:
     """Batches of which each process has the rows of its blocks, as global arrays.
 
-    Args:
-        groups: leaves on the host; those of a batch have rows along `axis`.
-        blocks: the blocks of this process.
-        shardings: those of a group, from the shapes of the whole one.
-        split: whether the rows are split; if not, every process has them all.
-        axis: where in a leaf its rows are.
+    Without `split` every process has all rows, which are along `axis`. `shardings` are
+    those of a group, from the shapes of the whole one.
     """
+    blocks = blocks if split else RowBlocks()
+
+    def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
+        size = shape.shape[axis] // blocks.count
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[axis].indices(shape.shape[axis])
+            if blocks.count > 1:
+                here = blocks.own.index(start // size) * size
+                start, stop = here + start % size, here + start % size + stop - start
+            return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
+
+        return jax.make_array_from_callback(shape.shape, sharding, part)
+
     placed = []
     for group in groups:
         shapes = blocks.whole(group, axis) if split else group
-        own = blocks if split else RowBlocks()
-        batch = jax.tree.map(
-            functools.partial(_put_rows, blocks=own, axis=axis),
-            group.batch,
-            shapes.batch,
-            shardings(shapes).batch,
-        )
+        layouts = shardings(shapes).batch
+        batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
         placed.append(Group(batch, group.counts))
     return placed
-
-
-def _put_rows(
-    own: Any, shape: Any, sharding: Any, *, blocks: RowBlocks, axis: int
-) -> Any:
-    size = shape.shape[axis] // blocks.count
-
-    def part(index: Any) -> np.ndarray:
-        start, stop, _ = index[axis].indices(shape.shape[axis])
-        if blocks.count > 1:
-            here = blocks.own.index(start // size) * size
-            start, stop = here + start % size, here + start % size + stop - start
-        return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
-
-    return jax.make_array_from_callback(shape.shape, sharding, part)
 
 
 def replicated(tree: PyTree) -> PyTree:
@@ -375,17 +358,15 @@ def replicated(tree: PyTree) -> PyTree:
 
     All processes must call it. Others are as they are.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    split = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.Array)
-        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
-    ]
-    for i in split:
-        whole = NamedSharding(leaves[i].sharding.mesh, PartitionSpec())
-        leaves[i] = _identity(whole)(leaves[i])
-    return treedef.unflatten(leaves)
+
+    def whole(leaf: Any) -> Any:
+        is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        if is_here or leaf.is_fully_replicated:
+            return leaf
+        sharding: Any = leaf.sharding
+        return _identity(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
+
+    return jax.tree.map(whole, tree)
 
 
 @functools.lru_cache

@@ -1,10 +1,9 @@
 """The same bits on 1, 2, 4 and 8 devices: work cut into pieces that never change.
 
 Rounding depends on shapes, on the order of sums, and on what a compiler fuses. So a
-batch is always cut into `SHARDS` virtual shards; one loop body, compiled for one
-shard's shapes, works on each of them, on whatever device it falls; and their results
-are added in the order of the shards. What follows, the optimizer, every device computes
-whole.
+batch is always cut into `SHARDS` virtual shards; one loop body, compiled for one of
+them, works on each, and their results are added in order. The optimizer's step every
+device computes whole.
 """
 
 import functools
@@ -23,7 +22,7 @@ from jaxtyping import Array, Int, PyTree
 from ..basics.console import say
 from ..distributed import RowBlocks, row_blocks
 from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
-from .base import DataParallel, Role, each, put_rows
+from .base import DataParallel, Role, laid_out, put_rows
 from .pmap import Pmap
 from .sharded import Sharded, shardings_of
 from .single_device import SingleDevice
@@ -118,32 +117,33 @@ class Bitwise(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        devices = self.mesh.size
         whole, rows = PartitionSpec(), PartitionSpec(None, _AXIS)
-        collectives = VirtualShards(devices) if split else Collectives()
+        group_spec = Group(whole, whole)
+        collectives = Collectives()
+        if split:
+            group_spec = Group(PartitionSpec(None, None, _AXIS), whole)
+            collectives = VirtualShards(self.mesh.size)
+            *others, groups = arguments
+            arguments = *others, list(map(self._cut, groups))
 
-        def argument_of(role: Role, argument: Any) -> Any:
-            cut = split and role == "groups"
-            return [self._cut(group) for group in argument] if cut else argument
-
-        def spec_in(role: Role, argument: Any) -> Any:
-            if role != "groups" or not split:
-                return whole
-            return [Group(PartitionSpec(None, None, _AXIS), whole) for _ in argument]
-
-        arguments = tuple(map(argument_of, roles, arguments))
-        in_specs = tuple(map(spec_in, roles, arguments))
+        in_specs, out_specs = laid_out(
+            arguments,
+            roles,
+            results,
+            lambda role: rows if split and role == "rows" else whole,
+            lambda _: group_spec,
+        )
         mapped = jax.shard_map(
             functools.partial(step, collectives),
             mesh=self.mesh,
             in_specs=in_specs,
-            out_specs=each(results, lambda r: rows if split and r == "rows" else whole),
+            out_specs=out_specs,
             check_vma=False,
         )
 
         def program(*arguments: Any) -> Any:
             found = mapped(*arguments)
-            if split and results == "rows":  # shaped (turns, devices * rows, ...)
+            if split and results == "rows":  # (turns, devices * rows, ...)
                 found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
             return found
 
@@ -162,14 +162,11 @@ class Bitwise(DataParallel):
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
 
         Shard number `turn * devices + device`, so that what devices add up in one turn
-        comes before what they do in the next.
-
-        Args:
-            group: one with the rows for all devices, or for the first `devices`.
-            devices: all by default.
+        comes before what they do in the next. A group may have the rows of the first
+        `devices` only.
         """
         turns = SHARDS // self.mesh.size
-        devices = self.mesh.size if devices is None else devices
+        devices = devices or self.mesh.size
 
         def cut(leaf: Any) -> Any:
             micros, rows, *rest = leaf.shape
@@ -189,9 +186,6 @@ class VirtualShards(Collectives):
 
     The loop's length is hidden from the compiler: it would inline a loop of one turn,
     as eight devices have, and fuse the body with what surrounds it.
-
-    Args:
-        devices: how many there are.
     """
 
     def __init__(self, devices: int):

@@ -26,12 +26,9 @@ _HOISTING: Final = "while-loop-invariant-code-motion"
 def options_for(
     jaxpr: Any, arguments: Any, own: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The options of XLA that a program is compiled with.
+    """The options of XLA that a traced program is compiled with for `arguments`.
 
-    Args:
-        jaxpr: the traced program.
-        arguments: what it is compiled for; their shardings tell the platform.
-        own: the caller's options, instead of those for speed.
+    Their shardings tell the platform. `own` are instead of those for speed.
     """
     options = _options_for_speed(jaxpr, arguments) if own is None else own
     if not _are_on_cpu(arguments) or not has_own_loop(jaxpr):
@@ -46,7 +43,7 @@ def options_for(
 
 
 def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
-    """What XLA is told of a program on the CPU, so that it is fast.
+    """What XLA is told of a program on the CPU, unless the user has told it so.
 
     Convolutions it leaves to YNNPACK, which takes up to seven times as long for their
     gradients as Eigen's routines do (docs/speed.md). They go to Eigen, which is said,
@@ -55,19 +52,15 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     Elsewhere it copies weights before a step overwrites them, for whatever may still
     read them. A closer look at who reads what when spares most copies: 0.83 to 1.04 of
     the time, and the same bits. (With convolutions it gained nothing.)
-
-    Returns:
-        No options on other hardware, where the user has made XLA's setting
-        (`XLA_FLAGS`), with a version that does not know it, or for convolutions with
-        `JAXDP_EIGEN_CONVOLUTIONS=0`.
     """
     if not _are_on_cpu(arguments):
         return {}
     convolves = has_convolutions(jaxpr)
     option, value = _PRODUCTS_ALONE if convolves else _FEWER_COPIES
     is_off = convolves and os.environ.get(_EIGEN_SWITCH) == "0"
-    is_users = option in os.environ.get("XLA_FLAGS", "")
-    if is_off or is_users or not _is_known(option, value):
+    if is_off or option in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    if not _is_known(option, value):
         return {}
     if convolves:
         _say_how()

@@ -18,8 +18,8 @@ class _Split(Sharded):
 
     def __init__(self, devices: Devices, mesh: Mesh | None, min_size: int):
         super().__init__(devices, mesh)
-        what = " (elements, below which a leaf is held whole)"
-        check_count("min_size", min_size, least=0, or_else=what)
+        smaller = " (elements; smaller leaves are whole)"
+        check_count("min_size", min_size, least=0, or_else=smaller)
         self.min_size = min_size
 
     def reason(self, path: str, leaf: Array) -> str:
@@ -92,11 +92,7 @@ class FSDP(_Split):
     """
 
     def __init__(
-        self,
-        devices: Devices = None,
-        mesh: Mesh | None = None,
-        *,
-        min_size: int = 1,
+        self, devices: Devices = None, mesh: Mesh | None = None, *, min_size: int = 1
     ):
         super().__init__(devices, mesh, min_size)
 
@@ -109,11 +105,7 @@ def split_axis(
 ) -> tuple[int | None, str]:
     """The first axis of `leaf` that `parts` divide, and why, or why there is none.
 
-    Args:
-        leaf: an array, or its shape.
-        parts: how many parts to split into.
-        min_size: least number of elements to split.
-        taken: axes that are split otherwise already.
+    Those that `taken` splits otherwise don't count, nor leaves under `min_size`.
     """
     size = math.prod(leaf.shape)
     if parts == 1:

@@ -132,22 +132,16 @@ class _Staged(eqx.Module):
 
         @row.def_vmap
         def rows(size: int, batched: Any, arrays: Any, x: Any, keys: Any) -> Any:
+            def repeated(leaf: Array, is_batched: bool) -> Array:
+                return leaf if is_batched else jnp.repeat(leaf[None], size, axis=0)
+
             if any(jax.tree.leaves(batched[0])):
-                axes = jax.tree.map(
-                    lambda is_batched: 0 if is_batched else None, batched
-                )
-                found = jax.vmap(functools.partial(in_turn, rest), axes)(
-                    arrays, x, keys
-                )
+                axes = jax.tree.map(lambda each: 0 if each else None, batched)
+                blocks = functools.partial(in_turn, rest)
+                found = jax.vmap(blocks, axes)(arrays, x, keys)
             else:
-                x, keys = jax.tree.map(
-                    lambda leaf, is_batched: (
-                        leaf if is_batched else jnp.repeat(leaf[None], size, axis=0)
-                    ),
-                    (x, keys),
-                    tuple(batched[1:]),
-                )
-                found = self._in_stages(rest, size, arrays, x, keys)
+                of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
+                found = self._in_stages(rest, size, arrays, *of_rows)
             return found, jax.tree.map(lambda _: True, found)
 
         return row(arrays, x, self.stack.keys(key))
@@ -180,29 +174,23 @@ class _Staged(eqx.Module):
         stage = jax.lax.axis_index(_STAGE)
         rows = len(jax.tree.leaves(x)[0])
         each = -(-rows // parts)
-        micro, micro_keys = jax.tree.map(
-            lambda leaf: jnp.concatenate([leaf] * -(-parts * each // rows))[
-                : parts * each
-            ].reshape(parts, each, *leaf.shape[1:]),
-            (x, keys),
-        )
+
+        def cut(leaf: Array) -> Array:
+            again = jnp.concatenate([leaf] * -(-parts * each // rows))
+            return again[: parts * each].reshape(parts, each, *leaf.shape[1:])
+
+        micro, micro_keys = jax.tree.map(cut, (x, keys))
         forwards = [(i, i + 1) for i in range(stages - 1)]
 
         def turn(arrived: PyTree, number: Array) -> tuple[PyTree, PyTree]:
             own = jnp.clip(number - stage, 0, parts - 1)
-            mine = jax.tree.map(
-                lambda batch, sent: jnp.where(stage == 0, batch[own], sent),
-                micro,
-                arrived,
-            )
+            choose = functools.partial(jnp.where, stage == 0)
+            mine = jax.tree.map(lambda x, sent: choose(x[own], sent), micro, arrived)
             block_keys = jax.tree.map(lambda leaf: leaf[own], micro_keys)
             blocks = functools.partial(in_turn, rest, arrays)
             found = jax.vmap(blocks)(mine, block_keys)
-            sent = jax.tree.map(
-                lambda leaf: jax.lax.ppermute(leaf, _STAGE, forwards), found
-            )
             # Nobody sends to the first stage, whose zeros are never looked at.
-            return sent, found
+            return jax.lax.ppermute(found, _STAGE, forwards), found
 
         first = jax.tree.map(lambda batch: batch[0], micro)
         numbers = jnp.arange(parts + stages - 1)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ..step import DATA, AxisCollectives, Collectives, Group, RowsInteract
-from .base import Devices, Role, draws_by_row, each
+from .base import Devices, Role, draws_by_row, laid_out
 from .sharded import Sharded, shardings_of
 
 
@@ -60,14 +60,13 @@ class Pmap(Sharded):
         donate: tuple[int, ...],
     ) -> jax.stages.Compiled:
         whole, rows = PartitionSpec(), PartitionSpec(DATA)
-
-        def spec_in(role: Role, argument: Any) -> Any:
-            if role != "groups":
-                return whole
-            return [Group(PartitionSpec(None, DATA), whole) for _ in argument]
-
-        in_specs = tuple(map(spec_in, roles, arguments))
-        out_specs = each(results, lambda role: rows if role == "rows" else whole)
+        in_specs, out_specs = laid_out(
+            arguments,
+            roles,
+            results,
+            lambda role: rows if role == "rows" else whole,
+            lambda _: Group(PartitionSpec(None, DATA), whole),
+        )
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         per_device = jax.shard_map(
             functools.partial(step, AxisCollectives(DATA, self.num_shards)),

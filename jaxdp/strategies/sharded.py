@@ -18,11 +18,10 @@ from .base import (
     DataParallel,
     Devices,
     Role,
-    data_mesh,
-    each,
+    find_devices,
+    laid_out,
     mesh_on,
     place_copy,
-    present_shardings,
     put_rows,
 )
 from .by_rows import ByRows, names_of
@@ -52,13 +51,10 @@ class Sharded(DataParallel):
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
 
-    def __init__(
-        self,
-        devices: Devices = None,
-        mesh: Mesh | None = None,
-    ):
+    def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
-            mesh = data_mesh(devices)
+            found = find_devices(devices)
+            mesh = mesh_on(found, {DATA: len(found)})
         elif devices is not None:
             raise ValueError(
                 "`devices` and `mesh` were both given; a mesh has its devices already,"
@@ -188,8 +184,9 @@ class Sharded(DataParallel):
                     spec = PartitionSpec(*[None] * stacked, *layout.spec)
                     return layout._replace(spec=spec)
             name = leaf_path(path)
-            spec = self.state_spec(name, leaf)
-            self._check_spec("state_spec", spec, name, leaf)
+            spec = self._check_spec(
+                "state_spec", self.state_spec(name, leaf), name, leaf
+            )
             split = ", split by its own shape" if any(spec) else ", whole"
             return Layout(spec, f"like no parameter{split}")
 
@@ -212,25 +209,30 @@ class Sharded(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        rows = PartitionSpec(self.row_axes) if split else PartitionSpec()
+        state = arguments[roles.index("state")]
         layouts = {
-            "state": present_shardings(arguments, roles),
-            "rows": NamedSharding(self.mesh, rows),
+            "state": jax.tree.map(lambda leaf: leaf.sharding, state),
+            "rows": self._rows if split else self._whole,
             "whole": self._whole,
         }
-
-        def layout_in(role: Role, argument: Any) -> PyTree:
-            if role != "groups":
-                return layouts[role]
-            return [self._group_shardings(group, split) for group in argument]
-
+        in_shardings, out_shardings = laid_out(
+            arguments,
+            roles,
+            results,
+            layouts.__getitem__,
+            lambda group: self._group_shardings(group, split),
+        )
         program = jax.jit(
             functools.partial(step, self._collectives(arguments, roles, split)),
-            in_shardings=tuple(map(layout_in, roles, arguments)),
-            out_shardings=each(results, layouts.__getitem__),
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
             donate_argnums=donate,
         )
         return self.build(program, arguments)
+
+    @property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
 
     @property
     def _whole(self) -> NamedSharding:
@@ -244,9 +246,8 @@ class Sharded(DataParallel):
         XLA by itself would reduce gradients wherever they are summed up: for each
         micro-batch, and in each turn of a loop in the model.
         """
-        pairs = zip(arguments, roles, strict=True)
-        groups = [group for a, role in pairs if role == "groups" for group in a]
-        if self.num_shards == 1 or not groups:
+        groups = arguments[roles.index("groups")]
+        if self.num_shards == 1:
             return Collectives()
         apart = split and all(
             self._is_by_rows(_one_batch(leaf))
@@ -271,14 +272,10 @@ class Sharded(DataParallel):
         return Group(jax.tree.map(leaf_sharding, group.batch), self._whole)
 
     def _held(self, path: str, leaf: Any) -> PartitionSpec:
-        spec = self.param_spec(path, leaf)
-        self._check_spec("param_spec", spec, path, leaf)
-        return spec
+        return self._check_spec("param_spec", self.param_spec(path, leaf), path, leaf)
 
     def _updated(self, path: str, leaf: Any) -> PartitionSpec:
-        spec = self.update_spec(path, leaf)
-        self._check_spec("update_spec", spec, path, leaf)
-        return spec
+        return self._check_spec("update_spec", self.update_spec(path, leaf), path, leaf)
 
     def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
         """Where a spec comes from, for messages."""
@@ -286,26 +283,25 @@ class Sharded(DataParallel):
 
     def _check_spec(
         self, method: str, spec: PartitionSpec, path: str, leaf: Any
-    ) -> None:
+    ) -> PartitionSpec:
+        """`spec`, which `method` gave, if it fits the leaf."""
+        what = f"{self._origin(method, spec, path)} of shape {leaf.shape}"
         if len(spec) > leaf.ndim:
-            raise ValueError(
-                f"{self._origin(method, spec, path)} of shape {leaf.shape}: more"
-                " entries than the array has axes."
-            )
+            raise ValueError(f"{what}: more entries than the array has axes.")
         for axis, entry in enumerate(spec):
             for name in names_of(entry):
                 if name not in self.mesh.shape:
                     raise ValueError(
-                        f"{self._origin(method, spec, path)}: the mesh has no axis"
-                        f" {name!r}, only {self.mesh.axis_names}."
+                        f"{what}: the mesh has no axis {name!r}, only"
+                        f" {self.mesh.axis_names}."
                     )
             parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
             if leaf.shape[axis] % parts:
                 raise ValueError(
-                    f"{self._origin(method, spec, path)} of shape {leaf.shape}: axis"
-                    f" {axis} of size {leaf.shape[axis]} is not divisible by {parts}."
-                    " Give PartitionSpec() for leaves that do not divide."
+                    f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
+                    f" by {parts}. Give PartitionSpec() for leaves that do not divide."
                 )
+        return spec
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.mesh.shape)})"

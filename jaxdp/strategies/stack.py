@@ -58,11 +58,7 @@ class Stack(eqx.Module):
 def in_turn(rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
     """Applies blocks to `x`, each to what the one before it gave.
 
-    Args:
-        rest: a block without its arrays.
-        arrays: those of all blocks, stacked.
-        x: what the first block is given.
-        keys: one for each block, or None.
+    `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """
 
     def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:

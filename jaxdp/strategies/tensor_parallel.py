@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState
 from .base import Devices, find_devices
@@ -60,7 +61,9 @@ class TensorParallel(Sharded):
     ):
         found = find_devices(devices)
         _check_mesh_shape(mesh_shape, len(found))
-        self.rules = [_checked_rule(rule, mesh_shape) for rule in rules]
+        for rule in rules:
+            _check_rule(rule)
+        self.rules = [(pattern, spec) for pattern, spec in rules]
         self.min_size = min_size
         if _FSDP in mesh_shape:
             self.row_axes = (DATA, _FSDP)
@@ -103,8 +106,7 @@ class TensorParallel(Sharded):
     def _ruled_and_split(self, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
         rule = self._rule(path)
         spec = PartitionSpec() if rule is None else rule[1]
-        self._check_spec("rules", spec, path, leaf)
-        return self._split(spec, leaf)
+        return self._split(self._check_spec("rules", spec, path, leaf), leaf)
 
     def _split(self, spec: PartitionSpec, leaf: Any) -> tuple[PartitionSpec, str]:
         """`spec`, and another axis split over `"fsdp"`, where there is one."""
@@ -113,24 +115,19 @@ class TensorParallel(Sharded):
             return spec, ""
         parts = self.mesh.shape[_FSDP]
         axis, why = split_axis(leaf, parts, self.min_size, spec)
-        if axis is None:
-            axis, why = split_axis(
-                self._on_one_device(spec, leaf), parts, self.min_size
-            )
+        if axis is None:  # what the rules leave on one device, then
+            shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            left = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            axis, why = split_axis(left, parts, self.min_size)
         if axis is None:
             return spec, f"over {_FSDP!r} {why}"
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
         entries[axis] = (*names_of(entries[axis]), _FSDP)
         return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
 
-    def _on_one_device(self, spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
-        """What `spec` leaves of a leaf on one device."""
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
-
     def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
         rule = self._rule(path)
-        if method == "rules" and rule is not None:
+        if method == "rules" and rule:
             return f"`rules`: ({rule[0]!r}, {spec}) does not fit {path}"
         return super()._origin(method, spec, path)
 
@@ -177,12 +174,9 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
                 for name, spec in _rules(node.stacked, axis)
             ]
         elif isinstance(node, eqx.nn.MLP):
-            named = [(f"layers[{i}]", layer) for i, layer in enumerate(node.layers)]
             pairs = [
-                ({name: layer}, after)
-                for (name, layer), (after, _) in zip(
-                    named[::2], named[1::2], strict=False
-                )
+                ({f"layers[{i}]": node.layers[i]}, f"layers[{i + 1}]")
+                for i in range(0, len(node.layers) - 1, 2)
             ]
         elif isinstance(node, eqx.nn.MultiheadAttention):
             inputs = ("query_proj", "key_proj", "value_proj")
@@ -202,23 +196,13 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
-    if not isinstance(mesh_shape, Mapping):
-        raise TypeError(
-            '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}; got'
-            f" {mesh_shape!r}."
+    if not isinstance(mesh_shape, Mapping) or DATA not in mesh_shape:
+        raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
+            '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}, with'
+            f" {DATA!r}, which rows are split over, among them; got {mesh_shape!r}."
         )
     for name, size in mesh_shape.items():
-        if not isinstance(name, str) or not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"`mesh_shape`: every axis needs a name and a size of 1 or more; got"
-                f" {name!r}: {size!r}."
-            )
-    if DATA not in mesh_shape:
-        raise ValueError(
-            f"`mesh_shape` has axes {', '.join(mesh_shape) or 'none'}, and none is"
-            f" named {DATA!r}, which the rows of a batch are split over; its size may"
-            " be 1."
-        )
+        check_count(f"mesh_shape: {name}", size)
     product = math.prod(mesh_shape.values())
     if product != count:
         sizes = " x ".join(map(str, mesh_shape.values()))
@@ -229,25 +213,13 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
         )
 
 
-def _checked_rule(rule: Any, mesh_shape: Mapping[str, int]) -> Rule:
-    if not (
-        isinstance(rule, tuple | list)
-        and len(rule) == 2
-        and isinstance(rule[0], str)
-        and isinstance(rule[1], PartitionSpec)
-    ):
+def _check_rule(rule: Any) -> None:
+    kinds = tuple(map(type, rule)) if isinstance(rule, tuple | list) else ()
+    if kinds != (str, PartitionSpec):
         raise TypeError(
             "`rules` must be (path pattern, PartitionSpec) pairs, such as"
             f' ("layers[0].weight", PartitionSpec("model", None)); got {rule!r}.'
         )
-    for entry in rule[1]:
-        for name in names_of(entry):
-            if name not in mesh_shape:
-                raise ValueError(
-                    f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, and"
-                    f" `mesh_shape` has {', '.join(mesh_shape)}."
-                )
-    return rule[0], rule[1]
 
 
 def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
@@ -259,7 +231,7 @@ def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
             f" and fits {fitting[0]} too. The first rule that fits holds: put special"
             " rules before general ones."
         )
-    shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
+    shown = ", ".join([*paths[:20], *["..."] * (len(paths) > 20)])
     return (
         f"`rules`: {rule[0]!r} fits no leaf of the model. A pattern is of the whole"
         f" path, with `*` for anything; the paths are {shown or 'none'}."
