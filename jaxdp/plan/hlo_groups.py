@@ -114,10 +114,9 @@ def _iota(text: str) -> np.ndarray:
     match = re.match(r"\[([\d,]*)\](?:<=\[([\d,]*)\])?(?:T\(([\d,]*)\))?", text)
     assert match is not None
     shape, source, order = map(ints, (match[1], match[2] or "", match[3] or ""))
-    if not source:
-        source = tuple(shape[dim] for dim in np.argsort(order)) if order else shape
-    array = np.arange(math.prod(source)).reshape(source)
-    return array.transpose(order or None).reshape(shape)
+    array = np.arange(math.prod(shape)).reshape(source or shape)
+    array = array.transpose(order) if order else array
+    return array.reshape(shape) if source else array
 
 
 def _connected(pairs: Sequence[Sequence[int]]) -> Groups:

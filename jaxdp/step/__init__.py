@@ -6,14 +6,17 @@ from .jaxprs import (
     has_convolutions,
     has_own_loop,
     matmul_flops,
+    opened,
+    programs_in,
     repeated,
     times_of,
 )
 from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of, new_totals
 from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
+from .own_call import with_call
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
-from .remat import Remat, check_remat
+from .remat import Remat, check_remat, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
@@ -52,8 +55,12 @@ __all__ = [
     "matmul_flops",
     "means_of",
     "new_totals",
+    "opened",
+    "outermost_matching",
+    "programs_in",
     "repeated",
     "split_pair",
     "times_of",
     "values_mix_rows",
+    "with_call",
 ]

@@ -40,7 +40,25 @@ def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
     if isinstance(remat, bool) or callable(remat):
         return model
     patterns = [remat] if isinstance(remat, str) else list(remat)
+    paths = outermost_matching(model, patterns, "remat").values()
+    return eqx.tree_at(
+        lambda tree: [at_path(tree, path) for path in paths],
+        model,
+        replace_fn=lambda module: with_call(module, _recompute),
+    )
 
+
+def outermost_matching(
+    model: PyTree, patterns: Iterable[str], argument: str
+) -> dict[str, tuple[Any, ...]]:
+    """The submodules that match a pattern, and are in no other that does.
+
+    Returns:
+        Their paths, by name.
+
+    Raises:
+        ValueError: if a pattern matches nothing; it lists the submodules there are.
+    """
     modules: dict[str, tuple[Any, ...]] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
         for length in range(1, len(path)):
@@ -48,27 +66,24 @@ def remat_submodules(model: PyTree, remat: Remat) -> PyTree:
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]
 
-    matching: list[tuple[Any, ...]] = []
+    matching: dict[str, tuple[Any, ...]] = {}
     for pattern in patterns:
-        found = [p for n, p in modules.items() if fnmatch.fnmatchcase(n, pattern)]
+        # A bracket is one, as in `layers[0]`, and begins no set of characters.
+        literal = pattern.replace("[[]", "[").replace("[", "[[]")
+        found = {n: p for n, p in modules.items() if fnmatch.fnmatchcase(n, literal)}
         if not found:
             raise ValueError(
-                f"`remat`: {pattern!r} matches no submodule; there are"
-                f" {', '.join(modules) or 'none'}. (Brackets are a set in a pattern:"
-                " write layers[[]0] or layers*.)"
+                f"`{argument}`: {pattern!r} matches no submodule; there are"
+                f" {', '.join(modules) or 'none'}."
             )
-        matching += found
+        matching |= found
 
-    outermost = {
-        path
-        for path in matching
-        if not any(path[:length] in matching for length in range(1, len(path)))
+    paths = set(matching.values())
+    return {
+        name: path
+        for name, path in matching.items()
+        if not any(path[:length] in paths for length in range(1, len(path)))
     }
-    return eqx.tree_at(
-        lambda tree: [at_path(tree, path) for path in outermost],
-        model,
-        replace_fn=lambda module: with_call(module, _recompute),
-    )
 
 
 def _recompute(module: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -176,8 +176,9 @@ class Steps(NamedTuple):
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
                 model = remat_submodules(self._model(params, buffers), self.remat)
+                model = collectives.arrange(model)
                 batch = cast_batch(model, mark_rows(micro.batch), self.precision)
-                model = collectives.arrange(computing(model, self.precision))
+                model = computing(model, self.precision)
                 rows = mask_and_keys(collectives, step_key, micro)
                 found = objective(
                     model, model_state, batch, rows, collectives.axis_names
@@ -228,7 +229,7 @@ class Steps(NamedTuple):
         model = self._whole_model(collectives, weights)
         batch = cast_batch(model, mark_rows(micro.batch), self.precision)
         found = objective(
-            self._inference(collectives, model),
+            self._inference(model),
             weights.model_state,
             batch,
             rows,
@@ -248,7 +249,7 @@ class Steps(NamedTuple):
         micro = only_micro_batch(groups[0])
         model = self._whole_model(collectives, weights)
         prediction, _ = call_model(
-            self._inference(collectives, model),
+            self._inference(model),
             weights.model_state,
             micro.batch,
             mask_and_keys(collectives, key_outside_training(weights), micro),
@@ -303,13 +304,12 @@ class Steps(NamedTuple):
         return eqx.combine(params, buffers, self.static)
 
     def _whole_model(self, collectives: Collectives, weights: Weights) -> PyTree:
-        return self._model(
-            collectives.gather(weights.params), collectives.gather(weights.buffers)
-        )
+        params = collectives.gather(weights.params)
+        buffers = collectives.gather(weights.buffers)
+        return collectives.arrange(self._model(params, buffers))
 
-    def _inference(self, collectives: Collectives, model: PyTree) -> PyTree:
-        model = computing(eqx.nn.inference_mode(model), self.precision)
-        return collectives.arrange(model)
+    def _inference(self, model: PyTree) -> PyTree:
+        return computing(eqx.nn.inference_mode(model), self.precision)
 
 
 def _all_finite(tree: PyTree) -> Array:

@@ -1,7 +1,8 @@
 """Gradients by each device from its own rows, inside a step over global arrays."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from ..step import (
     Weights,
 )
 from .base import draws_by_row
+from .gathering import Gatherers
+
+NO_GATHERERS = Gatherers()
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
@@ -41,6 +45,8 @@ class ByRows(Collectives):
         held: how parameters are split between steps.
         updated: how their gradients and optimizer states are.
         apart: whether rows may be worked on apart at all.
+        gatherers: modules that gather their own parameters, where rows are
+            independent. All others are gathered before.
     """
 
     def __init__(
@@ -51,12 +57,14 @@ class ByRows(Collectives):
         updated: Spec,
         *,
         apart: bool,
+        gatherers: Gatherers = NO_GATHERERS,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
         self.held = held
         self.updated = updated
         self.apart = apart
+        self.gatherers = gatherers
 
     def over_rows(
         self,
@@ -101,52 +109,70 @@ class ByRows(Collectives):
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-        own_rows = _OwnRows(self.row_axes, num_shards)
         roles = results if isinstance(results, tuple) else (results,)
+        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+        weights = next(_weights_in(inputs))
+        trained = self._shares(weights.params)
+        shares = trained | self._shares(weights.buffers)
+        own_rows = _OwnRows(self.row_axes, num_shards, self.gatherers, shares)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             found = function(own_rows, inputs, groups)
             found = found if isinstance(results, tuple) else (found,)
-            # Not yet summed: stacked, each device holding its own layer of the stack.
             return tuple(
-                jax.tree.map(lambda leaf: leaf[None], part)
-                if role == "gradients"
-                else part
+                _stacked(part, shares) if role == "gradients" else part
                 for role, part in zip(roles, found, strict=True)
             )
 
-        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+        spec_of = {"gradients": (rows, trained), "rows": rows, "whole": whole}
         found = jax.shard_map(
             on_one_device,
             mesh=self.mesh,
             in_specs=(
-                whole,
+                _specs_of(inputs, shares),
                 [Group(PartitionSpec(None, self.row_axes), whole)] * len(groups),
             ),
-            out_specs=tuple(whole if role == "whole" else rows for role in roles),
+            out_specs=tuple(spec_of[role] for role in roles),
             axis_names=set(self.row_axes),
             check_vma=False,
-        )(self._with_whole_weights(inputs), list(groups))
+        )(self._as_used(inputs, shares), list(groups))
         found = tuple(
-            self._summed(part) if role == "gradients" else part
+            self._summed(*part) if role == "gradients" else part
             for role, part in zip(roles, found, strict=True)
         )
         return found if isinstance(results, tuple) else found[0]
 
+    def _shares(self, params: PyTree) -> dict[str, PartitionSpec]:
+        """How those leaves are split over the rows' axes that stay so, by name."""
+        found: dict[str, PartitionSpec] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = leaf_path(path)
+            spec = _only(self.row_axes, self.held(name, leaf))
+            if self.gatherers.gather(name, spec):
+                found[name] = spec
+        return found
+
     @jax.named_scope("parameters")
-    def _with_whole_weights(self, inputs: Any) -> Any:
+    def _as_used(self, inputs: Any, shares: Mapping[str, Any]) -> Any:
+        """Inputs with whole weights, but for `shares`."""
+
+        def used(path: str, leaf: Any) -> PartitionSpec:
+            held = self.held(path, leaf)
+            return held if path in shares else _without(self.row_axes, held)
+
         def gathered(node: Any) -> Any:
             if not isinstance(node, Weights):
                 return node
-            params, buffers = self.gather(node.params), self.gather(node.buffers)
-            return node._replace(params=params, buffers=buffers)
+            params = self._constrained(node.params, used)
+            return node._replace(
+                params=params, buffers=self._constrained(node.buffers, used)
+            )
 
-        is_weights = lambda node: isinstance(node, Weights)  # noqa: E731
-        return jax.tree.map(gathered, inputs, is_leaf=is_weights)
+        return jax.tree.map(gathered, inputs, is_leaf=_is_weights)
 
     @jax.named_scope("gradients")
-    def _summed(self, stacked: PyTree) -> PyTree:
-        """The sum of a stack that is split over the devices, as `updated` wants it."""
+    def _summed(self, stacked: PyTree, shares: Mapping[str, Any]) -> PyTree:
+        """What `_stacked` gave, summed over the devices, and held as `updated`."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)
         specs = [
             self.updated(leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
@@ -171,7 +197,14 @@ class ByRows(Collectives):
             out_specs=targets,
             check_vma=False,
         )([leaf for _, leaf in leaves])
-        return self.like_gradients(treedef.unflatten(summed))
+
+        def filled(path: Any, leaf: Any) -> Any:
+            return shares.get(leaf_path(path)) if leaf is None else leaf
+
+        whole = jax.tree_util.tree_map_with_path(
+            filled, treedef.unflatten(summed), is_leaf=lambda leaf: leaf is None
+        )
+        return self.like_gradients(whole)
 
     def _reduced(self, gradient: Any, target: PartitionSpec) -> Any:
         """The share that `target` leaves here of a sum over the rows' devices."""
@@ -198,15 +231,87 @@ class ByRows(Collectives):
 
 
 class _OwnRows(AxisCollectives):
-    """What a device is given that works on its rows alone: whole parameters."""
+    """What a device is given that works on its rows alone.
+
+    That is whole parameters; but of those that some modules gather, its shares.
+    """
+
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        num_shards: int,
+        gatherers: Gatherers,
+        shares: Mapping[str, PartitionSpec],
+    ):
+        super().__init__(axes, num_shards)
+        self.gatherers, self.shares = gatherers, shares
+
+    def arrange(self, model: PyTree) -> PyTree:
+        return self.gatherers.arranged(model, self.shares)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        return gradients  # `ByRows` does, when it knows where they go
+        """Of shares, over the devices that have the same ones. `ByRows` sums the
+        others, and knows where they go."""
+
+        def summed(path: Any, leaf: Any) -> Any:
+            if (spec := self.shares.get(leaf_path(path))) is None:
+                return leaf
+            done = set(itertools.chain(*map(names_of, spec)))
+            left = tuple(name for name in self.axis_names if name not in done)
+            return jax.lax.psum(leaf, left) if left else leaf
+
+        return jax.tree_util.tree_map_with_path(summed, gradients)
+
+
+def _stacked(
+    gradients: PyTree, shares: Mapping[str, Any]
+) -> tuple[PyTree, dict[str, Any]]:
+    """A device's gradients, not yet summed: its layer of a stack. And those of shares,
+    which are, by name."""
+    apart: dict[str, Any] = {}
+
+    def stack(path: Any, leaf: Any) -> Any:
+        if (name := leaf_path(path)) not in shares:
+            return leaf[None]
+        apart[name] = leaf
+        return None
+
+    return jax.tree_util.tree_map_with_path(stack, gradients), apart
+
+
+def _specs_of(inputs: Any, shares: Mapping[str, PartitionSpec]) -> Any:
+    """How inputs are split: not at all, but for the `shares` of weights."""
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        return shares.get(leaf_path(path), PartitionSpec())
+
+    def specs(node: Any) -> Any:
+        if not isinstance(node, Weights):
+            return PartitionSpec()
+        params = jax.tree_util.tree_map_with_path(spec, node.params)
+        buffers = jax.tree_util.tree_map_with_path(spec, node.buffers)
+        return Weights(params, buffers, PartitionSpec(), PartitionSpec())
+
+    return jax.tree.map(specs, inputs, is_leaf=_is_weights)
+
+
+def _weights_in(inputs: Any) -> Iterator[Weights]:
+    return filter(_is_weights, jax.tree.leaves(inputs, is_leaf=_is_weights))
+
+
+def _is_weights(node: Any) -> bool:
+    return isinstance(node, Weights)
 
 
 def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     """`spec` with arrays whole over `axes`."""
     kept = (tuple(n for n in names_of(names) if n not in axes) for names in spec)
+    return PartitionSpec(*(names or None for names in kept))
+
+
+def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """`spec`, where it splits over `axes`."""
+    kept = (tuple(n for n in names_of(names) if n in axes) for names in spec)
     return PartitionSpec(*(names or None for names in kept))
 
 

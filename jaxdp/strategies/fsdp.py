@@ -1,16 +1,29 @@
 """Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
 
+import copy
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import equinox as eqx
+import jax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
-from .base import Devices
+from ..basics.console import say
+from ..basics.tree import at_path
+from ..step import DATA, TrainState, outermost_matching
+from .base import Devices, Role, find_devices, mesh_on
+from .by_rows import NO_GATHERERS
+from .gathering import Gatherers, SharesEscape, check_shares_are_gathered
 from .sharded import Sharded
+from .stack import Stack, stacks_in
 
 _WHOLE: Final = PartitionSpec()
+_BLOCKS: Final = "blocks"
+_GROUP: Final = "group"
+_GATHER: Final = "auto", "blocks", "once"
 
 
 class _Split(Sharded):
@@ -22,15 +35,27 @@ class _Split(Sharded):
         check_count("min_size", min_size, least=0, or_else=smaller)
         self.min_size = min_size
 
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that leaves are split over."""
+        return self.row_axes
+
     def reason(self, path: str, leaf: Array) -> str:
-        return split_axis(leaf, self.num_shards, self.min_size)[1]
+        return self._axis(path, leaf)[1]
 
     def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(leaf)
+        return self._split(path, leaf)
 
-    def _split(self, leaf: Any) -> PartitionSpec:
-        axis, _ = split_axis(leaf, self.num_shards, self.min_size)
-        return along(axis, self.row_axes)
+    def _split(self, path: str, leaf: Any) -> PartitionSpec:
+        return along(self._axis(path, leaf)[0], self.split_axes)
+
+    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
+        """The axis along which a leaf is split, and why it is that one."""
+        return split_axis(leaf, self._parts, self.min_size)
+
+    @property
+    def _parts(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.split_axes)
 
 
 class ZeRO(_Split):
@@ -67,7 +92,7 @@ class ZeRO(_Split):
         super().__init__(devices, mesh, min_size)
 
     def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(leaf)
+        return self._split(path, leaf)
 
     def reason(self, path: str, leaf: Array) -> str:
         return f"whole; its gradient and optimizer state {super().reason(path, leaf)}"
@@ -76,28 +101,162 @@ class ZeRO(_Split):
 class FSDP(_Split):
     """`Sharded`, with parameters, gradients and optimizer state split over the devices.
 
-    The layout known as ZeRO-3 or fully sharded data parallelism: a step gathers the
-    parameters, and every device keeps the summed gradient and the update of its share.
-    As many bytes as the one all-reduce of `Sharded`; 1/devices of its memory between
-    steps, while a step itself holds the whole parameters for as long as it needs them.
+    The layout known as ZeRO-3 or fully sharded data parallelism: 1/devices of the
+    memory of `Sharded` between steps. Within a step parameters are gathered:
 
-    A leaf is split along its first axis that the devices divide. One that has none, or
-    has fewer than `min_size` elements, is held whole; `layouts` tells which.
+    - block by block, where the model has a `jaxdp.Stack`: each block when it is called,
+      and once more in its backward pass, where its gradient is summed straight into
+      shares. So no device ever holds more than one whole block, and the largest model
+      grows with the number of devices. 1.5 times the bytes of `Sharded`'s all-reduce.
+    - before the step, all others. As many bytes as that all-reduce.
+
+    Where rows interact (a scalar loss, BatchNorm), and where a loss looks at the
+    parameters of a block by itself (a penalty on all weights), all are gathered before
+    the step.
+
+    A leaf is split along its first axis that the devices divide, in a `Stack` one of a
+    block's. One that has none, or has fewer than `min_size` elements, is held whole;
+    `layouts` tells which.
 
     Args:
         devices: how many, or which; all by default.
         mesh: instead of `devices`, as for `Sharded`.
         min_size: leaves of fewer elements are held whole: each split leaf costs two
             collectives.
+        gather: `"blocks"`, as above; `"once"`, everything before the step; `"auto"`,
+            the former if the model has a `Stack`. Or path patterns of submodules, such
+            as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
+            is called.
+        groups: into how many groups the devices are divided, hosts usually, that hold
+            the same shares (HSDP). Parameters are gathered within a group only; between
+            groups shares of gradients are summed.
     """
 
     def __init__(
-        self, devices: Devices = None, mesh: Mesh | None = None, *, min_size: int = 1
+        self,
+        devices: Devices = None,
+        mesh: Mesh | None = None,
+        *,
+        min_size: int = 1,
+        gather: str | Sequence[str] = "auto",
+        groups: int = 1,
     ):
+        check_count("groups", groups)
+        if groups > 1:
+            mesh, devices = _in_groups(devices, mesh, groups), None
+            self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
+        self._gather = _checked(gather)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(name for name in self.row_axes if name != _GROUP)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(leaf)
+        return self._split(path, leaf)
+
+    def reason(self, path: str, leaf: Array) -> str:
+        why = super().reason(path, leaf)
+        if not self.gatherers.gather(path, self._split(path, leaf)):
+            return why
+        return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        split: bool = True,
+    ) -> jax.stages.Compiled:
+        try:
+            return super().compile(
+                step, arguments, roles, results, donate=donate, split=split
+            )
+        except SharesEscape:
+            say(
+                f"{self!r} gathers all parameters before the step: the loss uses some"
+                " by themselves, and not only in calls of the modules that gather them"
+            )
+        once = copy.copy(self)
+        once.gatherers = NO_GATHERERS
+        return super(FSDP, once).compile(
+            step, arguments, roles, results, donate=donate, split=split
+        )
+
+    def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        traced = super().trace(program, arguments)
+        check_shares_are_gathered(traced.jaxpr)
+        return traced
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        # The arrays may be trained, or frozen, or both.
+        self.gatherers = self._gatherers(eqx.combine(state.params, state.buffers))
+        return super()._layouts(state)
+
+    def _gatherers(self, model: PyTree) -> Gatherers:
+        """Which submodules of the model gather their own parameters."""
+        if self._gather == "once":
+            return NO_GATHERERS
+        patterns = self._gather
+        if isinstance(patterns, str):
+            patterns = [f"{name}.stacked".lstrip(".") for name in stacks_in(model)]
+            if not patterns and self._gather == "blocks":
+                raise ValueError(
+                    "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by one,"
+                    " and the model has none. Make its equal layers one, Stack([Block"
+                    "(key) for key in keys]), or name submodules: gather=['layers[*]']."
+                )
+        paths = outermost_matching(model, patterns, "gather")
+        stacked = {name: _stacks_on(path, model) for name, path in paths.items()}
+        return Gatherers(paths, stacked)
+
+    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
+        owner = self.gatherers.owner(path)
+        if owner is not None:
+            # Of a block, so that it can be gathered by itself, if it has such an axis.
+            blocks = PartitionSpec(*[_BLOCKS] * self.gatherers.stacked[owner])
+            found = split_axis(leaf, self._parts, self.min_size, blocks)
+            if found[0] is not None:
+                return found
+        return super()._axis(path, leaf)
+
+
+def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:
+    """In how many stacks, one inside the other, the node at `path` is."""
+    nodes = (at_path(model, path[:length]) for length in range(len(path)))
+    return sum(isinstance(node, Stack) for node in nodes)
+
+
+def _in_groups(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
+    if mesh is not None:
+        raise ValueError(
+            "`groups` and `mesh` were both given; groups are made of `devices`, in"
+            " their order, so leave `mesh` out."
+        )
+    found = find_devices(devices)
+    if len(found) % groups:
+        raise ValueError(
+            f"`groups`: the {len(found)} devices can't be divided into {groups} groups"
+            " of equal size; take a number that divides them."
+        )
+    return mesh_on(found, {_GROUP: groups, DATA: len(found) // groups})
+
+
+def _checked(gather: Any) -> str | tuple[str, ...]:
+    if isinstance(gather, str):
+        if gather in _GATHER:
+            return gather
+    elif isinstance(gather, Iterable):
+        patterns = tuple(gather)
+        if patterns and all(isinstance(each, str) for each in patterns):
+            return patterns
+    raise ValueError(
+        f"`gather` must be one of {', '.join(map(repr, _GATHER))}, or a list of path"
+        f" patterns of submodules; got {gather!r}."
+    )
 
 
 def split_axis(

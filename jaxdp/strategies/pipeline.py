@@ -10,11 +10,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
-from ..basics.tree import leaf_path
 from ..step import DATA, Collectives, TrainState
 from .base import Devices, find_devices
 from .sharded import Sharded
-from .stack import Stack, in_turn
+from .stack import Stack, in_turn, stacks_in
 
 _STAGE = "stage"
 
@@ -68,14 +67,14 @@ class Pipeline(Sharded):
 
     def _layouts(self, state: TrainState) -> TrainState:
         # The blocks' arrays may be trained, or frozen, or both.
-        blocks = _blocks(state.buffers) | _blocks(state.params)
+        blocks = stacks_in(eqx.combine(state.params, state.buffers))
         if not blocks:
             raise ValueError(
                 f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, and the"
                 " model has none. Make its equal layers one:"
                 " Stack([Block(key) for key in keys])."
             )
-        for path, number in blocks.items():
+        for path, (_, number) in blocks.items():
             if number % self.stages:
                 raise ValueError(
                     f"`strategy`: the {self.stages} stages of {self!r} do not divide"
@@ -90,17 +89,6 @@ class Pipeline(Sharded):
     def __repr__(self) -> str:
         rows = f", devices={self.mesh.size}"
         return f"Pipeline({self.stages}, {self.microbatches}{rows})"
-
-
-def _blocks(tree: PyTree) -> dict[str, int]:
-    """How many blocks there are in each stack that has arrays."""
-    is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)
-    return {
-        leaf_path(path): jax.tree.leaves(node)[0].shape[0]
-        for path, node in nodes
-        if is_stack(node) and jax.tree.leaves(node)
-    }
 
 
 class _Stages(Collectives):

@@ -24,7 +24,8 @@ from .base import (
     place_copy,
     put_rows,
 )
-from .by_rows import ByRows, names_of
+from .by_rows import NO_GATHERERS, ByRows, names_of
+from .gathering import Gatherers
 
 
 class Layout(NamedTuple):
@@ -50,6 +51,9 @@ class Sharded(DataParallel):
 
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
+
+    gatherers: Gatherers = NO_GATHERERS
+    """The modules that gather their parameters when they are called."""
 
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
@@ -254,7 +258,14 @@ class Sharded(DataParallel):
             for group in groups
             for leaf in jax.tree.leaves(group.batch)
         )
-        return ByRows(self.mesh, self.row_axes, self._held, self._updated, apart=apart)
+        return ByRows(
+            self.mesh,
+            self.row_axes,
+            self._held,
+            self._updated,
+            apart=apart,
+            gatherers=self.gatherers,
+        )
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
         """Whether a leaf of a batch is split over the axes of rows by rows only."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..basics.tree import leaf_path
+
 
 class Stack(eqx.Module):
     """Equal blocks, each applied to what the one before it gave.
@@ -66,3 +68,14 @@ def in_turn(rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         return (block(x) if key is None else block(x, key=key)), None
 
     return jax.lax.scan(apply, x, (arrays, keys))[0]
+
+
+def stacks_in(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:
+    """The outermost stacks with arrays, by name: their path, and how many blocks."""
+    is_stack = lambda node: isinstance(node, Stack)  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stack)
+    return {
+        leaf_path(path): (path, jax.tree.leaves(node)[0].shape[0])
+        for path, node in nodes
+        if is_stack(node) and jax.tree.leaves(node)
+    }
