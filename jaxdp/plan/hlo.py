@@ -10,6 +10,7 @@ how collectives that run beside computation are spelled; `read` knows those spel
 `async_collective_fusion`s, in which one collective is printed once per link.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
@@ -33,6 +34,12 @@ _NOT_PLAIN: Final = re.compile(
     "|".join(KINDS) + r"| (while|conditional|call|fusion)\(|-start\("
 )
 """What a computation has in its text that moves data, or calls one that may."""
+
+_PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)')
+"""A product that a library computes (`__cublas$gemm`, `__cudnn$convForward`)."""
+_PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
+"""What a computation has in its text that multiplies matrices, or may call one that
+does."""
 
 
 _TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
@@ -72,6 +79,9 @@ class Collective(NamedTuple):
     overlapped: bool
     """Whether it is split into a start and an end, so that computation may run in
     between."""
+    hidden: bool
+    """Whether matrix products or convolutions do run in between, by the order in which
+    the compiler has put the instructions."""
     path: str
     """Where in the user's program it comes from; may be empty."""
 
@@ -216,7 +226,36 @@ def _collective(
         times,
         optional,
         overlapped,
+        overlapped and _is_hidden(module, computation, each),
         each.path,
+    )
+
+
+def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
+    """Whether matrix products stand between a collective's start and its end."""
+    if not start.opcode.endswith("-start"):
+        return True  # of a TPU, which makes one fusion of both
+    following = iter(module[computation].values())
+    following = itertools.dropwhile(lambda each: each.name != start.name, following)
+    between = itertools.takewhile(
+        lambda each: (
+            not (each.opcode.endswith("-done") and start.name in each.operands)
+        ),
+        itertools.islice(following, 1, None),
+    )
+    return any(_multiplies(module, each) for each in between)
+
+
+def _multiplies(module: Module, each: Instruction) -> bool:
+    """Whether an instruction, or what it calls, is a matrix product or convolution."""
+    if each.opcode in ("dot", "convolution"):
+        return True
+    if each.opcode == "custom-call":
+        return _PRODUCT_CALL.search(each.attributes) is not None
+    return any(
+        _PRODUCT.search(module.texts[called])
+        and any(_multiplies(module, inner) for inner in module[called].values())
+        for called in each.called
     )
 
 

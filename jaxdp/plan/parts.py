@@ -79,6 +79,9 @@ class Traffic(NamedTuple):
     wire_bytes: float = 0.0
     """What a device sends by the best ring algorithm."""
     overlapped: bool = False
+    """Whether it has a start and an end, so that computation may run in between."""
+    hidden: bool = False
+    """Whether matrix products or convolutions do."""
     optional: bool = False
     crosses: bool = False
     """Whether it is between devices of several hosts."""

@@ -102,6 +102,7 @@ class Reading:
                     place_of(each),
                     times=each.times,
                     overlapped=each.overlapped,
+                    hidden=each.hidden,
                     optional=each.optional,
                     crosses=self._crosses(each.groups),
                 )

@@ -150,7 +150,8 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
     times = f"{each.count} x ?" if each.times is None else str(each.count * each.times)
     extras = {
         "between hosts": each.crosses,
-        "beside computation": each.overlapped,
+        "behind matrix products": each.hidden,
+        "beside computation": each.overlapped and not each.hidden,
         "in a branch": each.optional,
         "in a loop of unknown length": each.times is None,
     }

@@ -16,7 +16,7 @@ from .objective import CriterionObjective, LossFnObjective, Objective, split_pai
 from .own_call import with_call
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
-from .remat import Remat, check_remat, outermost_matching
+from .remat import Remat, check_remat, is_recomputed, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
@@ -52,6 +52,7 @@ __all__ = [
     "first_state",
     "has_convolutions",
     "has_own_loop",
+    "is_recomputed",
     "matmul_flops",
     "means_of",
     "new_totals",

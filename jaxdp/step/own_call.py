@@ -14,6 +14,11 @@ def with_call(module: Any, call: Callable[..., Any]) -> Any:
     return _of_class(_subclass(type(module), call), module)
 
 
+def own_call(module: Any) -> Callable[..., Any] | None:
+    """What `with_call` made a module's call, if it did."""
+    return next(iter(getattr(type(module), "_own_call", ())), None)
+
+
 @functools.cache
 def _subclass(cls: type, call: Callable[..., Any]) -> type:
     if cls.__dict__.get("_own_call") == (call,):  # called so already

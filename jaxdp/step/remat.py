@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..basics.tree import at_path, leaf_path
-from .own_call import with_call
+from .own_call import own_call, with_call
 
 Remat = bool | Callable[..., Any] | str | Sequence[str]
 """True: recompute everything. A policy of `jax.checkpoint_policies`: what it says. Path
@@ -84,6 +84,11 @@ def outermost_matching(
         for name, path in matching.items()
         if not any(path[:length] in paths for length in range(1, len(path)))
     }
+
+
+def is_recomputed(module: Any) -> bool:
+    """Whether `remat_submodules` has made calls of the module recompute."""
+    return own_call(module) is _recompute
 
 
 def _recompute(module: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import at_path, leaf_path
-from ..step import opened, programs_in, with_call
+from ..step import is_recomputed, opened, programs_in, with_call
 
 _SHARE: Final = "jaxdp_share"
 _TAKEN: Final = "jaxdp_share_taken"
@@ -91,9 +91,12 @@ class _Gathered(NamedTuple):
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
             return self._whole(module)(*arguments, **keywords)
 
-        # In a turn of a loop nothing is computed twice that XLA could join again.
         recomputed = eqx.filter_checkpoint(
-            call, policy=_is_kept, prevent_cse=not self.in_loop
+            call,
+            # A policy here would hold for what is recomputed in the module, too.
+            policy=None if is_recomputed(module) else _is_kept,
+            # A turn of a loop has nothing in it that XLA could compute once for both.
+            prevent_cse=not self.in_loop,
         )
         return recomputed(module, *arguments, **keywords)
 

@@ -245,6 +245,45 @@ def test_starts_and_ends_are_one_collective():
     assert gather.operands[0].paths == ("w",)
 
 
+def test_what_matrix_products_hide_is_told_from_what_they_could():
+    text = (
+        HEADER + ADD + """%gemm (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  ROOT %dot = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1},"""
+        """ rhs_contracting_dims={0}
+}
+
+%plain (b: f32[8,8]) -> f32[8,8] {
+  %b = f32[8,8]{1,0} parameter(0)
+  ROOT %sum = f32[8,8]{1,0} add(%b, %b)
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %one = f32[8,8]{1,0} all-reduce-start(%p), channel_id=1,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %x = f32[8,8]{1,0} fusion(%p), kind=kCustom, calls=%gemm
+  %one.done = f32[8,8]{1,0} all-reduce-done(%one)
+  %two = f32[8,8]{1,0} all-reduce-start(%x), channel_id=2,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %y = f32[8,8]{1,0} fusion(%p), kind=kLoop, calls=%plain
+  %two.done = f32[8,8]{1,0} all-reduce-done(%two)
+  %three = f32[8,8]{1,0} all-reduce-start(%y), channel_id=3,"""
+        """ replica_groups={{0,1}}, to_apply=%add
+  %z = f32[8,8]{1,0} custom-call(%p, %p), custom_call_target="__cublas$gemm"
+  %three.done = f32[8,8]{1,0} all-reduce-done(%three)
+  %four = f32[8,8]{1,0} all-reduce(%z), channel_id=4, replica_groups={{0,1}},"""
+        """ to_apply=%add
+  ROOT %last = f32[8,8]{1,0} dot(%four, %two.done), lhs_contracting_dims={1},"""
+        """ rhs_contracting_dims={0}
+}
+"""
+    )
+    found = hlo.read(text).collectives
+    assert [each.overlapped for each in found] == [True, True, True, False]
+    assert [each.hidden for each in found] == [True, False, True, False]
+
+
 def test_async_computations_are_looked_into():
     text = (
         HEADER + ADD + """%wrapped (p: f32[16]) -> f32[16] {

@@ -1,0 +1,127 @@
+"""XLA's options as a user gives them, in the spelling of the version that is here."""
+
+import difflib
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+
+CompilerOptions = Mapping[str, Any] | str | None
+"""Options of XLA by name, as `jax.jit` takes them, or an effort level."""
+
+_LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
+"""Effort levels, as XLA numbers them. From `"O1"` on it has on GPUs the latency-hiding
+scheduler, pipelined collectives, and loops of which two turns are one."""
+
+_ON: Final = "COLLECTIVE_PIPELINING_MODE_ON"
+_OFF: Final = "COLLECTIVE_PIPELINING_MODE_OFF"
+_RENAMED: Final = {
+    f"xla_gpu_pipeline_{kind}": f"xla_gpu_enable_pipelined_{kind}"
+    for kind in ("all_gather", "all_reduce", "reduce_scatter")
+}
+"""What jaxlib 0.12 calls that 0.10 called so, and took a bool for."""
+
+_KNOWN: Final = (
+    "optimization_level",
+    *_RENAMED,
+    *_RENAMED.values(),
+    "xla_cpu_copy_insertion_use_region_analysis",
+    "xla_cpu_enable_fast_math",
+    "xla_disable_hlo_passes",
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_all_reduce_combine_threshold_bytes",
+    "xla_gpu_autotune_level",
+    "xla_gpu_deterministic_ops",
+    "xla_gpu_enable_command_buffer",
+    "xla_gpu_enable_highest_priority_async_stream",
+    "xla_gpu_enable_latency_hiding_scheduler",
+    "xla_gpu_enable_triton_gemm",
+    "xla_gpu_enable_while_loop_double_buffering",
+    "xla_gpu_execution_terminate_timeout",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes",
+)
+"""Names to tell of where one is misspelled; XLA knows many more."""
+
+
+def spelled_here(options: CompilerOptions) -> dict[str, Any]:
+    """The options that this version of XLA takes.
+
+    Raises:
+        TypeError: if they are neither a dict nor a level.
+        ValueError: if XLA does not know one, or not with that value; it lists names
+            that are like it.
+    """
+    if options is None:
+        return {}
+    if isinstance(options, str):
+        if options not in _LEVELS:
+            raise ValueError(
+                f"`compiler_options` must be one of {', '.join(map(repr, _LEVELS))}, or"
+                f" a dict of XLA's options; got {options!r}."
+            )
+        options = {"optimization_level": options}
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            "`compiler_options` must be a dict of XLA's options by name, an effort"
+            f" level such as 'O1', or None; got {options!r} of type"
+            f" {type(options).__name__}."
+        )
+    return dict(_spelled(name, value) for name, value in options.items())
+
+
+def _spelled(name: Any, value: Any) -> tuple[str, Any]:
+    """An option as this version has it."""
+    name = str(name).removeprefix("--")
+    faults = []
+    for each in _spellings(name, value):
+        fault = _fault(*each)
+        if fault is None:
+            return each
+        faults.append(fault)
+    if name.startswith("xla_tpu_"):
+        return name, value  # known to the compiler for TPUs alone
+
+    known = [*_KNOWN, *_attributes()]
+    close = difflib.get_close_matches(name, [n for n in known if n != name], n=3)
+    like = f" Like it are {', '.join(close)}." if close else ""
+    raise ValueError(
+        f"`compiler_options`: jaxlib {jax.lib.__version__} does not take"
+        f" {name!r}={value!r}: {faults[0]}.{like}"
+    )
+
+
+def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What an option may be called, the given name first."""
+    if name == "optimization_level":
+        names = {number: level for level, number in _LEVELS.items()}
+        other = _LEVELS.get(value) if isinstance(value, str) else names.get(value)
+        return [(name, value)] + ([] if other is None else [(name, other)])
+    if (old := _RENAMED.get(name)) is not None:
+        return [
+            (name, {True: _ON, False: _OFF}.get(value, value)),
+            (old, value in (True, "on", _ON)),
+        ]
+    for new, old in _RENAMED.items():
+        if name == old:
+            return [(old, value), (new, _ON if value in (True, "true") else _OFF)]
+    return [(name, value)]
+
+
+@functools.cache
+def _fault(name: str, value: Any) -> str | None:
+    """Why XLA does not take an option; a program of one number is compiled with it."""
+    try:
+        jax.jit(lambda: 0).lower().compile({name: value})
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+    except (TypeError, ValueError):
+        return f"{value!r} is no value of it"
+    return None
+
+
+def _attributes() -> list[str]:
+    """Some options that this version is known to have."""
+    found = jax.jit(lambda: 0).lower().compile
+    del found
+    return []
