@@ -76,6 +76,8 @@ class Trainer:
         seed: decides initial shuffling, dropout, everything.
         reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
             `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
+        compiler_options: XLA's options for the steps, a dict, or an effort level: from
+            "O1" on, GPUs overlap communication with computation. See docs/speed.md.
         log_every_n_steps: how often loggers see a row.
         enable_progress_bar: whether to show one.
         default_root_dir: where callbacks without a path write.
@@ -101,6 +103,7 @@ class Trainer:
         data: str = "global",
         seed: int = 0,
         reproducible: str | None = None,
+        compiler_options: Mapping[str, Any] | str | None = None,
         log_every_n_steps: int = 50,
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",

@@ -29,6 +29,7 @@ _ARGUMENTS = (
     "steps_per_execution",
     "data",
     "reproducible",
+    "compiler_options",
 )
 """Those of the Trainer that a fit's numbers or its order of events depend on."""
 

@@ -58,7 +58,7 @@ def plan(
         return engine
 
     window = [batch] * run.accumulate_grad_batches
-    strategy = run.reproducibly(run.strategy)
+    strategy = run.as_asked(run.strategy)
     planner = Planner(engine_on, strategy, window, topology, hardware)
     if hosts is not None:
         check_count("hosts", hosts)
@@ -104,7 +104,7 @@ def compare(
     start = own.strategy.gather(own.state)
 
     def trace(strategy: DataParallel) -> comparison.Trace:
-        engine = run.new_engine(run.reproducibly(strategy))
+        engine = run.new_engine(run.as_asked(strategy))
         engine.programs.steps = own.programs.steps._replace(inside=())
         engine.state = engine.strategy.place(start)
         return comparison.trace(engine, strategy, found)

@@ -25,6 +25,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
+from ..strategies.compiler_options import spelled_here
 from . import checks
 from .progress import Progress
 
@@ -66,6 +67,7 @@ class Run:
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
         self.reproducible = arguments["reproducible"]
+        self.compiler_options = spelled_here(arguments["compiler_options"])
         self.seed, self.data = int(arguments["seed"]), arguments["data"]
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
@@ -108,7 +110,7 @@ class Run:
             checks.check_has_arrays(self.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            self._engine = self.new_engine(self.reproducibly(self.strategy))
+            self._engine = self.new_engine(self.as_asked(self.strategy))
         return self._engine
 
     def engine_for(self, batch: Batch) -> Engine:
@@ -144,9 +146,12 @@ class Run:
             abstract=abstract,
         )
 
-    def reproducibly(self, strategy: DataParallel) -> DataParallel:
-        """`strategy`, with the same bits on any number of devices if that is wanted."""
-        return Bitwise(strategy) if self.reproducible else strategy
+    def as_asked(self, strategy: DataParallel) -> DataParallel:
+        """`strategy` as the trainer's arguments want it to compile."""
+        if self.reproducible:
+            strategy = Bitwise(strategy)
+        options = self.compiler_options
+        return strategy.with_compiler_options(options) if options else strategy
 
     def open(self, loader: Any, argument: str, kind: Kind) -> Source:
         """What a user passed as `argument`, shared out to the processes."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
-from ..basics.console import warn
+from ..basics.console import say, warn
 from ..callbacks.states import identities, named, saved_states
 from ..checkpoint import undone_if_it_fails
 from .checks import check_json
@@ -38,6 +38,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
                 run.accumulate_grad_batches,
             ],
             "strategy": repr(run.strategy),
+            "compiler_options": {k: str(v) for k, v in run.compiler_options.items()},
             "devices": len(state.step.sharding.device_set),
         }
 
@@ -83,6 +84,14 @@ def _take_up(
             f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
             f" has `seed`={run.seed}, which decides the order of data.",
             stacklevel=6,
+        )
+
+    options = {name: str(value) for name, value in run.compiler_options.items()}
+    if meta.get("compiler_options", {}) != options:
+        say(
+            f"{path} was saved with `compiler_options`="
+            f"{meta.get('compiler_options', {})}, and this trainer has {options}: last"
+            " bits may differ"
         )
 
     saved = saved_states(trainer, meta)

@@ -2,11 +2,13 @@
 
 import abc
 import contextlib
+import copy
 import functools
 import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -80,6 +82,15 @@ class DataParallel(abc.ABC):
     program_digests: tuple[str, ...] = ()
     """Of the programs built so far, in a job of several processes."""
 
+    compiler_options: Mapping[str, Any] = MappingProxyType({})
+    """What `build` tells XLA besides; see `Trainer(compiler_options=...)`."""
+
+    def with_compiler_options(self, options: Mapping[str, Any]) -> "DataParallel":
+        """This strategy, whose programs are compiled with XLA's `options`."""
+        other = copy.copy(self)
+        other.compiler_options = options
+        return other
+
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
         """A fresh copy of `state` on the devices, in this strategy's layout.
@@ -137,7 +148,7 @@ class DataParallel(abc.ABC):
         """
         started = time.perf_counter()
         traced = self.trace(program, arguments)
-        options = options_for(traced.jaxpr, arguments, options)
+        options = options_for(traced.jaxpr, arguments, options, self.compiler_options)
         lowered = self.lower(traced)
 
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
 """XLA's options as a user gives them, in the spelling of the version that is here."""
 
 import difflib
-import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
+from jaxlib.version import __version__ as jaxlib_version
 
 CompilerOptions = Mapping[str, Any] | str | None
 """Options of XLA by name, as `jax.jit` takes them, or an effort level."""
@@ -67,12 +67,14 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
             f" level such as 'O1', or None; got {options!r} of type"
             f" {type(options).__name__}."
         )
+    if bad := [name for name in options if not isinstance(name, str)]:
+        raise TypeError(f"`compiler_options`: {bad[0]!r} is no name of an option.")
     return dict(_spelled(name, value) for name, value in options.items())
 
 
-def _spelled(name: Any, value: Any) -> tuple[str, Any]:
+def _spelled(name: str, value: Any) -> tuple[str, Any]:
     """An option as this version has it."""
-    name = str(name).removeprefix("--")
+    name = name.removeprefix("--")
     faults = []
     for each in _spellings(name, value):
         fault = _fault(*each)
@@ -82,11 +84,11 @@ def _spelled(name: Any, value: Any) -> tuple[str, Any]:
     if name.startswith("xla_tpu_"):
         return name, value  # known to the compiler for TPUs alone
 
-    known = [*_KNOWN, *_attributes()]
-    close = difflib.get_close_matches(name, [n for n in known if n != name], n=3)
+    others = [known for known in _KNOWN if known != name]
+    close = difflib.get_close_matches(name, others)
     like = f" Like it are {', '.join(close)}." if close else ""
     raise ValueError(
-        f"`compiler_options`: jaxlib {jax.lib.__version__} does not take"
+        f"`compiler_options`: jaxlib {jaxlib_version} does not take"
         f" {name!r}={value!r}: {faults[0]}.{like}"
     )
 
@@ -108,7 +110,6 @@ def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-@functools.cache
 def _fault(name: str, value: Any) -> str | None:
     """Why XLA does not take an option; a program of one number is compiled with it."""
     try:
@@ -118,10 +119,3 @@ def _fault(name: str, value: Any) -> str | None:
     except (TypeError, ValueError):
         return f"{value!r} is no value of it"
     return None
-
-
-def _attributes() -> list[str]:
-    """Some options that this version is known to have."""
-    found = jax.jit(lambda: 0).lower().compile
-    del found
-    return []

@@ -3,6 +3,8 @@
 import functools
 import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -24,21 +26,26 @@ _HOISTING: Final = "while-loop-invariant-code-motion"
 
 
 def options_for(
-    jaxpr: Any, arguments: Any, own: dict[str, Any] | None = None
+    jaxpr: Any,
+    arguments: Any,
+    own: dict[str, Any] | None = None,
+    users: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The options of XLA that a traced program is compiled with for `arguments`.
 
-    Their shardings tell the platform. `own` are instead of those for speed.
+    Their shardings tell the platform. `own` are instead of those for speed; those of
+    the user come before both.
     """
     options = _options_for_speed(jaxpr, arguments) if own is None else own
+    options = {**options, **users}
     if not _are_on_cpu(arguments) or not has_own_loop(jaxpr):
         return options
     # What does not change from turn to turn (a mask's row numbers, constants) XLA would
     # compute before the loop. What is left is fused otherwise, and sums take another
     # order: losses had other last bits than those of single steps, with some shapes.
     # So a loop over micro-batches is treated alike, in a loop over steps and alone.
-    users = re.search(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    passes = [users and users[1], options.get(_DISABLED), _HOISTING]
+    flag = re.search(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    passes = [flag and flag[1], options.get(_DISABLED), _HOISTING]
     return {**options, _DISABLED: ",".join(filter(None, passes))}
 
 

@@ -147,6 +147,12 @@ class FSDP(_Split):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self._gather = _checked(gather)
+        self._modules = NO_GATHERERS
+        self._at_once = False
+
+    @property
+    def gatherers(self) -> Gatherers:
+        return NO_GATHERERS if self._at_once else self._modules
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -157,9 +163,9 @@ class FSDP(_Split):
 
     def reason(self, path: str, leaf: Array) -> str:
         why = super().reason(path, leaf)
-        if not self.gatherers.gather(path, self._split(path, leaf)):
+        if not self._modules.gather(path, self._split(path, leaf)):
             return why
-        return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
+        return f"{why}, gathered in each call of {self._modules.owner(path)}"
 
     def compile(
         self,
@@ -180,9 +186,9 @@ class FSDP(_Split):
                 f"{self!r} gathers all parameters before the step: the loss uses some"
                 " by themselves, and not only in calls of the modules that gather them"
             )
-        once = copy.copy(self)
-        once.gatherers = NO_GATHERERS
-        return super(FSDP, once).compile(
+        at_once = copy.copy(self)  # whose leaves are split alike
+        at_once._at_once = True
+        return super(FSDP, at_once).compile(
             step, arguments, roles, results, donate=donate, split=split
         )
 
@@ -193,7 +199,7 @@ class FSDP(_Split):
 
     def _layouts(self, state: TrainState) -> TrainState:
         # The arrays may be trained, or frozen, or both.
-        self.gatherers = self._gatherers(eqx.combine(state.params, state.buffers))
+        self._modules = self._gatherers(eqx.combine(state.params, state.buffers))
         return super()._layouts(state)
 
     def _gatherers(self, model: PyTree) -> Gatherers:
@@ -214,10 +220,10 @@ class FSDP(_Split):
         return Gatherers(paths, stacked)
 
     def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
-        owner = self.gatherers.owner(path)
+        owner = self._modules.owner(path)
         if owner is not None:
             # Of a block, so that it can be gathered by itself, if it has such an axis.
-            blocks = PartitionSpec(*[_BLOCKS] * self.gatherers.stacked[owner])
+            blocks = PartitionSpec(*[_BLOCKS] * self._modules.stacked[owner])
             found = split_axis(leaf, self._parts, self.min_size, blocks)
             if found[0] is not None:
                 return found

@@ -52,9 +52,6 @@ class Sharded(DataParallel):
     row_axes: tuple[str, ...] = (DATA,)
     """The axes of the mesh that rows are split over."""
 
-    gatherers: Gatherers = NO_GATHERERS
-    """The modules that gather their parameters when they are called."""
-
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
             found = find_devices(devices)
@@ -72,6 +69,11 @@ class Sharded(DataParallel):
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
         self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
+
+    @property
+    def gatherers(self) -> Gatherers:
+        """The modules that gather their parameters when they are called: none."""
+        return NO_GATHERERS
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """How a leaf of the model is split; its optimizer state follows.
