@@ -130,17 +130,29 @@ class LossFnObjective:
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments after `model`: the batch by place, ours by name."""
+        """The arguments after `model`: the batch by place, ours by name.
+
+        A name such as `mask` means ours, unless the batch has more elements than there
+        are other places: then the first such names are the batch's.
+        """
         _, *after_model = self.signature.parameters.values()
-        keywords = {p.name: offered[p.name] for p in after_model if p.name in offered}
+        reserved = [p.name for p in after_model if p.name in offered]
+        others = [p for p in after_model if p.name not in offered]
+        if any(p.kind is p.VAR_POSITIONAL for p in others):
+            short = 0
+        else:
+            takes = [
+                p for p in others if p.kind <= p.POSITIONAL_OR_KEYWORD or _is_bare(p)
+            ]
+            short = max(0, len(given) - len(takes))
+        keywords = {name: offered[name] for name in reserved[short:]}
         arguments: list[Any] = []
         queue = list(given)
 
         for place in after_model:
             if place.kind is place.KEYWORD_ONLY:
                 # functools.partial makes so what follows an argument that it fills.
-                is_bare = place.default is place.empty
-                if is_bare and queue and place.name not in keywords:
+                if _is_bare(place) and queue and place.name not in keywords:
                     keywords[place.name] = queue.pop(0)
             elif place.kind <= place.POSITIONAL_OR_KEYWORD:
                 if place.name in keywords:
@@ -168,7 +180,7 @@ class LossFnObjective:
             f"`loss_fn` is ({', '.join(shown)}) but a batch of this loader has"
             f" {given} element(s): after the model come the elements of a tuple batch,"
             " or the whole batch if it is not a tuple, then any of"
-            f" {', '.join(offered)} by name; what is named so is never the batch's."
+            f" {', '.join(offered)} by name."
         )
         if self.takes_state and "state" not in offered:
             message += (
@@ -176,6 +188,11 @@ class LossFnObjective:
                 " State that eqx.nn.make_with_state returned."
             )
         return message
+
+
+def _is_bare(parameter: inspect.Parameter) -> bool:
+    """Whether an argument must be given."""
+    return parameter.default is parameter.empty
 
 
 Objective = CriterionObjective | LossFnObjective

@@ -62,7 +62,7 @@ class TensorParallel(Sharded):
         found = find_devices(devices)
         _check_mesh_shape(mesh_shape, len(found))
         for rule in rules:
-            _check_rule(rule)
+            _check_rule(rule, mesh_shape)
         self.rules = [(pattern, spec) for pattern, spec in rules]
         self.min_size = min_size
         if _FSDP in mesh_shape:
@@ -213,13 +213,19 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
         )
 
 
-def _check_rule(rule: Any) -> None:
+def _check_rule(rule: Any, mesh_shape: Mapping[str, int]) -> None:
     kinds = tuple(map(type, rule)) if isinstance(rule, tuple | list) else ()
     if kinds != (str, PartitionSpec):
         raise TypeError(
             "`rules` must be (path pattern, PartitionSpec) pairs, such as"
             f' ("layers[0].weight", PartitionSpec("model", None)); got {rule!r}.'
         )
+    for name in (name for entry in rule[1] for name in names_of(entry)):
+        if name not in mesh_shape:
+            raise ValueError(
+                f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, and"
+                f" `mesh_shape` has {', '.join(mesh_shape)}."
+            )
 
 
 def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
