@@ -156,6 +156,8 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
             f"{argument} is torch's {type(given).__name__}, which can't compute on JAX"
             f" arrays; pass a name ({names}) or an optax loss."
         )
+
+    # A function, that takes two arguments.
     try:
         signature = inspect.signature(given)
     except ValueError:  # some built-in callables have none

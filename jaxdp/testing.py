@@ -61,14 +61,20 @@ def check_strategy(
             "your model is yours: `place` handed out the user's own buffer, and a step"
             " overwrote it. Copy in `place`, for example with jnp.copy inside jax.jit."
         )
+
+    # The same numbers, by one program.
     _same("the loss of step", found.losses, expected.losses)
     assert found.traces == expected.traces, (
         f"one compile: the step was traced {found.traces} times, and"
         f" {expected.traces} on one device"
     )
+
+    # Several micro-batches, and rows that interact.
     accumulating = _trainer(SingleDevice(), model, "cross_entropy", accumulate=2)
     accumulating.compare(batches, strategy, steps=10).assert_close(TOLERANCE)
     _check_rows_that_interact(strategy, model, batches)
+
+    # Validation and prediction.
     metrics = [run.trainer.validate(batches) for run in (found, expected)]
     for name in metrics[1]:
         _same(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])

@@ -47,6 +47,7 @@ def check_number(
             f"`{name}` must be a number{or_else}; got {value!r} of type"
             f" {type(value).__name__}."
         )
+
     value = float(value)
     rules = {
         f"{least} or more": least is None or value >= least,

@@ -130,6 +130,8 @@ class GradientMonitor(Callback):
         self._checked += 1
         if self._checked != self.check_steps:
             return
+
+        # Once, after the last of the first steps.
         for path, has_gradient, is_updated in zip(self._leaves, *alive, strict=True):
             if not has_gradient:
                 self.dead.append(path)

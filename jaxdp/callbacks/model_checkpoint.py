@@ -88,6 +88,8 @@ class ModelCheckpoint(Callback):
             text = "`monitor` must be the name of a metric or None"
             raise TypeError(f"{text}; got {monitor!r}.")
         check_count("save_top_k", save_top_k, least=-1, or_else=", -1 for all")
+
+        # When to save: at every epoch, if nothing is said.
         if every_n_train_steps is not None:
             check_count("every_n_train_steps", every_n_train_steps, or_else=" or None")
         if every_n_epochs is not None:
@@ -99,6 +101,7 @@ class ModelCheckpoint(Callback):
             every_n_epochs = 1
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
+
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
         self._follows_trainer = dirpath is None
         self.monitor = monitor
@@ -109,6 +112,8 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
         self.on_save_error = on_save_error
+
+        # Known once a fit has begun.
         self._dir: CheckpointDir | None = None
         self._run_id: str | None = None
         self._scores: dict[int, float] = {}  # of every step that is saved

@@ -84,6 +84,8 @@ class NanGuard(Callback):
         self.warmup = warmup
         self.skipped_steps: list[int] = []
         self.rollbacks = 0
+
+        # What the run has shown so far.
         self._usual = _Usual()
         self._in_a_row = self._restored_in_a_row = 0
         self._trainer: Any = None
@@ -159,6 +161,8 @@ class NanGuard(Callback):
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped and not self._is_spike(float(metrics["loss"])):
             return
+
+        # What has happened, in words.
         place = f"epoch {epoch}, step {step} (batch_idx {batch_idx}):"
         if skipped:
             self.skipped_steps.append(step)
@@ -169,6 +173,8 @@ class NanGuard(Callback):
                 f"{place} the loss was {metrics['loss']:.6g}, and {usual.mean:.6g} +-"
                 f" {usual.deviation:.3g} is usual"
             )
+
+        # What to do about it.
         if self.action == "stop":
             model = "The update was not applied: `trainer.model` is the last good one. "
             raise FloatingPointError(

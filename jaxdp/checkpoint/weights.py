@@ -53,6 +53,8 @@ def load_model(
                 " and no `state`; use a checkpoint or .safetensors."
             )
         return _load_eqx(path, like)
+
+    # What is wanted, by name, and what the file has of it.
     wanted = _arrays(like)
     if path.endswith(".safetensors"):
         if state is not None:
@@ -67,6 +69,7 @@ def load_model(
         for name, leaf in wanted.items()
         if stored.get(name) == shape_text(plain(leaf))
     }
+
     _report(path, wanted, found, stored, partial)
     values = read(found)
     model = _filled(like, values, "")

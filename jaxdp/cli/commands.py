@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added.add_argument
 
+    # One command after the other.
     option = add(_doctor, "say what works here, and what to do about the rest")
     option("--quick", action="store_true", help="leave out what takes seconds to try")
 
@@ -223,6 +224,7 @@ def _plan_script(script: str, arguments: Sequence[str], **options: Any) -> Any:
     def plan(trainer: Trainer, train_loader: Any) -> NoReturn:
         raise _Planned(trainer.plan(train_loader, **options))
 
+    # The script runs as ever, up to its first `fit`.
     with _as_main(script, arguments), instead_of_training(plan):
         try:
             runpy.run_path(script, run_name="__main__")

@@ -369,6 +369,8 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
                 " gives single examples; wrap it: torch.utils.data.DataLoader(dataset,"
                 " batch_size)."
             )
+
+    # Any iterable, but not what iterates over something else.
     if hasattr(loader, "dtype") or isinstance(loader, str | bytes | dict):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"

@@ -49,6 +49,8 @@ def choose_place(
         "num_processes": num_processes,
         "process_id": process_id,
     }
+
+    # What is not given, the launcher's variables tell.
     absent = [name for name, value in given.items() if value is None]
     place = find_place() if absent else Place("the arguments", 0, 0, "", (), "")
     if place is None and len(absent) == len(given):
@@ -58,6 +60,8 @@ def choose_place(
             f"`{'`, `'.join(absent)}` can't be found out: the environment is not that"
             f" of torchrun, mpirun, srun or Kubernetes. Pass all of {', '.join(given)}."
         )
+
+    # What is given comes first.
     if num_processes is not None:
         place = place._replace(num_processes=num_processes, local_count=None)
     if process_id is not None:
@@ -65,6 +69,7 @@ def choose_place(
     if address is not None:
         host, port = split_address(address, "coordinator_address")
         place = place._replace(host=host, ports=(port,))
+
     if not 0 <= place.process_id < place.num_processes:
         raise ValueError(
             f"`process_id` must be from 0 to {place.num_processes - 1}, for"

@@ -202,6 +202,7 @@ class Programs:
             make = self._evaluate if kind == "evaluate" else self._predict
             return self._made(make(inputs, groups), packed.split)
 
+        # As if rows were independent, which tracing may refute.
         with no_ambient_mesh(), self._compilations.timed(WHAT[kind], packed):
             try:
                 return attempt()

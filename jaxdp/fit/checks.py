@@ -33,6 +33,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     if found["strategy"] is None:
         found["strategy"] = Sharded()
 
+    # Each by itself.
     check_model(found["model"], must_be_callable=found["loss_fn"] is None)
     check_state(found["model"], found["state"])
     check_optimizer(found["optimizer"])
@@ -51,6 +52,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         check_number("gradient_clip_val", norm, above=0, or_else=none)
     check_is_local("default_root_dir", found["default_root_dir"])
 
+    # Those that have to do with each other.
     strategy = found["strategy"]
     if found["reproducible"]:
         strategy = Bitwise(strategy)  # refuses now what it can't keep
@@ -263,6 +265,8 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             if loss is None
             else CriterionObjective(losses.find_loss(loss), criteria)
         )
+
+    # A whole loss: nothing else may say what to compute.
     if loss is not None:
         raise ValueError(
             "`loss` and `loss_fn` were both given; `loss` is a criterion (prediction,"
@@ -278,6 +282,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
             + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
         )
+
     objective = LossFnObjective(loss_fn)
     if state is not None and not objective.takes_state:
         raise ValueError(

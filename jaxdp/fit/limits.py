@@ -55,12 +55,16 @@ class Limits:
             if value is not None and value != -1:
                 check_count(name, value, least=0)
         check_count("check_val_every_n_epoch", every_n_epoch)
+
+        # Totals of a run; -1 is none.
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
         self.seconds: float | None = None
         if max_time is not None:
             self.seconds = parse_duration(max_time, "max_time")
         self.deadline: float | None = None
+
+        # When to validate, and on how much.
         self.check_val_every_n_epoch = every_n_epoch
         self.val_limit = self.val_batches = None
         if val is not None:
@@ -69,6 +73,8 @@ class Limits:
             )
             self.val_batches = _least(val.sure_batches, self.val_limit)
         self.skips_validation = self.val_limit == 0
+
+        # How long an epoch is, where that is known.
         self.train_batches = capped(
             "limit_train_batches", wanted.limit_train_batches, train.num_batches
         )

@@ -72,11 +72,13 @@ class Loop:
         self.progress = trainer.run.progress
         self._rolled_back: RollBack | None = None
 
+        # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
         val = None
         if val_loader is not None:
             val = trainer.run.open(val_loader, "val_loader", "evaluate")
 
+        # A fit for trying leaves some of it out.
         if not isinstance(wanted.fast_dev_run, bool):
             count = wanted.fast_dev_run
             check_count("fast_dev_run", count, least=0, or_else=", or bool")
@@ -165,6 +167,7 @@ class Loop:
                 f"going on in epoch {self._epoch}, after batch {self.progress.done} of"
                 " it, where the last fit stopped"
             )
+
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.steps_per_epoch
         run.num_val_batches = None if self.val is None else limits.val_batches

@@ -148,9 +148,13 @@ class Progress:
             place = None if self.is_whole else source.place(self.done)
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
+
+        # Of the validations' loader, if it was read since.
         val, was_read = self._val_state, self._val is not None and self._val.begun
         if self._val is not None and (was_read or val is None):
             val = self._val.state_now()
+
+        # An epoch that is over counts as the next one, not begun.
         of_epoch = Progress() if self.is_whole else self
         return {
             "global_step": self.global_step,

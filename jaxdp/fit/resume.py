@@ -55,6 +55,8 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
         trainer.load(where)
         say(f"resumed {_place(trainer)} from {os.path.abspath(where)}")
         return
+
+    # A word: what the callbacks have saved.
     savers = savers_of(trainer)
     if not savers:
         raise ValueError(
@@ -68,6 +70,8 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
                 "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
                 " by; use 'last', or ModelCheckpoint(monitor='val_loss')."
             )
+
+    # One process looks, and all try the same ones.
     paths, faults = trainer.run.processes.first(
         "which checkpoint to resume from",
         lambda: _paths(trainer, where, savers),

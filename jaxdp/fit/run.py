@@ -72,6 +72,7 @@ class Run:
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
 
+        # Beside the other processes.
         self.processes = find_processes()
         self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
         self.interrupts = Interrupts(self.processes)
@@ -82,6 +83,7 @@ class Run:
         )
         self.progress = Progress()
 
+        # Where a fit is.
         self.ahead = 0
         self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
         self.stopwatch: Stopwatch = NO_STOPWATCH
@@ -91,6 +93,7 @@ class Run:
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
 
+        # What an engine is made of, once one is needed.
         self._parts = checks.split_model(self.model, arguments["filter_spec"])
         self._criteria = losses.find_metrics(arguments["metrics"])
         self._objective = checks.choose_objective(arguments)

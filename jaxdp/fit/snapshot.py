@@ -21,6 +21,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
     with run.interrupts.whole():
         run.renew_hooks(trainer.callbacks)
         state = run.settled_engine("`save`").state
+        # All but the arrays.
         meta = {
             "run_id": run.id,
             **run.progress.state_dict(run.share("train")),
@@ -86,6 +87,7 @@ def _take_up(
             stacklevel=6,
         )
 
+    # What decides the numbers, or their last bits.
     options = {name: str(value) for name, value in run.compiler_options.items()}
     if meta.get("compiler_options", {}) != options:
         say(

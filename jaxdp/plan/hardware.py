@@ -152,6 +152,7 @@ def topology(name: str, count: int | None = None) -> Devices:
         )
     gpu, gpus, tpu, number, lengths = match.groups()
 
+    # GPUs, eight to a node.
     if gpu:
         count = count or int(gpus)
         per_node = math.gcd(count, 8) if count > 8 else count
@@ -162,6 +163,7 @@ def topology(name: str, count: int | None = None) -> Devices:
         devices = gpu_devices(name, target, shape)
         return Devices(devices, f"{count} x {gpu.upper()}", "gpu", HARDWARE[gpu])
 
+    # TPUs, in a slice.
     shape = tuple(map(int, lengths.split("x"))) if lengths else ()
     if not lengths or count not in (None, math.prod(shape)):
         chips = count or int(number) // (2 if tpu == "v5p" else 1)

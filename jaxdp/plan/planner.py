@@ -172,9 +172,12 @@ def _planned(
     reading = Reading(
         engine.held.shapes(), engine.held.flat.places, engine.strategy, hosts, runs
     )
+
+    # The compiler's count has what it made of the step; of loops one turn.
     traced = reading.flops
     compiled = (runs.compiled.cost_analysis() or {}).get("flops", 0)
     operations = compiled if traced is None else traced / count
+
     return Plan(
         planner=planner,
         device=devices.name,

@@ -52,6 +52,7 @@ class Reading:
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
         self.is_whole: bool = getattr(strategy, "state_is_whole", False)
 
+        # What it was compiled for.
         self.steps: int = runs.steps
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
@@ -59,6 +60,7 @@ class Reading:
         flops = None if runs.built is None else runs.built.flops
         self.flops = None if flops is None else flops / runs.steps
 
+        # What the compiler made of it.
         self.program = hlo.read(runs.compiled.as_text())
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
@@ -108,6 +110,7 @@ class Reading:
                 )
                 found.setdefault(alike, []).append(each)
 
+        # Bytes of a step, of which a dispatch may have several.
         traffic = []
         for alike, listed in found.items():
             times, steps = alike.times or 1, self.steps

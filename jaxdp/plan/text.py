@@ -42,6 +42,7 @@ def headline(plan: Any) -> str:
 
 def sections(plan: Any) -> Iterator[Section]:
     """All that a plan has to say, the most important first."""
+    # What it holds, sends and copies.
     yield _memory(plan.memory)
 
     yield Section(
@@ -66,6 +67,7 @@ def sections(plan: Any) -> Iterator[Section]:
     if plan.could_split:
         yield _could_split(plan)
 
+    # What it computes, and how long that takes.
     yield Section("Operations", lines=_operations(plan))
     if plan.estimate is not None:
         yield _estimate(plan)

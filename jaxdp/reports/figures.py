@@ -73,6 +73,7 @@ def draw(
         def _repr_png_(self) -> bytes:
             return to_png(self)
 
+    # Up to three in a row; of four, two.
     count = max(len(charts), 1)
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
@@ -83,6 +84,7 @@ def draw(
     )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
 
+    # One chart each.
     for index, (name, curves) in enumerate(charts.items()):
         axes = figure.add_subplot(rows, columns, index + 1)
         _draw_chart(axes, curves)

@@ -65,6 +65,7 @@ class CriterionObjective:
         }
         values = {name: losses.per_row(value) for name, value in found.items()}
 
+        # What the user is to be told of them.
         notes = _notes_on_scalars("`metrics`", values)
         loss = found["loss"]
         if loss.ndim > 1 and loss.size > len(loss):
@@ -74,6 +75,7 @@ class CriterionObjective:
             )
             notes = note, *notes
 
+        # Labels have as many classes as there are logits.
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         num_classes = prediction.shape[-1] if labelled else None
@@ -108,6 +110,8 @@ class LossFnObjective:
             return self.loss_fn(model, *arguments, **keywords)
 
         result = call_loss_fn(call, model, model_state, bound_axes)
+
+        # The state comes last.
         if self.takes_state and model_state is not None:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(

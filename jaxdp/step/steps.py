@@ -165,6 +165,7 @@ class Steps(NamedTuple):
         assert objective is not None
         weights, step, scale = inputs
 
+        # The same keys whatever the devices: of the seed and the step.
         step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
         total = count_rows(groups)
         if weights.model_state is not None or objective.takes_key:
@@ -175,6 +176,7 @@ class Steps(NamedTuple):
 
         def gradients(model_state: PyTree, micro: MicroBatch) -> tuple[PyTree, ...]:
             def mean_loss(params: PyTree) -> tuple[Array, tuple[Any, ...]]:
+                # The model, as it is called here.
                 model = remat_submodules(self._model(params, buffers), self.remat)
                 model = collectives.arrange(model)
                 batch = cast_batch(model, mark_rows(micro.batch), self.precision)
@@ -184,10 +186,14 @@ class Steps(NamedTuple):
                     model, model_state, batch, rows, collectives.axis_names
                 )
                 _check_depends(found.values["loss"], params)
+
+                # Whether rows may have been worked on apart.
                 facts = self._facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
                     collectives.need_all_rows()
                 sums = sums_of(found, rows.mask, facts)
+
+                # The share of these rows in the mean over all.
                 loss = sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
@@ -282,6 +288,7 @@ class Steps(NamedTuple):
         takes_value = any(
             p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters
         )
+        # Some rules ask for the loss.
         extra = {"value": loss} if takes_value else {}
         try:
             return update(grads, state.opt_state, state.params, **extra)

@@ -355,6 +355,7 @@ def put_rows(
 
         return jax.make_array_from_callback(shape.shape, sharding, part)
 
+    # Each batch, all its leaves.
     placed = []
     for group in groups:
         shapes = blocks.whole(group, axis) if split else group

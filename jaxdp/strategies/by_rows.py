@@ -111,6 +111,8 @@ class ByRows(Collectives):
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+
+        # What modules gather for themselves stays split, and so do its gradients.
         weights = next(_weights_in(inputs))
         trained = self._shares(weights.params)
         shares = trained | self._shares(weights.buffers)
@@ -178,6 +180,7 @@ class ByRows(Collectives):
             self.updated(leaf_path(path), jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
             for path, x in leaves
         ]
+        # Split over other axes before, and over those of the rows after.
         others = [_without(self.row_axes, spec) for spec in specs]
         targets = [
             spec if self._ends_in_row_axes(spec) else other
@@ -198,6 +201,7 @@ class ByRows(Collectives):
             check_vma=False,
         )([leaf for _, leaf in leaves])
 
+        # Those of shares come in at their places.
         def filled(path: Any, leaf: Any) -> Any:
             return shares.get(leaf_path(path)) if leaf is None else leaf
 

@@ -62,6 +62,7 @@ class Gatherers(NamedTuple):
         def marked(path: Any, leaf: Any) -> Any:
             return checkpoint_name(leaf, _SHARE) if leaf_path(path) in specs else leaf
 
+        # Marked, so that other uses of them are found; see `check_shares_are_gathered`.
         model = jax.tree_util.tree_map_with_path(marked, model)
         for name, path in self.paths.items():
             own = {

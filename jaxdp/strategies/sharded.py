@@ -180,6 +180,7 @@ class Sharded(DataParallel):
             params[tuple(map(str, path))] = leaf.shape, layout
 
         def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
+            # The longest path of a parameter that this one ends with.
             keys = tuple(map(str, path))
             for start in range(len(keys) + 1):
                 shape, layout = params.get(keys[start:], (None, None))
@@ -196,6 +197,7 @@ class Sharded(DataParallel):
             split = ", split by its own shape" if any(spec) else ", whole"
             return Layout(spec, f"like no parameter{split}")
 
+        # Parameters first: the others follow them.
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
         whole = Layout(PartitionSpec(), "whole")

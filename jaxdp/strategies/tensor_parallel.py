@@ -181,6 +181,8 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
         elif isinstance(node, eqx.nn.MultiheadAttention):
             inputs = ("query_proj", "key_proj", "value_proj")
             pairs = [({name: getattr(node, name) for name in inputs}, "output_proj")]
+
+        # A pair: split by outputs, then by inputs.
         for outward, inward in pairs:
             for name, layer in outward.items():
                 rules.append((f"{prefix}{name}.weight", PartitionSpec(axis, None)))
