@@ -27,6 +27,10 @@ class EarlyStopping(MetricCheck):
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.
         verbose: whether to print why the fit was stopped.
+        restore_best: whether a fit ends with the weights, and the optimizer's state, of
+            the best check. A copy of them is kept on the host: each improvement waits
+            for the device. It is in no checkpoint, so that after a resume only checks
+            since then can be gone back to; `ModelCheckpoint(monitor=...)` keeps all.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -51,6 +55,7 @@ class EarlyStopping(MetricCheck):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         verbose: bool = True,
+        restore_best: bool = False,
     ):
         super().__init__(monitor, patience, min_delta, mode)
         for name, threshold in (
@@ -63,13 +68,16 @@ class EarlyStopping(MetricCheck):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.verbose = verbose
+        self.restore_best = restore_best
         self.stopped_epoch: int | None = None
         self.reason: str | None = None
         self._last: tuple[float, bool] | None = None  # a value, and whether it improved
-        self._is_restored = False
+        self._is_restored = self._has_failed = False
+        self._best: tuple[int, dict[str, Any]] | None = None  # after which step
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         super().on_fit_start(trainer)
+        self._has_failed = False
         if self._is_restored and self._last is not None:
             # A run that was killed when it was to stop has nothing more to do, unless
             # the rules are others now.
@@ -80,11 +88,35 @@ class EarlyStopping(MetricCheck):
         improved = self.improves(value)
         if not improved:
             self.wait_count += 1
+        elif self.restore_best:
+            engine = trainer.run.settled_engine("`EarlyStopping(restore_best=True)`")
+            learned = engine.strategy.fetch(_learned(engine.state))
+            self._best = trainer.global_step, learned
         self._last = value, improved
         self.reason = self._reason(value, improved)
         if self.reason is not None:
             self.stopped_epoch = trainer.current_epoch
         self._stop_if(self.reason, trainer)
+
+    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+        self._has_failed = True  # a resumed run goes on where this one ended
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        if not self.restore_best or self._has_failed or self.best_score is None:
+            return
+        if self._best is None:
+            if self.wait_count:
+                text = "the best weights are of before the resume, and not kept here"
+                announce(trainer, "EarlyStopping", text)
+            return
+        step, learned = self._best
+        if step != trainer.global_step:
+            engine = trainer.run.engine
+            engine.state = engine.strategy.place(engine.state._replace(**learned))
+            text = (
+                f"back to step {step}, where {self.monitor} was {self.best_score:.6g}"
+            )
+            announce(trainer, "EarlyStopping", text)
 
     def state_dict(self) -> dict[str, Any]:
         last = self._last and [str(self._last[0]), self._last[1]]
@@ -117,3 +149,8 @@ class EarlyStopping(MetricCheck):
         if not improved and self.wait_count >= self.patience:
             return f"{self.not_improved()}."
         return None
+
+
+def _learned(state: Any) -> dict[str, Any]:
+    """What of a state belongs to its weights."""
+    return {k: getattr(state, k) for k in ("params", "model_state", "opt_state")}

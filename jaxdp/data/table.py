@@ -55,7 +55,7 @@ def fetch(
             start = stop
         return batches
 
-    # As many batches at a time as fit into the cache.
+    # As many small batches together as `_FETCH_AT_ONCE` allows.
     for first in lists:
         many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
         parts, error = taken(lists, many - 1 if ahead else 0)
