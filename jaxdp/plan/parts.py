@@ -45,9 +45,10 @@ class Memory(NamedTuple):
     """The key, the step's number and the sums of metrics."""
     batch: int
     gradients: int
-    """All together: as large as the trained parameters that the step works with. How
-    many there are at a time, in `temporary` or where results go, is the compiler's
-    choice; so they are not added to the peak, which has them already."""
+    """All together: as large as the trained parameters that the step works with, of
+    those that are gathered block by block the shares. How many there are at a time, in
+    `temporary` or where results go, is the compiler's choice; so they are not added to
+    the peak, which has them already."""
     temporary: int
     """What is neither argument nor result where that is most: activations, buffers of
     collectives, and gradients."""
@@ -129,7 +130,7 @@ class Estimate(NamedTuple):
     efficiency: float
     """Least share of `worst` that is not communication; 1.0 on one device."""
     fits: bool
-    """Whether the peak is less than the hardware's memory."""
+    """Whether the peak is no more than what JAX takes of the hardware's memory."""
 
 
 class Row(NamedTuple):

@@ -118,8 +118,10 @@ class Plan:
         """The largest global batch whose peak fits: found by compiling, not crashing.
 
         Args:
-            memory: bytes per device that may be used; by default what the device or the
-                hardware's profile has, less a tenth for what no program knows of.
+            memory: bytes per device that may be used; by default what JAX gives a
+                program on the device, or on the hardware of the profile (of a GPU three
+                quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION), less a tenth for what no
+                program knows of.
 
         Returns:
             Rows; 0 if not even one row per shard fits.

@@ -15,6 +15,7 @@ from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
 from .reading import Reading, estimate
+from .text import in_bytes
 
 
 class Planner:
@@ -73,7 +74,7 @@ class Planner:
             found = self._devices(None)
             profile = self.hardware or found.hardware
             has = found.are_here and devices_of.memory_of(found.devices[0])
-            has = has or profile and profile.memory
+            has = has or profile and devices_of.usable_memory(profile)
             if not has:
                 raise ValueError(
                     "`memory` is needed: this device does not say how much it has. Pass"
@@ -236,7 +237,19 @@ def _notes(
             "without a GPU the compiler can't try kernels out, nor ask cuDNN and cuBLAS"
             " for their workspaces"
         )
+    if reading.gathered:
+        exact.append(
+            "gradients of parameters that are gathered block by block, as the shares"
+            " that a device keeps; a block's whole ones are temporary memory"
+        )
     if profile is not None:
+        usable = devices_of.usable_memory(profile)
+        if usable < profile.memory:
+            exact.append(
+                f"memory of {profile.name}: {in_bytes(usable)} of its"
+                f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU; set"
+                " XLA_PYTHON_CLIENT_MEM_FRACTION to more, .9 say, before it starts"
+            )
         indicative.append(
             f"seconds, from the peaks of {profile.name} and ring algorithms at full"
             " bandwidth: real steps reach 30 to 60 % of peaks. Efficiency counts no"

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import jax
 
+from ..basics.tree import leaf_path
 from . import hlo
-from .hardware import Hardware
+from .hardware import Hardware, usable_memory
 from .leaves import leaves_of, nbytes
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Split, Traffic
 
@@ -69,6 +70,7 @@ class Reading:
         )
         self.leaves = self.state + self.batch
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
+        self.gathered = self._gathered_in_calls(state, strategy)
 
     def memory(self) -> Memory:
         """What a device holds while it takes a step."""
@@ -81,7 +83,7 @@ class Reading:
         overwritten, temporary = found.alias_size_in_bytes, found.temp_size_in_bytes
         return Memory(
             **{field: held[group] for field, group in GROUPS.items()},
-            gradients=int(sum(map(self._gathered_bytes, self.params))),
+            gradients=int(sum(map(self._gradient_bytes, self.params))),
             temporary=temporary,
             arguments=arguments,
             results=results,
@@ -182,6 +184,30 @@ class Reading:
         """Whether devices of several hosts exchange data in any of the groups."""
         return any(len({self.hosts[place] for place in group}) > 1 for group in groups)
 
+    def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
+        """The parameters that modules gather when they are called, and not the step.
+
+        Of a strategy that has such modules a step may gather all at once nevertheless,
+        where rows interact say. Then nothing is gathered in a pass of the model.
+        """
+        gatherers = getattr(strategy, "gatherers", None)
+        places = [_place(each.path) for each in self.program.collectives]
+        in_calls = any(": " in each and each.endswith("parameters") for each in places)
+        if gatherers is None or not in_calls:
+            return frozenset()
+        named = jax.tree_util.tree_leaves_with_path(state.params)
+        return frozenset(
+            leaf_path(path)
+            for path, leaf in named
+            if gatherers.gather(leaf_path(path), leaf.sharding.spec)
+        )
+
+    def _gradient_bytes(self, leaf: Leaf) -> float:
+        """Bytes of a leaf's gradient: it is summed straight into shares, or whole."""
+        if leaf.path in self.gathered:
+            return leaf.bytes_per_device
+        return self._gathered_bytes(leaf)
+
     def _gathered_bytes(self, leaf: Leaf) -> float:
         """Bytes of a leaf, less what axes without rows split it into."""
         others = [name for name in self.mesh if name not in self.row_axes]
@@ -224,7 +250,7 @@ def estimate(profile: Hardware, reading: Reading, flops: float) -> Estimate:
         max(busy, communication),
         worst,
         busy / worst if worst else 1.0,
-        memory.peak <= profile.memory,
+        memory.peak <= usable_memory(profile),
     )
 
 

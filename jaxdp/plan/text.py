@@ -233,7 +233,7 @@ def _estimate(plan: Any) -> Section:
             f" {in_seconds(found.compute)}, memory {in_seconds(found.memory)},"
             f" communication {in_seconds(found.communication)}; efficiency"
             f" {found.efficiency:.0%} or more of one device's.",
-            f"The peak {fits} into its memory.",
+            f"The peak {fits} into what JAX takes of its memory.",
         ],
     )
 

@@ -10,9 +10,11 @@ from planned import PARAMS, Split, batch, comparable, trainer, whole_plan
 from toys import NormNet
 
 from jaxdp import (
+    FSDP,
     Pmap,
     Sharded,
     SingleDevice,
+    Stack,
     Trainer,
 )
 from jaxdp.callbacks import DonateBuffers, NanGuard
@@ -251,6 +253,42 @@ def test_a_leaf_of_the_batch_may_be_for_nothing(strategy):
         strategy=strategy,
     ).plan([x])
     assert plan.memory.batch - alone.memory.batch == 4 * 8 / strategy.num_shards
+
+
+class Deep(eqx.Module):
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 4)
+        self.blocks = Stack([eqx.nn.Linear(16, 16, key=key) for key in keys])
+        self.last = eqx.nn.Linear(16, 8, key=keys[0])
+
+    def __call__(self, x):
+        return self.last(self.blocks(x))
+
+
+IN_BLOCKS, OUTSIDE = 4 * 4 * 17 * 16, 4 * 17 * 8
+"""Bytes of the model."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [(FSDP(), 8), (FSDP(groups=2), 4), (FSDP(gather="once"), 1)]
+)
+def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
+    plan = trainer(strategy, Deep()).plan([batch()])
+    assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
+    assert ("gathered block by block" in str(plan)) == (parts > 1)
+    assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
+
+
+def test_gradients_are_whole_where_rows_interact():
+    def loss_fn(model, x, y):
+        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+
+    plan = trainer(FSDP(), Deep(), loss=None, loss_fn=loss_fn).plan([batch()])
+    assert plan.memory.gradients == IN_BLOCKS + OUTSIDE
+    assert "gathered block by block" not in str(plan)
 
 
 def test_time_is_the_roofline():

@@ -9,6 +9,7 @@ from planned import PARAMS, batch, trainer, whole_plan
 from jaxdp import (
     Sharded,
 )
+from jaxdp.plan.hardware import HARDWARE
 from jaxdp.plan.plan import largest
 
 
@@ -81,6 +82,26 @@ def test_scaling_is_drawn(tmp_path, hardware):
     assert header.split()[0] == "devices"
     assert [line.split()[0] for line in lines] == ["1", "2"]
     assert (lines[0].split()[-1] == "-") == (hardware is None)
+
+
+@pytest.mark.parametrize("variable", [None, "XLA_CLIENT_", "XLA_PYTHON_CLIENT_"])
+def test_jax_takes_a_share_of_a_gpu_and_all_of_a_tpu(variable, monkeypatch):
+    for name in ("XLA_CLIENT_", "XLA_PYTHON_CLIENT_"):
+        monkeypatch.delenv(f"{name}MEM_FRACTION", raising=False)
+    if variable:
+        monkeypatch.setenv(f"{variable}MEM_FRACTION", ".5")
+    share = 0.5 if variable else 0.75
+    gpu, tpu = (trainer().plan([batch()], hardware=name) for name in ("h100", "v5e"))
+    assert gpu.planner.limit(None) == int(0.9 * share * 80e9)
+    assert tpu.planner.limit(None) == int(0.9 * 16e9)
+    assert f"{share * 80:.4g} GB of its 80 GB" in str(gpu)
+    assert "the share that JAX takes" not in str(tpu)
+
+    almost = gpu.memory.peak / share  # its share is just what the step needs
+    for memory, fits in ((almost + 2, True), (almost - 2, False)):
+        card = HARDWARE["h100"]._replace(memory=int(memory))
+        plan = trainer().plan([batch()], hardware=card)
+        assert plan.estimate.fits == fits
 
 
 @pytest.mark.parametrize(
