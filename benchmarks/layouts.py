@@ -14,12 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
 
-from jaxdp import Pipeline, Sharded, SingleDevice, Stack, TensorParallel, Trainer
+from jaxdp import Pipeline, Sharded, SingleDevice, TensorParallel, Trainer
 from jaxdp.plan import hlo
 from jaxdp.strategies import FSDP, ZeRO, tensor_rules
 
@@ -35,7 +34,9 @@ def rows(model):
     yield "`SingleDevice()`", {"strategy": SingleDevice()}
     yield "`Sharded()`", {"strategy": Sharded()}
     yield "`ZeRO()`", {"strategy": ZeRO()}
+    yield '`FSDP(gather="once")`', {"strategy": FSDP(gather="once")}
     yield "`FSDP()`", {"strategy": FSDP()}
+    yield "`FSDP(groups=2)`", {"strategy": FSDP(groups=2)}
     tensor = TensorParallel(pairs, tensor_rules(model))
     yield f"`TensorParallel({pairs}, ...)`", {"strategy": tensor}
     yield "`Pipeline(4, 8)`", {"strategy": Pipeline(4, 8)}
@@ -43,7 +44,12 @@ def rows(model):
         "`FSDP()`, `accumulate_grad_batches=4`",
         {"strategy": FSDP(), "accumulate_grad_batches": 4},
     )
-    yield '`FSDP()`, `remat="blocks*"`', {"strategy": FSDP(), "remat": "blocks*"}
+    remat = {"remat": "blocks.stacked"}
+    yield (
+        '`FSDP(gather="once")`, `remat="blocks.stacked"`',
+        {"strategy": FSDP(gather="once"), **remat},
+    )
+    yield '`FSDP()`, `remat="blocks.stacked"`', {"strategy": FSDP(), **remat}
     yield (
         '`FSDP()`, `precision="bf16-mixed"`',
         {"strategy": FSDP(), "precision": "bf16-mixed"},
@@ -51,8 +57,6 @@ def rows(model):
 
 
 def measure(model, x, y, options):
-    if isinstance(options["strategy"], Pipeline):
-        model = eqx.tree_at(lambda gpt: gpt.blocks, model, [Stack(model.blocks)])
     micro_batches = options.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         model, optax.adamw(1e-3), loss="cross_entropy", enable_progress_bar=False,
@@ -92,7 +96,8 @@ def main():
     jax.config.update("jax_num_cpu_devices", 8)
 
     vocab = 64
-    model = GPT(vocab, args.context, args.width, args.depth, jax.random.key(0))
+    shape = [args.context, args.width, args.depth, args.width // 32]
+    model = GPT(vocab, shape, jax.random.key(0))
     shape = args.batch, args.context
     x, y = np.random.default_rng(0).integers(0, vocab, (2, *shape), np.int32)
     size = sum(a.nbytes for a in jax.tree.leaves(model) if hasattr(a, "nbytes"))

@@ -281,8 +281,9 @@ def test_gpt_learns_the_same_whatever_the_layout():
     toy += ["--sampled", "5"]
     found = gpt.main([*toy, "--strategy", "single"])
     losses = [found["val_loss"]]
-    for options in ("--strategy fsdp --accumulate 2 --remat", "--strategy tensor"):
-        losses.append(gpt.main([*toy, *options.split()])["val_loss"])
+    for options in ("fsdp --groups 2 --accumulate 2 --remat", "tensor"):
+        options = ["--strategy", *options.split()]
+        losses.append(gpt.main([*toy, *options])["val_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     narrow = gpt.main([*toy, "--precision", "bf16-mixed"])["val_loss"]
     assert narrow == pytest.approx(losses[0], rel=2e-2)
@@ -294,8 +295,20 @@ def test_gpt_sees_no_later_letter():
     pytest.importorskip("torch")
     import gpt
 
-    model = gpt.GPT(8, 6, 32, 2, jax.random.key(0))
+    model = gpt.GPT(8, [6, 32, 2, 4], jax.random.key(0))
     letters = jnp.arange(6)
     changed = model(letters.at[3].set(7)) - model(letters)
     moved = jnp.abs(changed).max(axis=1) > 1e-6
     assert moved.tolist() == [False] * 3 + [True] * 3
+
+
+def test_gpt_attends_as_equinox_does():
+    pytest.importorskip("torch")
+    import gpt
+
+    block = gpt.Block(32, 4, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (6, 32))
+    h = jax.vmap(block.norm1)(x)
+    after = x + block.attention(h, h, h, mask=jnp.tril(jnp.ones((6, 6), bool)))
+    expected = after + jax.vmap(block.mlp)(jax.vmap(block.norm2)(after))
+    np.testing.assert_allclose(block(x), expected, rtol=1e-4, atol=1e-5)
