@@ -78,6 +78,8 @@ class Trainer:
             `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
         compiler_options: XLA's options for the steps, a dict, or an effort level: from
             "O1" on, GPUs overlap communication with computation. See docs/speed.md.
+        offload: "optimizer": its state is in the host's memory between steps; see
+            docs/strategies.md.
         log_every_n_steps: how often loggers see a row.
         enable_progress_bar: whether to show one.
         default_root_dir: where callbacks without a path write.
@@ -104,6 +106,7 @@ class Trainer:
         seed: int = 0,
         reproducible: str | None = None,
         compiler_options: Mapping[str, Any] | str | None = None,
+        offload: str | None = None,
         log_every_n_steps: int = 50,
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",

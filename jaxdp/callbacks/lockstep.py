@@ -30,6 +30,7 @@ _ARGUMENTS = (
     "data",
     "reproducible",
     "compiler_options",
+    "offload",
 )
 """Those of the Trainer that a fit's numbers or its order of events depend on."""
 

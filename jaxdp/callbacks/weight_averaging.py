@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number
+from ..basics.host_memory import on_device
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def _with_average(state: Any) -> Any:
     average = next(node for node in nodes if is_average(node)).average
 
     def like(own: Array, mean: Array) -> Array:
+        mean = on_device(mean)
         return mean if mean.dtype == own.dtype else mean.astype(own.dtype)
 
     return state._replace(params=jax.tree.map(like, state.params, average))

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from ..basics.host_memory import on_device
+
 
 def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Sixteen hexadecimal digits per array. Waits for the device.
@@ -77,7 +79,7 @@ def _sum(leaf: Array) -> UInt32[Array, " 2"]:
     A word times an odd number: any single changed word changes the first sum. A hash of
     both: the second is independent of it, for changes in many words at once.
     """
-    words = _words(leaf)
+    words = _words(on_device(leaf))
     place = _mixed(_places(words.shape))
     first = words * (place | jnp.uint32(1))
     second = _mixed(words ^ place)

@@ -1,7 +1,6 @@
 """The compiled steps of an engine: what each is made of, compiled once per shape."""
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -14,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
+from ..basics.host_memory import on_device
 from ..data import Dispatch
 from ..step import (
     OWN_LOOP,
@@ -187,8 +187,7 @@ class Programs:
     def traced(self, steps: Steps, state: PyTree, packed: Dispatch) -> Any:
         """A train step for batches like `packed`, as JAX sees it."""
         with no_ambient_mesh():
-            train = functools.partial(steps.train, Collectives())
-            return jax.make_jaxpr(train)(state, packed.groups)
+            return _traced(steps.train, state, packed.groups)
 
     def _compile(
         self, kind: Kind, packed: Dispatch, groups: list[Group], inputs: Any
@@ -231,8 +230,7 @@ class Programs:
         if split and 1 < self.strategy.num_shards == min(x.shape[1] for x in batches):
             # One row for each device: shapes agree that would not, and operations say
             # less, so the step is looked at over all rows first.
-            whole = functools.partial(step.function, Collectives())
-            if values_mix_rows(jax.make_jaxpr(whole)(*step.arguments)):
+            if values_mix_rows(_traced(step.function, *step.arguments)):
                 raise RowsInteract
 
         def compile_(function: Callable[..., Any], donate: tuple[int, ...]) -> Any:
@@ -328,6 +326,13 @@ class Programs:
     def _donated(self) -> tuple[int, ...]:
         """Which arguments of a train step may be overwritten."""
         return {"state": (0,), "all": (0, 1), "none": ()}[self.options.donate]
+
+
+def _traced(step: Callable[..., Any], *arguments: Any) -> Any:
+    """A step over all rows, as JAX sees it."""
+    return jax.make_jaxpr(lambda *given: step(Collectives(), *on_device(given)))(
+        *arguments
+    )
 
 
 def rows_in(groups: list[Group]) -> int:

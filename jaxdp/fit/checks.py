@@ -39,6 +39,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     check_optimizer(found["optimizer"])
     check_strategy_argument(found["strategy"])
     check_choice("reproducible", found["reproducible"], (None, "bitwise"))
+    check_choice("offload", found["offload"], (None, "optimizer"))
     check_choice("data", found["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps"):
         check_count(name, found[name])
@@ -54,8 +55,10 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
 
     # Those that have to do with each other.
     strategy = found["strategy"]
+    if found["offload"]:
+        strategy = strategy.with_offload()  # each refuses now what it can't do
     if found["reproducible"]:
-        strategy = Bitwise(strategy)  # refuses now what it can't keep
+        strategy = Bitwise(strategy)
     check_processes(strategy, found["data"], found["reproducible"])
     return found
 

@@ -151,6 +151,8 @@ class Run:
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:
         """`strategy` as the trainer's arguments want it to compile."""
+        if self.arguments["offload"]:
+            strategy = strategy.with_offload()
         if self.reproducible:
             strategy = Bitwise(strategy)
         options = self.compiler_options

@@ -7,6 +7,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from ..basics.host_memory import HOST
 from ..basics.tree import leaf_path
 from .parts import Leaf
 
@@ -94,4 +95,5 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
         nbytes(leaf),
         nbytes(leaf, shard),
         overwritten,
+        sharding.memory_kind == HOST,
     )

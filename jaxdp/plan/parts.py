@@ -32,6 +32,8 @@ class Leaf(NamedTuple):
     bytes_per_device: int
     overwritten: bool
     """Whether the step writes a result over it."""
+    on_host: bool
+    """Whether it is in the host's memory between steps, and not in the device's."""
 
 
 class Memory(NamedTuple):
@@ -60,6 +62,8 @@ class Memory(NamedTuple):
     program: int
     peak: int
     """arguments + results - overwritten + temporary."""
+    host: int
+    """Optimizer state in the host's memory between steps, beside all that is above."""
 
 
 class Traffic(NamedTuple):

@@ -257,6 +257,8 @@ def _notes(
         )
 
     unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
+    if any(leaf.on_host for leaf in reading.leaves):
+        unknown.append("the time it takes to move what is on the host to and fro")
     if profile is None:
         unknown.append("time: pass the hardware, as hardware='h100'")
     if any(each.times is None for each in reading.traffic):

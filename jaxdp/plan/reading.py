@@ -74,13 +74,22 @@ class Reading:
 
     def memory(self) -> Memory:
         """What a device holds while it takes a step."""
-        held = dict.fromkeys(GROUPS.values(), 0)
+        held, host = dict.fromkeys(GROUPS.values(), 0), 0
         for leaf in self.leaves:
-            held[leaf.group] += leaf.bytes_per_device
+            if leaf.on_host:
+                host += leaf.bytes_per_device
+            else:
+                held[leaf.group] += leaf.bytes_per_device
 
         found = self.analysis
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
         overwritten, temporary = found.alias_size_in_bytes, found.temp_size_in_bytes
+        if not found.host_argument_size_in_bytes:  # to a CPU it is one memory
+            arguments, results = arguments - host, results - host
+            overwritten -= sum(
+                leaf.bytes_per_device * (leaf.on_host and leaf.overwritten)
+                for leaf in self.leaves
+            )
         return Memory(
             **{field: held[group] for field, group in GROUPS.items()},
             gradients=int(sum(map(self._gradient_bytes, self.params))),
@@ -90,6 +99,7 @@ class Reading:
             overwritten=overwritten,
             program=found.generated_code_size_in_bytes,
             peak=arguments + results - overwritten + temporary,
+            host=host,
         )
 
     @functools.cached_property
@@ -141,7 +151,7 @@ class Reading:
         shards = self.num_shards
         gradients = sum(map(self._gathered_bytes, self.params))
         state, batch = (
-            sum(each.bytes_per_device for each in leaves)
+            sum(each.bytes_per_device for each in leaves if not each.on_host)
             for leaves in (self.state, self.batch)
         )
         metrics = sum(nbytes(leaf) for leaf in jax.tree.leaves(self.results[1]))
@@ -175,6 +185,7 @@ class Reading:
             return ()
         for leaf in self.state:
             axes = [axis for axis, size in enumerate(leaf.shape) if size % n == 0]
+            axes = [] if leaf.on_host else axes
             if axes and leaf.parts == 1 and leaf.group != "other" and leaf.bytes >= n:
                 saved = leaf.bytes_per_device - leaf.bytes_per_device // n
                 found.append(Split(f"{leaf.group}: {leaf.path}", axes[0], saved))

@@ -90,7 +90,9 @@ def leaves_section(leaves: Sequence[Leaf]) -> Section:
             each.spec,
             _shape(each.shard),
             f"{each.bytes_per_device:,}",
-            "overwritten" if each.overwritten else "",
+            ", ".join(
+                ["overwritten"] * each.overwritten + ["on the host"] * each.on_host
+            ),
         )
         for each in leaves
     ]
@@ -135,13 +137,21 @@ def _memory(memory: Memory) -> Section:
     held["temporary"] = memory.temporary
     shown = {label: size for label, size in held.items() if size}
     shown["peak"] = memory.peak
+    moved = []
+    if memory.host:
+        shown["optimizer state on the host"] = memory.host
+        moved = [
+            "What is on the host is moved in for each step and back. The compiler moves"
+            " it in as early as the device's memory allows; then it is temporary."
+        ]
     return Section(
         "Memory per device",
         [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()],
         [
             f"All gradients are {in_bytes(memory.gradients)}. The compiler decides how"
             " many there are at a time, in temporary memory or where results go; they"
-            " are in the peak."
+            " are in the peak.",
+            *moved,
         ],
         ("", "", "bytes"),
     )

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ..basics.host_memory import HOST, on_device
 from ..distributed import RowBlocks, put
 from ..step import (
     CallsPython,
@@ -90,6 +91,17 @@ class DataParallel(abc.ABC):
         other = copy.copy(self)
         other.compiler_options = options
         return other
+
+    offloads: bool = False
+    """Whether the optimizer's large leaves are in host memory between steps."""
+
+    def with_offload(self) -> "DataParallel":
+        """This strategy, with the optimizer's state in host memory between steps."""
+        raise ValueError(
+            "`offload`='optimizer' needs a strategy that says where each leaf of the"
+            f" state is held, as SingleDevice and Sharded do; `strategy` is {self!r}."
+            " Take one of those, or leave `offload` out."
+        )
 
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
@@ -303,11 +315,25 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
     would then delete, even with `may_alias=False`.
     """
-    if all(s.is_fully_addressable for s in jax.tree.leaves(shardings)):
-        moved = jax.device_put(tree, shardings)
+    leaves, treedef = jax.tree.flatten(tree)
+    layouts = treedef.flatten_up_to(shardings)
+    here = [i for i, each in enumerate(layouts) if each.memory_kind != HOST]
+    copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
+
+    placed = dict(zip(here, copied, strict=True))
+    for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
+        if i not in placed:  # one by one: devices may not have room for all of them
+            moved = put(on_device(leaf), layout.with_memory_kind("device"))
+            placed[i] = _identity(layout)(moved)
+    return treedef.unflatten(placed[i] for i in range(len(leaves)))
+
+
+def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
+    if all(each.is_fully_addressable for each in layouts):
+        moved = jax.device_put(leaves, layouts)
     else:
-        moved = jax.tree.map(put, tree, shardings)
-    copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=shardings)
+        moved = jax.tree.map(put, leaves, layouts)
+    copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=layouts)
     return copy(moved)
 
 
@@ -382,7 +408,7 @@ def replicated(tree: PyTree) -> PyTree:
 
 
 @functools.lru_cache
-def _identity(sharding: NamedSharding) -> Callable[[Any], Any]:
+def _identity(sharding: Any) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 

@@ -23,6 +23,7 @@ from ..basics.console import say
 from ..distributed import RowBlocks, row_blocks
 from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
 from .base import DataParallel, Role, laid_out, put_rows
+from .offload import jitted
 from .pmap import Pmap
 from .sharded import Sharded, shardings_of
 from .single_device import SingleDevice
@@ -147,13 +148,17 @@ class Bitwise(DataParallel):
                 found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
             return found
 
-        jitted = jax.jit(
+        everywhere = NamedSharding(self.mesh, whole)
+        made = jitted(
             program,
-            in_shardings=shardings_of(self.mesh, in_specs),
-            out_shardings=NamedSharding(self.mesh, whole),
-            donate_argnums=donate,
+            arguments,
+            roles,
+            results,
+            shardings_of(self.mesh, in_specs),
+            everywhere if isinstance(results, str) else (everywhere,) * len(results),
+            donate,
         )
-        return self.build(jitted, arguments, _OPTIONS)
+        return self.build(made, arguments, _OPTIONS)
 
     def rewrite(self, lowered: Any) -> None:
         _merge_equal_operations(lowered)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from ..step import DATA, AxisCollectives, Collectives, Group, RowsInteract
 from .base import Devices, Role, draws_by_row, laid_out
+from .offload import jitted
 from .sharded import Sharded, shardings_of
 
 
@@ -75,11 +76,14 @@ class Pmap(Sharded):
             out_specs=out_specs,
             check_vma=False,
         )
-        program = jax.jit(
+        program = jitted(
             per_device,
-            in_shardings=shardings_of(self.mesh, in_specs),
-            out_shardings=shardings_of(self.mesh, out_specs),
-            donate_argnums=donate,
+            arguments,
+            roles,
+            results,
+            shardings_of(self.mesh, in_specs),
+            shardings_of(self.mesh, out_specs),
+            donate,
         )
         return self.build(program, arguments)
 

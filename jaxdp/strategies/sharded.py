@@ -26,6 +26,7 @@ from .base import (
 )
 from .by_rows import NO_GATHERERS, ByRows, names_of
 from .gathering import Gatherers
+from .offload import jitted, offloading, optimizer_on_host
 
 
 class Layout(NamedTuple):
@@ -160,11 +161,15 @@ class Sharded(DataParallel):
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
         `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
         """
-        return jax.tree.map(
+        found = jax.tree.map(
             lambda layout: NamedSharding(self.mesh, layout.spec),
             self._layouts(state),
             is_leaf=lambda node: isinstance(node, Layout),
         )
+        return optimizer_on_host(found, state) if self.offloads else found
+
+    def with_offload(self) -> "Sharded":
+        return offloading(self)
 
     def _layouts(self, state: TrainState) -> TrainState:
         """A `Layout` for every leaf of the state."""
@@ -230,11 +235,14 @@ class Sharded(DataParallel):
             layouts.__getitem__,
             lambda group: self._group_shardings(group, split),
         )
-        program = jax.jit(
+        program = jitted(
             functools.partial(step, self._collectives(arguments, roles, split)),
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate,
+            arguments,
+            roles,
+            results,
+            in_shardings,
+            out_shardings,
+            donate,
         )
         return self.build(program, arguments)
 

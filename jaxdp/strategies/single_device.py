@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ..step import Collectives, TrainState
 from .base import DataParallel, Role, find_devices, place_copy
+from .offload import jitted, offloading, optimizer_on_host
 
 
 class SingleDevice(DataParallel):
@@ -34,7 +35,11 @@ class SingleDevice(DataParallel):
 
     def state_shardings(self, state: TrainState) -> TrainState:
         sharding = SingleDeviceSharding(self.device)
-        return jax.tree.map(lambda _: sharding, state)
+        found = jax.tree.map(lambda _: sharding, state)
+        return optimizer_on_host(found, state) if self.offloads else found
+
+    def with_offload(self) -> "SingleDevice":
+        return offloading(self)
 
     def on(self, devices: Sequence[Any]) -> "SingleDevice":
         if len(devices) != 1:
@@ -57,11 +62,14 @@ class SingleDevice(DataParallel):
         split: bool = True,
     ) -> jax.stages.Compiled:
         here = SingleDeviceSharding(self.device)
-        program = jax.jit(
+        program = jitted(
             functools.partial(step, Collectives()),
-            in_shardings=here,
-            out_shardings=here,
-            donate_argnums=donate,
+            arguments,
+            roles,
+            results,
+            [here] * len(arguments),
+            here if isinstance(results, str) else (here,) * len(results),
+            donate,
         )
         return self.build(program, arguments)
 

@@ -1,0 +1,83 @@
+"""The optimizer's state in the host's memory between steps."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import jax
+
+from ..basics.host_memory import HOST, is_on_host, on_device
+from ..step import TrainState
+
+_SMALL: Final = 1024
+"""Elements up to which a leaf stays on the device: small ones cross into the step
+together, and would save next to nothing."""
+
+Strategy = TypeVar("Strategy")
+
+
+def offloading(strategy: Strategy) -> Strategy:
+    """This strategy, with the optimizer's state in host memory between steps."""
+    other: Any = copy.copy(strategy)
+    other.offloads = True
+    return other
+
+
+def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
+    """`shardings` of a state, whose optimizer's large leaves are in host memory."""
+
+    def held(sharding: Any, leaf: Any) -> Any:
+        if leaf.size <= _SMALL:
+            return sharding
+        on_host = sharding.with_memory_kind(HOST)
+        if on_host.memory_kind != HOST:  # JAX ignores it where there is none
+            device = min(sharding.device_set, key=lambda device: device.id)
+            raise ValueError(
+                f"`offload`='optimizer' needs devices that reach the host's memory as"
+                f" {HOST!r}, which {device.device_kind} here does not. Leave `offload`"
+                " out; or, if this is a plan for GPUs that are not here, whose compiler"
+                " knows no such memory then, plan on a machine that has them."
+            )
+        return on_host
+
+    held_by = jax.tree.map(held, shardings.opt_state, state.opt_state)
+    return shardings._replace(opt_state=held_by)
+
+
+def jitted(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    roles: Sequence[str],
+    results: str | tuple[str, ...],
+    in_shardings: Sequence[Any],
+    out_shardings: Any,
+    donate: tuple[int, ...],
+) -> Any:
+    """`jax.jit` of a step, whose state may be in host memory before and after it.
+
+    It is moved outside of the step, so that one of several steps moves it once.
+    """
+    if any(map(is_on_host, jax.tree.leaves(arguments))):
+        state = arguments[roles.index("state")]
+        own = jax.tree.map(lambda leaf: leaf.sharding, state)
+        in_shardings = _with_state(own, roles, in_shardings)
+        if isinstance(results, tuple):
+            out_shardings = _with_state(own, results, out_shardings)
+        function = functools.partial(_moving, function)
+
+    return jax.jit(
+        function,
+        in_shardings=tuple(in_shardings),
+        out_shardings=out_shardings,
+        donate_argnums=donate,
+    )
+
+
+def _moving(step: Callable[..., Any], *arguments: Any) -> Any:
+    return step(*on_device(arguments))
+
+
+def _with_state(own: Any, roles: Sequence[str], shardings: Any) -> tuple[Any, ...]:
+    pairs = zip(roles, shardings, strict=True)
+    return tuple(own if role == "state" else each for role, each in pairs)
