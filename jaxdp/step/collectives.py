@@ -20,11 +20,11 @@ class RowsInteract(Exception):
 
 
 class Collectives:
-    """How a compiled step reaches the other devices' shares. Here: no need to.
+    """How a compiled step reaches the other devices' shards. Here: no need to.
 
     Under `jax.jit` with shardings, and on one device, the step sees the whole batch
     and XLA inserts what communication there is. `AxisCollectives` is for steps that
-    see one device's share.
+    see one device's shard.
     """
 
     axis_names: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Collectives:
         return model
 
     def gather(self, params: PyTree) -> PyTree:
-        """Whole parameters from the shares held here, before they are used."""
+        """Whole parameters from the shards held here, before they are used."""
         return params
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:

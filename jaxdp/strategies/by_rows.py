@@ -31,7 +31,7 @@ class ByRows(Collectives):
     """Lets devices work on their rows alone, for a step that sees global arrays.
 
     Where rows are independent, `over_rows` is a `jax.shard_map`: parameters are
-    gathered before it, and gradients reduced after it, once, straight to the shares
+    gathered before it, and gradients reduced after it, once, straight to the shards
     that are kept (`psum_scatter`). XLA would not find that by itself on every platform,
     and would reduce the gradients of each micro-batch. Where rows interact, XLA
     partitions the whole computation: the same numbers, with more communication.
@@ -114,15 +114,15 @@ class ByRows(Collectives):
 
         # What modules gather for themselves stays split, and so do its gradients.
         weights = next(_weights_in(inputs))
-        trained = self._shares(weights.params)
-        shares = trained | self._shares(weights.buffers)
-        own_rows = _OwnRows(self.row_axes, num_shards, self.gatherers, shares)
+        trained = self._shards(weights.params)
+        shards = trained | self._shards(weights.buffers)
+        own_rows = _OwnRows(self.row_axes, num_shards, self.gatherers, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             found = function(own_rows, inputs, groups)
             found = found if isinstance(results, tuple) else (found,)
             return tuple(
-                _stacked(part, shares) if role == "gradients" else part
+                _stacked(part, shards) if role == "gradients" else part
                 for role, part in zip(roles, found, strict=True)
             )
 
@@ -131,20 +131,20 @@ class ByRows(Collectives):
             on_one_device,
             mesh=self.mesh,
             in_specs=(
-                _specs_of(inputs, shares),
+                _specs_of(inputs, shards),
                 [Group(PartitionSpec(None, self.row_axes), whole)] * len(groups),
             ),
             out_specs=tuple(spec_of[role] for role in roles),
             axis_names=set(self.row_axes),
             check_vma=False,
-        )(self._as_used(inputs, shares), list(groups))
+        )(self._as_used(inputs, shards), list(groups))
         found = tuple(
             self._summed(*part) if role == "gradients" else part
             for role, part in zip(roles, found, strict=True)
         )
         return found if isinstance(results, tuple) else found[0]
 
-    def _shares(self, params: PyTree) -> dict[str, PartitionSpec]:
+    def _shards(self, params: PyTree) -> dict[str, PartitionSpec]:
         """How those leaves are split over the rows' axes that stay so, by name."""
         found: dict[str, PartitionSpec] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -155,12 +155,12 @@ class ByRows(Collectives):
         return found
 
     @jax.named_scope("parameters")
-    def _as_used(self, inputs: Any, shares: Mapping[str, Any]) -> Any:
-        """Inputs with whole weights, but for `shares`."""
+    def _as_used(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
+        """Inputs with whole weights, but for `shards`."""
 
         def used(path: str, leaf: Any) -> PartitionSpec:
             held = self.held(path, leaf)
-            return held if path in shares else _without(self.row_axes, held)
+            return held if path in shards else _without(self.row_axes, held)
 
         def gathered(node: Any) -> Any:
             if not isinstance(node, Weights):
@@ -173,7 +173,7 @@ class ByRows(Collectives):
         return jax.tree.map(gathered, inputs, is_leaf=_is_weights)
 
     @jax.named_scope("gradients")
-    def _summed(self, stacked: PyTree, shares: Mapping[str, Any]) -> PyTree:
+    def _summed(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
         """What `_stacked` gave, summed over the devices, and held as `updated`."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(stacked)
         specs = [
@@ -201,9 +201,9 @@ class ByRows(Collectives):
             check_vma=False,
         )([leaf for _, leaf in leaves])
 
-        # Those of shares come in at their places.
+        # Those of shards come in at their places.
         def filled(path: Any, leaf: Any) -> Any:
-            return shares.get(leaf_path(path)) if leaf is None else leaf
+            return shards.get(leaf_path(path)) if leaf is None else leaf
 
         whole = jax.tree_util.tree_map_with_path(
             filled, treedef.unflatten(summed), is_leaf=lambda leaf: leaf is None
@@ -211,7 +211,7 @@ class ByRows(Collectives):
         return self.like_gradients(whole)
 
     def _reduced(self, gradient: Any, target: PartitionSpec) -> Any:
-        """The share that `target` leaves here of a sum over the rows' devices."""
+        """The shard that `target` leaves here of a sum over the rows' devices."""
         left = list(self.row_axes)
         for axis, names in enumerate(target):
             ours = tuple(name for name in names_of(names) if name in self.row_axes)
@@ -225,7 +225,7 @@ class ByRows(Collectives):
     def _ends_in_row_axes(self, spec: PartitionSpec) -> bool:
         """Whether each array axis is split by other mesh axes first, if by any.
 
-        Only then are the shares of a share those that `spec` means.
+        Only then are the shards of a shard those that `spec` means.
         """
         for names in map(names_of, spec):
             ours = [name in self.row_axes for name in names]
@@ -237,7 +237,7 @@ class ByRows(Collectives):
 class _OwnRows(AxisCollectives):
     """What a device is given that works on its rows alone.
 
-    That is whole parameters; but of those that some modules gather, its shares.
+    That is whole parameters; but of those that some modules gather, its shards.
     """
 
     def __init__(
@@ -245,20 +245,20 @@ class _OwnRows(AxisCollectives):
         axes: tuple[str, ...],
         num_shards: int,
         gatherers: Gatherers,
-        shares: Mapping[str, PartitionSpec],
+        shards: Mapping[str, PartitionSpec],
     ):
         super().__init__(axes, num_shards)
-        self.gatherers, self.shares = gatherers, shares
+        self.gatherers, self.shards = gatherers, shards
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self.gatherers.arranged(model, self.shares)
+        return self.gatherers.arranged(model, self.shards)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Of shares, over the devices that have the same ones. `ByRows` sums the
+        """Of shards, over the devices that have the same ones. `ByRows` sums the
         others, and knows where they go."""
 
         def summed(path: Any, leaf: Any) -> Any:
-            if (spec := self.shares.get(leaf_path(path))) is None:
+            if (spec := self.shards.get(leaf_path(path))) is None:
                 return leaf
             done = set(itertools.chain(*map(names_of, spec)))
             left = tuple(name for name in self.axis_names if name not in done)
@@ -268,14 +268,14 @@ class _OwnRows(AxisCollectives):
 
 
 def _stacked(
-    gradients: PyTree, shares: Mapping[str, Any]
+    gradients: PyTree, shards: Mapping[str, Any]
 ) -> tuple[PyTree, dict[str, Any]]:
-    """A device's gradients, not yet summed: its layer of a stack. And those of shares,
+    """A device's gradients, not yet summed: its layer of a stack. And those of shards,
     which are, by name."""
     apart: dict[str, Any] = {}
 
     def stack(path: Any, leaf: Any) -> Any:
-        if (name := leaf_path(path)) not in shares:
+        if (name := leaf_path(path)) not in shards:
             return leaf[None]
         apart[name] = leaf
         return None
@@ -283,11 +283,11 @@ def _stacked(
     return jax.tree_util.tree_map_with_path(stack, gradients), apart
 
 
-def _specs_of(inputs: Any, shares: Mapping[str, PartitionSpec]) -> Any:
-    """How inputs are split: not at all, but for the `shares` of weights."""
+def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
+    """How inputs are split: not at all, but for the `shards` of weights."""
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        return shares.get(leaf_path(path), PartitionSpec())
+        return shards.get(leaf_path(path), PartitionSpec())
 
     def specs(node: Any) -> Any:
         if not isinstance(node, Weights):

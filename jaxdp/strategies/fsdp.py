@@ -16,7 +16,7 @@ from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
 from .base import Devices, Role, find_devices, mesh_on
 from .by_rows import NO_GATHERERS
-from .gathering import Gatherers, SharesEscape, check_shares_are_gathered
+from .gathering import Gatherers, ShardsEscape, check_shards_are_gathered
 from .sharded import Sharded
 from .stack import Stack, stacks_in
 
@@ -61,8 +61,8 @@ class _Split(Sharded):
 class ZeRO(_Split):
     """`Sharded`, with the optimizer state split over the devices.
 
-    Each device receives the summed gradient of its share of every parameter, updates
-    that share, and the new shares are gathered: as many bytes as the one all-reduce of
+    Each device receives the summed gradient of its shard of every parameter, updates
+    that shard, and the new shards are gathered: as many bytes as the one all-reduce of
     `Sharded`, and 1/devices of its memory for the optimizer. The numbers are those of
     one device for any optimizer, since an optimizer is shown whole arrays.
 
@@ -106,7 +106,7 @@ class FSDP(_Split):
 
     - block by block, where the model has a `jaxdp.Stack`: each block when it is called,
       and once more in its backward pass, where its gradient is summed straight into
-      shares. So no device ever holds more than one whole block, and the largest model
+      shards. So no device ever holds more than one whole block, and the largest model
       grows with the number of devices. 1.5 times the bytes of `Sharded`'s all-reduce.
     - before the step, all others. As many bytes as that all-reduce.
 
@@ -128,8 +128,8 @@ class FSDP(_Split):
             as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
             is called.
         groups: into how many groups the devices are divided, hosts usually, that hold
-            the same shares (HSDP). Parameters are gathered within a group only; between
-            groups shares of gradients are summed.
+            the same shards (HSDP). Parameters are gathered within a group only; between
+            groups shards of gradients are summed.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class FSDP(_Split):
             return super().compile(
                 step, arguments, roles, results, donate=donate, split=split
             )
-        except SharesEscape:
+        except ShardsEscape:
             say(
                 f"{self!r} gathers all parameters before the step: the loss uses some"
                 " by themselves, and not only in calls of the modules that gather them"
@@ -194,7 +194,7 @@ class FSDP(_Split):
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
         traced = super().trace(program, arguments)
-        check_shares_are_gathered(traced.jaxpr)
+        check_shards_are_gathered(traced.jaxpr)
         return traced
 
     def _layouts(self, state: TrainState) -> TrainState:

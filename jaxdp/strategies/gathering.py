@@ -1,8 +1,8 @@
 """Parameters that stay split, and are gathered where they are used.
 
-Each device is given its share of such a parameter. A block of a `Stack`, or another
+Each device is given its shard of such a parameter. A block of a `Stack`, or another
 submodule, gathers its own when it is called, and once more in its backward pass, where
-the gradient is summed straight into shares: what `jax.grad` makes of `all_gather`.
+the gradient is summed straight into shards: what `jax.grad` makes of `all_gather`.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from jaxtyping import PyTree
 from ..basics.tree import at_path, leaf_path
 from ..step import is_recomputed, opened, programs_in, with_call
 
-_SHARE: Final = "jaxdp_share"
-_TAKEN: Final = "jaxdp_share_taken"
+_SHARD: Final = "jaxdp_shard"
+_TAKEN: Final = "jaxdp_shard_taken"
 
 _MADE_ANEW: Final = {
     "all_gather",
@@ -55,14 +55,14 @@ class Gatherers(NamedTuple):
         """The model, with calls of them that gather.
 
         Args:
-            model: with one device's shares.
+            model: with one device's shards.
             specs: how its arrays are split that they gather, by name.
         """
 
         def marked(path: Any, leaf: Any) -> Any:
-            return checkpoint_name(leaf, _SHARE) if leaf_path(path) in specs else leaf
+            return checkpoint_name(leaf, _SHARD) if leaf_path(path) in specs else leaf
 
-        # Marked, so that other uses of them are found; see `check_shares_are_gathered`.
+        # Marked, so that other uses of them are found; see `check_shards_are_gathered`.
         model = jax.tree_util.tree_map_with_path(marked, model)
         for name, path in self.paths.items():
             own = {
@@ -122,44 +122,44 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _MADE_ANEW
 
 
-# Shares that a loss uses by itself, in a penalty on all weights say, are not what it
+# Shards that a loss uses by itself, in a penalty on all weights say, are not what it
 # takes them for. So a traced step is searched for such uses.
 
 _CARRIERS: Final = {"convert_element_type", "name", "reduce_precision", "copy"}
-"""Operations that make of a share the share of what they make of the whole."""
+"""Operations that make of a shard the shard of what they make of the whole."""
 
 
-class SharesEscape(Exception):
-    """A share is used, and not by the module that gathers it."""
+class ShardsEscape(Exception):
+    """A shard is used, and not by the module that gathers it."""
 
 
-def check_shares_are_gathered(jaxpr: Any) -> None:
-    """Raises `SharesEscape` unless a traced step uses shares only to gather them."""
+def check_shards_are_gathered(jaxpr: Any) -> None:
+    """Raises `ShardsEscape` unless a traced step uses shards only to gather them."""
     program = opened(jaxpr)
     if any(_follow(program, [False] * len(program.invars))):
-        raise SharesEscape
+        raise ShardsEscape
 
 
 def _follow(jaxpr: Any, of_inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a program are shares, given which of its inputs are."""
-    shares = {v for v, is_one in zip(jaxpr.invars, of_inputs, strict=True) if is_one}
+    """Which results of a program are shards, given which of its inputs are."""
+    shards = {v for v, is_one in zip(jaxpr.invars, of_inputs, strict=True) if is_one}
 
-    def is_share(atom: Any) -> bool:
-        return not hasattr(atom, "val") and atom in shares
+    def is_shard(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in shards
 
     for equation in jaxpr.eqns:
-        given = list(map(is_share, equation.invars))
+        given = list(map(is_shard, equation.invars))
         found = zip(equation.outvars, _results(equation, given), strict=True)
-        shares |= {variable for variable, is_one in found if is_one}
-    return list(map(is_share, jaxpr.outvars))
+        shards |= {variable for variable, is_one in found if is_one}
+    return list(map(is_shard, jaxpr.outvars))
 
 
 def _results(equation: Any, given: list[bool]) -> list[bool]:
-    """Which results of an operation are shares."""
+    """Which results of an operation are shards."""
     name, number = equation.primitive.name, len(equation.outvars)
     label = equation.params["name"] if name == "name" else None
-    if label in (_SHARE, _TAKEN):
-        return [label == _SHARE]
+    if label in (_SHARD, _TAKEN):
+        return [label == _SHARD]
     if name in _CARRIERS:
         return given
 
@@ -171,11 +171,11 @@ def _results(equation: Any, given: list[bool]) -> list[bool]:
     elif programs and all(len(each.invars) == len(given) for each in programs):
         found = [_follow(each, given) for each in programs]
     else:
-        raise SharesEscape
+        raise ShardsEscape
 
     results = [any(each) for each in itertools.zip_longest(*found)]
     if not any(results):
         return [False] * number
     if name in ("scan", "while") or len(results) != number:
-        raise SharesEscape  # what comes of them in the next turn is not followed
+        raise ShardsEscape  # what comes of them in the next turn is not followed
     return results

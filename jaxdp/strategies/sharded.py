@@ -92,7 +92,7 @@ class Sharded(DataParallel):
         """How a parameter's gradient and optimizer state are split: as itself is.
 
         Elsewhere than the parameter, over an axis that rows are split over: each device
-        updates a share of a parameter that all of them then hold whole.
+        updates a shard of a parameter that all of them then hold whole.
         """
         return self.param_spec(path, leaf)
 

@@ -156,9 +156,9 @@ def step_by_hand(model, batch):
         arrays, rest = eqx.partition(model.blocks.stacked, eqx.is_array)
 
         @jax.checkpoint
-        def apply(x, shares):
+        def apply(x, shards):
             whole = jax.tree.map(
-                lambda s: jax.lax.all_gather(s, "data", axis=0, tiled=True), shares
+                lambda s: jax.lax.all_gather(s, "data", axis=0, tiled=True), shards
             )
             return jax.vmap(eqx.combine(whole, rest))(x), None
 
