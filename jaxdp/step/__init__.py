@@ -3,6 +3,7 @@
 from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
 from .jaxprs import (
     OWN_LOOP,
+    equations_in,
     has_convolutions,
     has_own_loop,
     matmul_flops,
@@ -46,6 +47,7 @@ __all__ = [
     "as_raised",
     "as_stored",
     "calls_python",
+    "equations_in",
     "catching",
     "check_remat",
     "find_precision",

@@ -2,7 +2,8 @@
 
 Under mixed precision the parameters stay as they are, and a call of the model casts
 them, and what it is given, on the way in, and what it returns back to float32. So the
-loss, the metrics, the gradients' sums and the optimizer never see a narrow number.
+loss, the metrics, the gradients' sums and the optimizer never see a narrow number. (But
+for modules that gather their own parameters, whose gradients `FSDP` sums as computed.)
 """
 
 import types

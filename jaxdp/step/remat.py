@@ -62,6 +62,8 @@ def outermost_matching(
     modules: dict[str, tuple[Any, ...]] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
         for length in range(1, len(path)):
+            if isinstance(path[length - 1], jax.tree_util.FlattenedIndexKey):
+                break  # inside something that says nothing of its parts
             node = at_path(model, path[:length])
             if isinstance(node, eqx.Module) and callable(node):
                 modules[leaf_path(path[:length])] = path[:length]

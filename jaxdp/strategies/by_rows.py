@@ -1,10 +1,12 @@
 """Gradients by each device from its own rows, inside a step over global arrays."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -45,8 +47,9 @@ class ByRows(Collectives):
         held: how parameters are split between steps.
         updated: how their gradients and optimizer states are.
         apart: whether rows may be worked on apart at all.
-        gatherers: modules that gather their own parameters, where rows are
-            independent. All others are gathered before.
+        find_gatherers: of a model's arrays, which modules gather their own parameters,
+            where rows are independent. All others are gathered before.
+        whole: whether those are, too, as `check_alike` wants it.
     """
 
     def __init__(
@@ -57,14 +60,16 @@ class ByRows(Collectives):
         updated: Spec,
         *,
         apart: bool,
-        gatherers: Gatherers = NO_GATHERERS,
+        find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
+        whole: bool = False,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
         self.held = held
         self.updated = updated
         self.apart = apart
-        self.gatherers = gatherers
+        self.find_gatherers = find_gatherers
+        self.whole = whole
 
     def over_rows(
         self,
@@ -114,9 +119,13 @@ class ByRows(Collectives):
 
         # What modules gather for themselves stays split, and so do its gradients.
         weights = next(_weights_in(inputs))
-        trained = self._shards(weights.params)
-        shards = trained | self._shards(weights.buffers)
-        own_rows = _OwnRows(self.row_axes, num_shards, self.gatherers, shards)
+        gatherers = self.find_gatherers(eqx.combine(weights.params, weights.buffers))
+        trained = self._shards(weights.params, gatherers)
+        shards = trained | self._shards(weights.buffers, gatherers)
+        arrange = functools.partial(gatherers.arranged, specs=shards, whole=self.whole)
+        if self.whole:
+            trained, shards = {}, {}
+        own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
             found = function(own_rows, inputs, groups)
@@ -144,13 +153,13 @@ class ByRows(Collectives):
         )
         return found if isinstance(results, tuple) else found[0]
 
-    def _shards(self, params: PyTree) -> dict[str, PartitionSpec]:
+    def _shards(self, params: PyTree, gatherers: Gatherers) -> dict[str, PartitionSpec]:
         """How those leaves are split over the rows' axes that stay so, by name."""
         found: dict[str, PartitionSpec] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = leaf_path(path)
             spec = _only(self.row_axes, self.held(name, leaf))
-            if self.gatherers.gather(name, spec):
+            if gatherers.gather(name, spec):
                 found[name] = spec
         return found
 
@@ -244,14 +253,14 @@ class _OwnRows(AxisCollectives):
         self,
         axes: tuple[str, ...],
         num_shards: int,
-        gatherers: Gatherers,
+        arrange: Callable[[PyTree], PyTree],
         shards: Mapping[str, PartitionSpec],
     ):
         super().__init__(axes, num_shards)
-        self.gatherers, self.shards = gatherers, shards
+        self._arrange, self.shards = arrange, shards
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self.gatherers.arranged(model, self.shards)
+        return self._arrange(model)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         """Of shards, over the devices that have the same ones. `ByRows` sums the

@@ -8,15 +8,16 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
-from ..step import DATA, TrainState, outermost_matching
+from ..step import DATA, RowsInteract, TrainState, outermost_matching
 from .base import Devices, Role, find_devices, mesh_on
 from .by_rows import NO_GATHERERS
-from .gathering import Gatherers, ShardsEscape, check_shards_are_gathered
+from .gathering import Gatherers, check_alike
 from .sharded import Sharded
 from .stack import Stack, stacks_in
 
@@ -106,8 +107,8 @@ class FSDP(_Split):
 
     - block by block, where the model has a `jaxdp.Stack`: each block when it is called,
       and once more in its backward pass, where its gradient is summed straight into
-      shards. So no device ever holds more than one whole block, and the largest model
-      grows with the number of devices. 1.5 times the bytes of `Sharded`'s all-reduce.
+      shards. So of the blocks a device holds one at a time, and the largest model grows
+      with the number of devices. 1.5 times the bytes of `Sharded`'s all-reduce.
     - before the step, all others. As many bytes as that all-reduce.
 
     Where rows interact (a scalar loss, BatchNorm), and where a loss looks at the
@@ -147,12 +148,9 @@ class FSDP(_Split):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self._gather = _checked(gather)
-        self._modules = NO_GATHERERS
-        self._at_once = False
-
-    @property
-    def gatherers(self) -> Gatherers:
-        return NO_GATHERERS if self._at_once else self._modules
+        self._how = "in calls"  # of modules; or "before the step"; or "nothing", to see
+        self._expected: Any = None  # what is computed then
+        self.gatherers = NO_GATHERERS
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -163,9 +161,9 @@ class FSDP(_Split):
 
     def reason(self, path: str, leaf: Array) -> str:
         why = super().reason(path, leaf)
-        if not self._modules.gather(path, self._split(path, leaf)):
+        if not self.gatherers.gather(path, self._split(path, leaf)):
             return why
-        return f"{why}, gathered in each call of {self._modules.owner(path)}"
+        return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
 
     def compile(
         self,
@@ -177,57 +175,91 @@ class FSDP(_Split):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        try:
-            return super().compile(
+        def compiled(how: str, expected: Any = None) -> Any:
+            other = copy.copy(self)
+            other._how, other._expected = how, expected
+            program = super(FSDP, other).compile(
                 step, arguments, roles, results, donate=donate, split=split
             )
-        except ShardsEscape:
+            self.program_digests = other.program_digests
+            return program
+
+        if self.num_shards == 1 or self._gather == "once":
+            return compiled("before the step")
+        try:
+            return compiled("in calls", compiled("nothing"))
+        except Exception as error:  # shards do not suit the loss, or it is wrong
+            is_said = isinstance(error, RowsInteract)
+        found = compiled("before the step")
+        if not is_said:
             say(
                 f"{self!r} gathers all parameters before the step: the loss uses some"
                 " by themselves, and not only in calls of the modules that gather them"
             )
-        at_once = copy.copy(self)  # whose leaves are split alike
-        at_once._at_once = True
-        return super(FSDP, at_once).compile(
-            step, arguments, roles, results, donate=donate, split=split
-        )
+        return found
+
+    def build(
+        self, program: Any, arguments: tuple[Any, ...], options: Any = None
+    ) -> Any:
+        if self._how == "nothing":
+            return program.trace(*arguments)
+        return super().build(program, arguments, options)
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
         traced = super().trace(program, arguments)
-        check_shards_are_gathered(traced.jaxpr)
+        if self._expected is not None:
+            check_alike(traced.jaxpr, self._expected.jaxpr)
         return traced
+
+    def _gathering(self) -> dict[str, Any]:
+        if self._how == "before the step":
+            return {}
+        return {"find_gatherers": self._found, "whole": self._how == "nothing"}
 
     def _layouts(self, state: TrainState) -> TrainState:
         # The arrays may be trained, or frozen, or both.
-        self._modules = self._gatherers(eqx.combine(state.params, state.buffers))
+        self._found(eqx.combine(state.params, state.buffers))
         return super()._layouts(state)
 
+    def _found(self, model: PyTree) -> Gatherers:
+        """Which submodules of this model gather their own parameters; kept."""
+        self.gatherers = self._gatherers(model)
+        return self.gatherers
+
     def _gatherers(self, model: PyTree) -> Gatherers:
-        """Which submodules of the model gather their own parameters."""
         if self._gather == "once":
             return NO_GATHERERS
-        patterns = self._gather
-        if isinstance(patterns, str):
-            patterns = [f"{name}.stacked".lstrip(".") for name in stacks_in(model)]
-            if not patterns and self._gather == "blocks":
+        if isinstance(self._gather, str):
+            stacks = {name: path for name, (path, _) in stacks_in(model).items()}
+            paths = {
+                f"{name}.stacked".lstrip("."): (*path, GetAttrKey("stacked"))
+                for name, path in stacks.items()
+                if isinstance(at_path(model, path).stacked, eqx.Module)
+            }
+            if not paths and self._gather == "blocks":
                 raise ValueError(
                     "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by one,"
                     " and the model has none. Make its equal layers one, Stack([Block"
                     "(key) for key in keys]), or name submodules: gather=['layers[*]']."
                 )
-        paths = outermost_matching(model, patterns, "gather")
+        else:
+            paths = outermost_matching(model, self._gather, "gather")
         stacked = {name: _stacks_on(path, model) for name, path in paths.items()}
         return Gatherers(paths, stacked)
 
     def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
-        owner = self._modules.owner(path)
+        owner = self.gatherers.owner(path)
         if owner is not None:
             # Of a block, so that it can be gathered by itself, if it has such an axis.
-            blocks = PartitionSpec(*[_BLOCKS] * self._modules.stacked[owner])
+            blocks = PartitionSpec(*[_BLOCKS] * self.gatherers.stacked[owner])
             found = split_axis(leaf, self._parts, self.min_size, blocks)
             if found[0] is not None:
                 return found
         return super()._axis(path, leaf)
+
+    def __repr__(self) -> str:
+        how = "" if self._gather == "auto" else f", gather={self._gather!r}"
+        return f"{super().__repr__().removesuffix(')')}{how})"
 
 
 def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:

@@ -5,22 +5,21 @@ submodule, gathers its own when it is called, and once more in its backward pass
 the gradient is summed straight into shards: what `jax.grad` makes of `all_gather`.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import at_path, leaf_path
-from ..step import is_recomputed, opened, programs_in, with_call
+from ..step import equations_in, is_recomputed, opened, programs_in, with_call
 
 _SHARD: Final = "jaxdp_shard"
-_TAKEN: Final = "jaxdp_shard_taken"
 
 _MADE_ANEW: Final = {
     "all_gather",
@@ -51,18 +50,21 @@ class Gatherers(NamedTuple):
         owner = self.owner(name)
         return owner is not None and any(spec) and not any(spec[: self.stacked[owner]])
 
-    def arranged(self, model: PyTree, specs: Mapping[str, PartitionSpec]) -> PyTree:
+    def arranged(
+        self, model: PyTree, specs: Mapping[str, PartitionSpec], *, whole: bool
+    ) -> PyTree:
         """The model, with calls of them that gather.
 
         Args:
             model: with one device's shards.
             specs: how its arrays are split that they gather, by name.
+            whole: whether they are here in one piece all the same, for `check_alike`.
         """
 
         def marked(path: Any, leaf: Any) -> Any:
             return checkpoint_name(leaf, _SHARD) if leaf_path(path) in specs else leaf
 
-        # Marked, so that other uses of them are found; see `check_shards_are_gathered`.
+        # Marked, so that other uses of them are found; see `check_alike`.
         model = jax.tree_util.tree_map_with_path(marked, model)
         for name, path in self.paths.items():
             own = {
@@ -70,7 +72,7 @@ class Gatherers(NamedTuple):
                     *spec[self.stacked[name] :]
                 )
                 for leaf, spec in specs.items()
-                if self.owner(leaf) == name
+                if self.owner(leaf) == name and not whole
             }
             gathered = _Gathered(tuple(own.items()), in_loop=self.stacked[name] > 0)
             model = eqx.tree_at(
@@ -85,7 +87,7 @@ class _Gathered(NamedTuple):
     """The call of a module that gathers its arrays first; see `with_call`."""
 
     specs: tuple[tuple[str, PartitionSpec], ...]
-    """How they are split, by their names in the module."""
+    """How they are split, by their names in the module; none, and nothing is."""
     in_loop: bool
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -108,7 +110,6 @@ class _Gathered(NamedTuple):
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
-            leaf = checkpoint_name(leaf, _TAKEN)
             for axis, names in enumerate(spec):
                 if names is not None:
                     leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
@@ -122,60 +123,108 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _MADE_ANEW
 
 
-# Shards that a loss uses by itself, in a penalty on all weights say, are not what it
-# takes them for. So a traced step is searched for such uses.
+# A step takes shards for whole arrays wherever it does not gather them: in a penalty
+# on all weights, or where it asks for a shape. So what it computes forwards is compared
+# with what it computes from whole arrays, operation by operation.
 
 _CARRIERS: Final = {"convert_element_type", "name", "reduce_precision", "copy"}
 """Operations that make of a shard the shard of what they make of the whole."""
 
 
 class ShardsEscape(Exception):
-    """A shard is used, and not by the module that gathers it."""
+    """A step does not compute the same from shards as from whole arrays."""
 
 
-def check_shards_are_gathered(jaxpr: Any) -> None:
-    """Raises `ShardsEscape` unless a traced step uses shards only to gather them."""
-    program = opened(jaxpr)
-    if any(_follow(program, [False] * len(program.invars))):
-        raise ShardsEscape
+def check_alike(split: Any, whole: Any) -> None:
+    """Raises `ShardsEscape` unless a step only gathers its shards, then does the same.
+
+    Args:
+        split: the step traced, with shards.
+        whole: the same with whole arrays, and modules that gather nothing.
+    """
+    for bodies in zip(_bodies(split), _bodies(whole), strict=True):
+        _check_program(*map(_forwards, bodies))
 
 
-def _follow(jaxpr: Any, of_inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a program are shards, given which of its inputs are."""
-    shards = {v for v, is_one in zip(jaxpr.invars, of_inputs, strict=True) if is_one}
-
-    def is_shard(atom: Any) -> bool:
-        return not hasattr(atom, "val") and atom in shards
-
-    for equation in jaxpr.eqns:
-        given = list(map(is_shard, equation.invars))
-        found = zip(equation.outvars, _results(equation, given), strict=True)
-        shards |= {variable for variable, is_one in found if is_one}
-    return list(map(is_shard, jaxpr.outvars))
+def _bodies(jaxpr: Any) -> list[Any]:
+    """What devices compute on their rows, where modules gather."""
+    return [
+        equation
+        for equation in equations_in(jaxpr)
+        if equation.primitive.name == "shard_map"
+        and any(map(_is_shard, equations_in(equation.params["jaxpr"])))
+    ]
 
 
-def _results(equation: Any, given: list[bool]) -> list[bool]:
-    """Which results of an operation are shards."""
-    name, number = equation.primitive.name, len(equation.outvars)
-    label = equation.params["name"] if name == "name" else None
-    if label in (_SHARD, _TAKEN):
-        return [label == _SHARD]
-    if name in _CARRIERS:
-        return given
+def _is_shard(equation: Any) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == _SHARD
 
-    programs = [opened(program) for program in programs_in(equation)]
-    if not any(given):
-        found = [_follow(each, [False] * len(each.invars)) for each in programs]
-    elif name == "cond" and not given[0]:
-        found = [_follow(branch, given[1:]) for branch in programs]
-    elif programs and all(len(each.invars) == len(given) for each in programs):
-        found = [_follow(each, given) for each in programs]
-    else:
-        raise ShardsEscape
 
-    results = [any(each) for each in itertools.zip_longest(*found)]
-    if not any(results):
-        return [False] * number
-    if name in ("scan", "while") or len(results) != number:
-        raise ShardsEscape  # what comes of them in the next turn is not followed
-    return results
+def _forwards(body: Any) -> Any:
+    """A program without its backward pass, whose results are split by devices."""
+    specs = body.params["out_specs"]
+    wanted = [not any(spec) for spec in specs]
+    wanted = wanted if any(wanted) else [True] * len(specs)  # predictions
+    return dce_jaxpr(opened(body.params["jaxpr"]), wanted, instantiate=True)[0]
+
+
+def _check_program(split: Any, whole: Any) -> None:
+    same = dict(zip(split.invars, whole.invars, strict=True))
+    same |= zip(split.constvars, whole.constvars, strict=True)
+    expected = iter(whole.eqns)
+
+    for equation in split.eqns:
+        name = equation.primitive.name
+        if name == "all_gather" and _of(equation.invars[0], same) is not None:
+            same[equation.outvars[0]] = _of(equation.invars[0], same)
+            continue
+        other = next(expected, None)
+        if other is None or not _is_alike(equation, other, same):
+            raise ShardsEscape(f"{name} is not of whole arrays")
+        same |= zip(equation.outvars, other.outvars, strict=True)
+        for pair in zip(programs_in(equation), programs_in(other), strict=True):
+            inside = list(map(opened, pair))
+            if name in ("cond", "while") and _gathers(inside[0]):
+                # Whether and how often may differ by device, which then wait for ever.
+                raise ShardsEscape(f"gathered in a {name}")
+            _check_program(*inside)
+
+    outs = [_of(out, same) for out in split.outvars]
+    if next(expected, None) is not None or outs != list(map(_plain, whole.outvars)):
+        raise ShardsEscape("the results are others")
+
+
+def _is_alike(equation: Any, other: Any, same: dict[Any, Any]) -> bool:
+    """Whether two operations are the same, of the same operands."""
+    operands = [_of(each, same) for each in equation.invars]
+    if equation.primitive is not other.primitive:
+        return False
+    if operands != list(map(_plain, other.invars)):
+        return False
+    if programs_in(equation):
+        return len(programs_in(equation)) == len(programs_in(other))
+    if equation.primitive.name in _CARRIERS:
+        return True
+    before, after = (
+        [each.aval.shape for each in (*e.invars, *e.outvars)] for e in (equation, other)
+    )
+    return before == after and _values(equation.params) == _values(other.params)
+
+
+def _gathers(jaxpr: Any) -> bool:
+    return any(each.primitive.name == "all_gather" for each in equations_in(jaxpr))
+
+
+def _of(atom: Any, same: dict[Any, Any]) -> Any:
+    """What stands for a variable in the other program; a constant for itself."""
+    return _plain(atom) if hasattr(atom, "val") else same.get(atom)
+
+
+def _plain(atom: Any) -> Any:
+    return (str(atom.val), str(atom.aval)) if hasattr(atom, "val") else atom
+
+
+def _values(params: dict[str, Any]) -> dict[str, Any]:
+    """Of an operation's parameters, those that are numbers or names."""
+    kinds = int | float | str | tuple | None
+    return {k: str(v) for k, v in params.items() if isinstance(v, kinds)}

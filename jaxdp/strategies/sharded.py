@@ -24,8 +24,7 @@ from .base import (
     place_copy,
     put_rows,
 )
-from .by_rows import NO_GATHERERS, ByRows, names_of
-from .gathering import Gatherers
+from .by_rows import ByRows, names_of
 from .offload import jitted, offloading, optimizer_on_host
 
 
@@ -70,11 +69,6 @@ class Sharded(DataParallel):
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
         self.num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-
-    @property
-    def gatherers(self) -> Gatherers:
-        """The modules that gather their parameters when they are called: none."""
-        return NO_GATHERERS
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         """How a leaf of the model is split; its optimizer state follows.
@@ -276,8 +270,12 @@ class Sharded(DataParallel):
             self._held,
             self._updated,
             apart=apart,
-            gatherers=self.gatherers,
+            **self._gathering(),
         )
+
+    def _gathering(self) -> dict[str, Any]:
+        """What `ByRows` is told of modules that gather their own parameters."""
+        return {}
 
     def _is_by_rows(self, leaf: jax.ShapeDtypeStruct) -> bool:
         """Whether a leaf of a batch is split over the axes of rows by rows only."""

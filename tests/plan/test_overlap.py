@@ -1,4 +1,4 @@
-"""What compiler options do to a step, read from the program for GPUs that are not here."""
+"""What compiler options do to a step, by the compiler for GPUs that are not here."""
 
 import equinox as eqx
 import jax

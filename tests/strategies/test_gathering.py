@@ -222,27 +222,118 @@ def test_memory_within_a_step_is_that_of_a_step_by_hand():
     assert ours("once") > 3 * by_hand  # or else this test says nothing
 
 
-def penalized(model, x, y, keys):
-    each = optax.softmax_cross_entropy_with_integer_labels(
-        jax.vmap(lambda x, key: model(x, key=key))(x, keys), y
-    )
-    weights = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
-    return each + 0.01 * sum(jnp.sum(weight**2) for weight in weights)
-
-
-def noisy(model, x, y, keys):
-    model = jax.tree.map(lambda w: w + 0.01 if eqx.is_inexact_array(w) else w, model)
+def each_loss(model, x, y, keys):
     return optax.softmax_cross_entropy_with_integer_labels(
         jax.vmap(lambda x, key: model(x, key=key))(x, keys), y
     )
 
 
-@pytest.mark.parametrize("loss_fn", [penalized, noisy])
-def test_a_loss_that_looks_at_weights_by_itself_sees_whole_ones(loss_fn, caplog):
+def weights_of(model):
+    return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+
+
+def penalized(model, x, y, keys):
+    penalty = sum(jnp.sum(weight**2) for weight in weights_of(model))
+    return each_loss(model, x, y, keys) + 0.01 * penalty
+
+
+def noisy(model, x, y, keys):
+    model = jax.tree.map(lambda w: w + 0.01 if eqx.is_inexact_array(w) else w, model)
+    return each_loss(model, x, y, keys)
+
+
+def scaled_by_a_shape(model, x, y, keys):
+    width = model.blocks.stacked.up.weight.shape[1]
+    return each_loss(model, x, y, keys) / width
+
+
+def towards_what_it_was(model, x, y, keys):
+    pairs = zip(weights_of(model), weights_of(Deep(2)), strict=True)
+    return each_loss(model, x, y, keys) + sum(jnp.sum((w - v) ** 2) for w, v in pairs)
+
+
+def tied(model, x, y, keys):
+    up = model.blocks.stacked.up.weight
+    down = jnp.concatenate([model.last.weight] * 22)[:WIDTH, :WIDTH]
+    blocks = eqx.tree_at(lambda m: m.stacked.up.weight, model.blocks, up + down.sum())
+    return each_loss(eqx.tree_at(lambda m: m.blocks, model, blocks), x, y, keys)
+
+
+def with_gradient_penalty(model, x, y, keys):
+    def row(x, y, key):
+        def loss(model):
+            logits = model(x, key=key)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+        gradient = weights_of(eqx.filter_grad(loss)(model))
+        return loss(model) + 0.1 * sum(jnp.sum(g**2) for g in gradient)
+
+    return jax.vmap(row)(x, y, keys)
+
+
+def under_an_axis_of_the_mesh(model, x, y, keys):
+    logits = jax.vmap(lambda x, key: model(x, key=key), axis_name="data")(x, keys)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def by_row(model, x, y, keys):
+    """Whether a row passes the blocks depends on it, and differs by device."""
+
+    def logits(row):
+        x, key = row
+        hidden = model.first(x)
+        hidden = jax.lax.cond(
+            x[0] > 0, lambda h: model.blocks(h, key=key), lambda h: h, hidden
+        )
+        return model.last(hidden)
+
+    found = jax.lax.map(jax.checkpoint(logits), (x, keys))
+    return optax.softmax_cross_entropy_with_integer_labels(found, y)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        penalized, noisy, scaled_by_a_shape, towards_what_it_was, tied,
+        with_gradient_penalty, under_an_axis_of_the_mesh, by_row,
+    ],
+)  # fmt: skip
+def test_a_loss_that_uses_weights_by_themselves_has_whole_ones(loss_fn, caplog):
     expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
-    found, _ = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
+    found, trainer = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert "gathers all parameters before the step" in caplog.text
+    assert not any("forward" in each.part for each in traffic(trainer)
+                   if each.kind == "all-gather")  # fmt: skip
+    assert "all-to-all" not in {each.kind for each in traffic(trainer)}
+
+
+def test_modules_called_in_other_ways_have_whole_parameters():
+    class Heads(eqx.Module):
+        heads: eqx.nn.Linear
+
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0), 8)
+            make = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 3, key=key))
+            self.heads = make(keys)
+
+        def __call__(self, x):
+            call = eqx.filter_vmap(lambda head, x: head(x), in_axes=(0, None))
+            return call(self.heads, x).mean(axis=0)
+
+    expected, _ = losses(Heads(), SingleDevice(), epochs=1)
+    found, _ = losses(Heads(), FSDP(gather=["heads"]), epochs=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_strategy_serves_several_models():
+    strategy = FSDP()
+    _, deep = losses(Deep(2), strategy, epochs=1)
+    expected = deep.validate(data())
+    losses(Flat(), strategy, epochs=1)
+    assert deep.validate(data()) == expected
+    again, _ = losses(Deep(2), strategy, epochs=1)
+    np.testing.assert_allclose(again, losses(Deep(2), FSDP(), epochs=1)[0], rtol=1e-6)
 
 
 def test_rows_that_interact_are_trained_together():
@@ -267,7 +358,7 @@ def test_a_run_goes_on_under_other_layouts(tmp_path):
             callbacks=[recorder], enable_progress_bar=False,
         )  # fmt: skip
         rest.fit(data(), max_epochs=4, ckpt_path=path)
-        same = isinstance(strategy, FSDP) and repr(strategy) == repr(FSDP())
+        same = repr(strategy) == repr(FSDP())
         expected = straight[-len(recorder.losses) :]
         np.testing.assert_allclose(recorder.losses, expected, rtol=0 if same else 1e-5)
 
