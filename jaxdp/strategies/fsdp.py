@@ -1,5 +1,6 @@
 """Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
-from ..step import DATA, RowsInteract, TrainState, outermost_matching
+from ..step import DATA, TrainState, outermost_matching
 from .base import Devices, Role, find_devices, mesh_on
 from .by_rows import NO_GATHERERS
 from .gathering import Gatherers, check_alike
@@ -184,18 +185,16 @@ class FSDP(_Split):
             self.program_digests = other.program_digests
             return program
 
-        if self.num_shards == 1 or self._gather == "once":
+        if self.num_shards == 1 or not self.gatherers.paths:
             return compiled("before the step")
-        try:
+        # What does not work with shards is tried without; what is wrong shows then.
+        with contextlib.suppress(Exception):
             return compiled("in calls", compiled("nothing"))
-        except Exception as error:  # shards do not suit the loss, or it is wrong
-            is_said = isinstance(error, RowsInteract)
         found = compiled("before the step")
-        if not is_said:
-            say(
-                f"{self!r} gathers all parameters before the step: the loss uses some"
-                " by themselves, and not only in calls of the modules that gather them"
-            )
+        say(
+            f"{self!r} gathers all parameters before the step: the loss uses some by"
+            " themselves, and not only in calls of the modules that gather them"
+        )
         return found
 
     def build(
