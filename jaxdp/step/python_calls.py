@@ -5,8 +5,9 @@ with several faked devices jax 0.10.2 waits 40 s for them, and aborts the proces
 nothing may leave a call. What it raised is kept for whoever waits for the step.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -22,7 +23,8 @@ class CallsPython(Exception):
     """A step was traced whose calls of Python may raise."""
 
 
-class _Catching(NamedTuple):
+@dataclasses.dataclass(eq=False)  # JAX wants parameters of operations to be hashable
+class _Catching:
     """A call of Python inside a program that keeps what it raises.
 
     After one has raised, no other is made: the step's results are of no use.
