@@ -62,5 +62,6 @@ def test_an_error_that_all_have_and_catch_ends_nobody(crew):
     codes, outputs = crew("catch_it").join()
     assert codes == [0, 0]
     for output in outputs:
-        assert "caught a row can't be read" in output
+        # Gloo may write between two words.
+        assert "caught" in output and "a row can't be read" in output
         assert "went on to step 8" in output
