@@ -43,14 +43,14 @@ class Trainer:
             floating ones the mean squared error.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
-            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools) and
-            `state` (the `eqx.nn.State`). It returns the loss, or `(loss, metrics)`, and
-            the new state last if it takes one. Values
-            shaped `(batch,)` should each come from their own row alone; they are
-            averaged over real rows. A scalar is taken as the mean over the batch, whose
-            rows may interact, as in contrastive losses: such batches are never padded.
-            Nor are those of a loss that names `key`, whose draws may be over all rows,
-            or of values per row that other rows are seen to have a part in.
+            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools),
+            `state` (the `eqx.nn.State`), `step` (how many are completed, an int32) and
+            `training` (a bool). It returns the loss, or `(loss, metrics)`, and the new
+            state last if it takes one. Values shaped `(batch,)` should each come from
+            their own row alone; they are averaged over real rows. A scalar is taken as
+            the mean over the batch, whose rows may interact, as in contrastive losses:
+            such batches are never padded. Nor are those of a loss that names `key`,
+            whose draws may be over all rows, or where other rows have a part in values.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row is averaged exactly over all rows; of a
             scalar the mean over batches is taken, weighted by their rows, and more

@@ -88,7 +88,9 @@ class LossFnObjective:
     def __init__(self, loss_fn: Callable[..., Any]):
         self.loss_fn = loss_fn
         self.signature = inspect.signature(loss_fn)
-        names = [*self.signature.parameters][1:]
+        # What functools.partial has filled is not ours to give.
+        self.filled = getattr(loss_fn, "keywords", {})
+        names = {*[*self.signature.parameters][1:]} - {*self.filled}
         self.takes_state = "state" in names
         self.takes_key = "key" in names
 
@@ -106,6 +108,7 @@ class LossFnObjective:
             offered = rows._asdict()
             if model_state is not None:
                 offered["state"] = state
+            offered = {n: v for n, v in offered.items() if n not in self.filled}
             arguments, keywords = self._bind(given, offered)
             return self.loss_fn(model, *arguments, **keywords)
 

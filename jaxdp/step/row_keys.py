@@ -1,10 +1,10 @@
-"""Which rows of a batch are real, and the randomness of each."""
+"""Which rows of a batch are real, the randomness of each, and when it comes."""
 
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from .collectives import Collectives
 from .state import MicroBatch, Weights
@@ -15,7 +15,7 @@ downwards for the keys of whole micro-batches."""
 
 
 class MaskAndKeys(NamedTuple):
-    """What goes with a batch: which rows are real, and their randomness.
+    """What goes with a batch: which rows are real, their randomness, and the time.
 
     Its fields are what a `loss_fn` may ask for by name.
     """
@@ -26,9 +26,19 @@ class MaskAndKeys(NamedTuple):
     """`(rows,)`, one key per row."""
     key: PRNGKeyArray
     """One for the whole batch."""
+    step: Int[Array, ""]
+    """How many optimizer steps are completed."""
+    training: bool
 
 
-def mask_and_keys(collectives: Collectives, key: Any, micro: MicroBatch) -> MaskAndKeys:
+def mask_and_keys(
+    collectives: Collectives,
+    key: Any,
+    micro: MicroBatch,
+    step: Int[Array, ""],
+    *,
+    training: bool,
+) -> MaskAndKeys:
     """The mask and the keys of the rows seen here.
 
     A row's key depends on `key` and its place among the real rows of the global
@@ -46,6 +56,8 @@ def mask_and_keys(collectives: Collectives, key: Any, micro: MicroBatch) -> Mask
         key=jax.random.fold_in(
             key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
         ),
+        step=step,
+        training=training,
     )
 
 

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     @property
     def weights(self) -> "Weights":
         """The part that evaluation needs."""
-        return Weights(self.params, self.buffers, self.model_state, self.key)
+        return Weights(self.params, self.buffers, self.model_state, self.key, self.step)
 
 
 class Weights(NamedTuple):
@@ -52,6 +52,7 @@ class Weights(NamedTuple):
     buffers: PyTree
     model_state: PyTree
     key: Any
+    step: Any
 
 
 class Group(NamedTuple):

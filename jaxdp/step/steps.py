@@ -69,7 +69,7 @@ class Steps(NamedTuple):
         """
         grads, model_state, summed = collectives.over_rows(
             self._gradients,
-            (state.weights, state.step, state.loss_scale),
+            (state.weights, state.loss_scale),
             groups,
             ("gradients", "whole", "whole"),
         )
@@ -154,7 +154,7 @@ class Steps(NamedTuple):
     def _gradients(
         self,
         collectives: Collectives,
-        inputs: tuple[Weights, Int[Array, ""], LossScale | None],
+        inputs: tuple[Weights, LossScale | None],
         groups: Sequence[Group],
     ) -> tuple[PyTree, PyTree, Sums]:
         """The gradient of the mean loss, the new model state, and sums over all rows.
@@ -163,10 +163,12 @@ class Steps(NamedTuple):
         """
         objective = self.objective
         assert objective is not None
-        weights, step, scale = inputs
+        weights, scale = inputs
 
         # The same keys whatever the devices: of the seed and the step.
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(weights.key), step)
+        step_key = jax.random.fold_in(
+            jax.random.wrap_key_data(weights.key), weights.step
+        )
         total = count_rows(groups)
         if weights.model_state is not None or objective.takes_key:
             collectives.need_all_rows()
@@ -181,7 +183,9 @@ class Steps(NamedTuple):
                 model = collectives.arrange(model)
                 batch = cast_batch(model, mark_rows(micro.batch), self.precision)
                 model = computing(model, self.precision)
-                rows = mask_and_keys(collectives, step_key, micro)
+                rows = mask_and_keys(
+                    collectives, step_key, micro, weights.step, training=True
+                )
                 found = objective(
                     model, model_state, batch, rows, collectives.axis_names
                 )
@@ -230,7 +234,8 @@ class Steps(NamedTuple):
             collectives.need_all_rows()
         micro = only_micro_batch(groups[0])
         key = key_outside_training(weights)
-        rows = mask_and_keys(collectives, jax.random.fold_in(key, batch_idx), micro)
+        key = jax.random.fold_in(key, batch_idx)
+        rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
 
         model = self._whole_model(collectives, weights)
         batch = cast_batch(model, mark_rows(micro.batch), self.precision)
@@ -254,11 +259,12 @@ class Steps(NamedTuple):
         """Predictions for the rows of a batch that are seen here."""
         micro = only_micro_batch(groups[0])
         model = self._whole_model(collectives, weights)
+        key = key_outside_training(weights)
         prediction, _ = call_model(
             self._inference(model),
             weights.model_state,
             micro.batch,
-            mask_and_keys(collectives, key_outside_training(weights), micro),
+            mask_and_keys(collectives, key, micro, weights.step, training=False),
             collectives.axis_names,
         )
         return prediction

@@ -303,7 +303,8 @@ def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
             return PartitionSpec()
         params = jax.tree_util.tree_map_with_path(spec, node.params)
         buffers = jax.tree_util.tree_map_with_path(spec, node.buffers)
-        return Weights(params, buffers, PartitionSpec(), PartitionSpec())
+        whole = PartitionSpec()
+        return Weights(params, buffers, whole, whole, whole)
 
     return jax.tree.map(specs, inputs, is_leaf=_is_weights)
 

@@ -12,7 +12,8 @@ from jaxdp.step.row_keys import MaskAndKeys
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
-ROWS = MaskAndKeys(jnp.ones(3, bool), jax.random.split(KEY, 3), KEY)
+KEYS = jax.random.split(KEY, 3)
+ROWS = MaskAndKeys(jnp.ones(3, bool), KEYS, KEY, jnp.int32(0), True)
 
 
 class Switch(eqx.Module):

@@ -10,7 +10,7 @@ import optax
 import pytest
 from toys import NormNet, batches
 
-from jaxdp import Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.step.objective import LossFnObjective
 
 X = np.ones((2, 4), np.float32)
@@ -58,6 +58,41 @@ def fit(loss_fn, data, model=None, strategy=None, **options):
 def cross_entropy(model, x, y):
     logits = jax.vmap(model)(x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": SingleDevice()},
+        {"strategy": Sharded(), "steps_per_execution": 2},
+        {"strategy": Pmap(), "accumulate_grad_batches": 2},
+    ],
+)
+def test_a_loss_may_name_the_step_and_whether_it_trains(options):
+    seen = []
+
+    class See(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            seen.append((metrics["step_no"], metrics["trains"]))
+
+    def loss_fn(model, x, y, step, *, training):
+        assert isinstance(training, bool) and step.dtype == jnp.int32
+        here = {"step_no": jnp.full(len(x), step), "trains": jnp.full(len(x), training)}
+        return cross_entropy(model, x, y) * (1 + step), here
+
+    history = fit(loss_fn, batches(16, 16, 16, 16), callbacks=[See()], **options)
+    steps = 8 // options.get("accumulate_grad_batches", 1)
+    assert seen == [(step, 1) for step in range(steps)]
+    assert history.history["val_step_no"] == [steps // 2, steps]
+    assert history.history["val_trains"] == [0, 0]
+
+
+def test_what_a_partial_has_filled_is_not_overwritten():
+    def loss_fn(model, x, y, step, training):
+        assert not training and step == 3
+        return cross_entropy(model, x, y)
+
+    fit(functools.partial(loss_fn, step=3, training=False), batches(16, 16))
 
 
 def test_per_row_scalar_masked_and_dict_forms_give_the_same_run():
