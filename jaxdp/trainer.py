@@ -35,7 +35,8 @@ class Trainer:
     Args:
         model: a callable pytree (an Equinox module), applied to one example; the step
             vmaps it. It is neither modified nor deleted.
-        optimizer: any `optax.GradientTransformation`; `optax.adamw(1e-3)` by default.
+        optimizer: any `optax.GradientTransformation`, those that evaluate the loss
+            (`optax.lbfgs()`) too; `optax.adamw(1e-3)` by default.
         loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
             of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
             those that give `(batch, ...)` are averaged over the rest. Without it and

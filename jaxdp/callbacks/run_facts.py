@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
+from ..step import closed_over, updates_in
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -77,15 +78,15 @@ def optimizer_text(update: Any) -> str:
     """The stages of an optax optimizer with their numbers, as far as its closures show
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
     function = inspect.unwrap(update)
-    if inspect.ismethod(function):
-        maker, inside = type(function.__self__).__name__, vars(function.__self__)
-    elif inspect.isfunction(function):
-        maker, inside = _maker(function), inspect.getclosurevars(function).nonlocals
-    else:
+    if not inspect.isroutine(function):
         return type(function).__name__
+    inside = closed_over(function)
+    maker = _maker(function)
+    if inspect.ismethod(function):
+        maker = type(function.__self__).__name__
 
     stages = [
-        optimizer_text(each) for value in inside.values() for each in _updates(value)
+        optimizer_text(each) for value in inside.values() for each in updates_in(value)
     ]
     told = ((name, _told(value)) for name, value in inside.items())
     own = ", ".join(f"{name}={text}" for name, text in told if text)
@@ -94,23 +95,11 @@ def optimizer_text(update: Any) -> str:
     return ", ".join(stage for stage in stages if stage)
 
 
-def _updates(value: Any) -> list[Any]:
-    """The `update` functions of what may be stages of an optimizer."""
-    if hasattr(value, "init") and hasattr(value, "update"):
-        return [value.update]
-    if getattr(value, "__name__", "") in ("update", "update_fn"):
-        return [value]
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    is_several = isinstance(value, list | tuple)
-    return [each for item in value for each in _updates(item)] if is_several else []
-
-
 def _told(value: Any) -> str:
     """A number, or who made a function; "" for all else."""
     if isinstance(value, float | int | np.number) and not isinstance(value, bool):
         return f"{float(value):g}"
-    return _maker(value) if inspect.isfunction(value) and not _updates(value) else ""
+    return _maker(value) if inspect.isfunction(value) and not updates_in(value) else ""
 
 
 def _maker(function: Any) -> str:

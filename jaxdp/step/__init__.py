@@ -21,6 +21,7 @@ from .remat import Remat, check_remat, is_recomputed, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
+from .value_fn import closed_over, updates_in
 
 __all__ = [
     "AxisCollectives",
@@ -50,6 +51,7 @@ __all__ = [
     "equations_in",
     "catching",
     "check_remat",
+    "closed_over",
     "find_precision",
     "first_state",
     "has_convolutions",
@@ -64,6 +66,7 @@ __all__ = [
     "repeated",
     "split_pair",
     "times_of",
+    "updates_in",
     "values_mix_rows",
     "with_call",
 ]

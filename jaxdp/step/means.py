@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .jaxprs import OWN_LOOP, has_convolutions
-from .metrics import Facts
+from .metrics import Facts, vector
 from .objective import Values
 from .precision import widen
 from .row_mixing import mark_values
@@ -31,6 +31,12 @@ class Sums:
     @classmethod
     def tree_unflatten(cls, facts: Facts, children: Any) -> "Sums":
         return cls(children[0], facts)
+
+    def means(self, total: Array) -> Array:
+        """The mean of each value, in the order of the names; `total` are all rows."""
+        # One by one: XLA turns a vector's division by a number into a product with the
+        # reciprocal in some programs, which rounds otherwise.
+        return jnp.stack([each / total for each in vector(self.sums, self.facts)])
 
 
 def over_micro_batches(

@@ -5,7 +5,6 @@ batch. The loss of each row is in `objective`, the mean over all real rows in `m
 and the randomness of each in `row_keys`.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from .state import (
     as_before,
     only_micro_batch,
 )
+from .value_fn import offered
 
 
 class Steps(NamedTuple):
@@ -67,26 +67,19 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
-        grads, model_state, summed = collectives.over_rows(
-            self._gradients,
-            (state.weights, state.loss_scale),
-            groups,
-            ("gradients", "whole", "whole"),
-        )
-
-        if state.loss_scale is not None:
-            unscale = 1 / state.loss_scale.scale  # a power of two: exact
-            grads = jax.tree.map(lambda grad: grad * unscale, grads)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-
+        grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
-        # One by one: XLA turns a vector's division by a number into a product with the
-        # reciprocal in some programs, which rounds otherwise.
-        means = jnp.stack([s / total for s in vector(summed.sums, summed.facts)])
+        means = summed.means(total)
 
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
-            updates, opt_state = self._update(grads, state, loss=means[0])
+
+            def evaluate(params: PyTree) -> tuple[Array, PyTree]:
+                there = state._replace(params=params)
+                grads, _, summed = self._mean_gradients(collectives, there, groups)
+                return summed.means(total)[0], grads
+
+            updates, opt_state = self._update(grads, state, means[0], evaluate)
             params = eqx.apply_updates(state.params, updates)
         new = TrainState(
             params=as_before(state.params, params, "params"),
@@ -151,13 +144,29 @@ class Steps(NamedTuple):
         """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
         return collectives.over_rows(self._predictions, weights, [group], "rows")
 
+    def _mean_gradients(
+        self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
+    ) -> tuple[PyTree, PyTree, Sums]:
+        """The gradient of the mean loss, the new model state, sums over all rows."""
+        grads, model_state, summed = collectives.over_rows(
+            self._gradients,
+            (state.weights, state.loss_scale),
+            groups,
+            ("gradients", "whole", "whole"),
+        )
+        if state.loss_scale is not None:
+            unscale = 1 / state.loss_scale.scale  # a power of two: exact
+            grads = jax.tree.map(lambda grad: grad * unscale, grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        return grads, model_state, summed
+
     def _gradients(
         self,
         collectives: Collectives,
         inputs: tuple[Weights, LossScale | None],
         groups: Sequence[Group],
     ) -> tuple[PyTree, PyTree, Sums]:
-        """The gradient of the mean loss, the new model state, and sums over all rows.
+        """What `_mean_gradients` gives, scaled and in the dtypes of accumulation.
 
         Here is all that looks at rows; a device may be shown its own only.
         """
@@ -283,26 +292,23 @@ class Steps(NamedTuple):
         return Facts(names, interact, found.num_classes, found.notes)
 
     def _update(
-        self, grads: PyTree, state: TrainState, *, loss: Array
+        self,
+        grads: PyTree,
+        state: TrainState,
+        loss: Array,
+        evaluate: Callable[[PyTree], tuple[Array, PyTree]],
     ) -> tuple[PyTree, PyTree]:
-        """The optimizer's updates and new state.
-
-        It is given the loss if it takes it, as `optax.contrib.reduce_on_plateau` does.
-        """
+        """The optimizer's updates and new state."""
         update = self.optimizer.update
-        parameters = inspect.signature(update).parameters.values()
-        takes_value = any(
-            p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters
-        )
-        # Some rules ask for the loss.
-        extra = {"value": loss} if takes_value else {}
+        extra = offered(update, loss, grads, evaluate)
         try:
             return update(grads, state.opt_state, state.params, **extra)
         except TypeError as error:
             if "required keyword-only" in str(error):
                 error.add_note(
-                    "`optimizer` evaluates the loss itself, as optax.lbfgs does; the"
-                    " trainer gives an optimizer gradients and the loss, no functions."
+                    "in `optimizer.update`, to which the trainer gives, beside"
+                    " gradients, what it names of `value`, `grad`, `value_fn` and"
+                    " `grad_fn`: the mean loss of the batch, and functions of it."
                 )
             raise
         except AttributeError as error:

@@ -208,12 +208,6 @@ def test_an_empty_val_loader_is_refused():
         make().fit(batches(8), [])
 
 
-def test_an_optimizer_that_evaluates_the_loss_is_explained():
-    with pytest.raises(TypeError, match="value_fn") as caught:
-        make(None, optax.lbfgs()).fit(batches(8))
-    assert "`optimizer` evaluates the loss itself" in caught.value.__notes__[0]
-
-
 def test_shares_need_a_length():
     with pytest.raises(ValueError, match="length of the loader is not known"):
         make().fit((batch for batch in batches(8)), limit_train_batches=0.5)

@@ -1,0 +1,94 @@
+"""What of the loss an optimizer asks for: its value, or functions that evaluate it.
+
+`optax.lbfgs`, line searches and `optax.contrib.sam` in its opaque mode look at the loss
+in other places than where the parameters are.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+_NAMES: Final = {"value", "grad", "value_fn", "grad_fn"}
+
+
+def offered(
+    update: Callable[..., Any],
+    value: Array,
+    grad: PyTree,
+    evaluate: Callable[[PyTree], tuple[Array, PyTree]],
+) -> dict[str, Any]:
+    """The keyword arguments that an optimizer's `update` asks for.
+
+    Args:
+        update: of the optimizer.
+        value: the mean loss.
+        grad: its gradient.
+        evaluate: `(params) -> (value, grad)` elsewhere. What is not called is not
+            traced, and what is not used of it is not computed.
+    """
+
+    @jax.custom_jvp
+    def value_fn(params: PyTree) -> Array:
+        return evaluate(params)[0]
+
+    @value_fn.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Array, Array]:  # pyright: ignore
+        # Of the gradient that steps take, not of what came of differentiating through
+        # micro-batches and collectives: it takes no more memory, and rounds alike.
+        value, grads = evaluate(*primals)
+        products = jax.tree.map(lambda g, t: (g * t).sum().real, grads, *tangents)
+        total = sum(jax.tree.leaves(products), start=jnp.zeros_like(value))
+        return value, total.astype(value.dtype)
+
+    def grad_fn(params: PyTree, *_: Any) -> PyTree:
+        return evaluate(params)[1]
+
+    known = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
+    return {name: known[name] for name in _asked_for(update)}
+
+
+def _asked_for(update: Callable[..., Any]) -> set[str]:
+    """Which of `_NAMES` an optimizer, or a stage of it, takes.
+
+    Not simply all: what nobody asks for is an error to some.
+    """
+    parameters = inspect.signature(update).parameters.values()
+    asked = _NAMES & {p.name for p in parameters}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return asked
+    waiting, seen = [update], []
+    while waiting:
+        stage = inspect.unwrap(waiting.pop())
+        if any(stage is each for each in seen):
+            continue
+        seen.append(stage)
+        asked |= _NAMES & {*inspect.signature(stage).parameters}
+        for value in closed_over(stage).values():
+            waiting += updates_in(value)
+    # There may be stages that no closure shows, as in optax.inject_hyperparams.
+    return asked or _NAMES - {"grad_fn"}
+
+
+def closed_over(function: Any) -> Mapping[str, Any]:
+    """What a function that was made by another, or a method, knows besides."""
+    if inspect.ismethod(function):
+        return vars(function.__self__)
+    if inspect.isfunction(function):
+        return inspect.getclosurevars(function).nonlocals
+    return {}
+
+
+def updates_in(value: Any) -> list[Any]:
+    """The `update` functions of what may be stages of an optimizer."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return [value.update]
+    if getattr(value, "__name__", "").endswith(("update", "update_fn")):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    is_several = isinstance(value, list | tuple)
+    return [each for item in value for each in updates_in(item)] if is_several else []
