@@ -17,6 +17,7 @@ from .step import TrainState
 from .strategies import (
     FSDP,
     DataParallel,
+    LocalSGD,
     Pipeline,
     Pmap,
     Sharded,
@@ -38,6 +39,7 @@ __all__ = [
     "Callback",
     "DataParallel",
     "History",
+    "LocalSGD",
     "Pipeline",
     "Plan",
     "Pmap",

@@ -27,7 +27,8 @@ def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> 
     """
     own = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     found = {name: plain(value) for name, value in trainer.run.arguments.items()}
-    found["optimizer"] = optimizer_text(trainer.run.optimizer.update)
+    optimizer = trainer.run.optimizer_for(trainer.strategy)
+    found["optimizer"] = optimizer_text(optimizer.update)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             found[name] = getattr(trainer, name)

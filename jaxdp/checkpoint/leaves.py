@@ -81,6 +81,12 @@ def shape_text(leaf: Any) -> str:
     return f"{leaf.dtype}{tuple(leaf.shape)}"
 
 
+def shape_in(text: str) -> tuple[int, ...]:
+    """The shape in what `shape_text` gave."""
+    sizes = text.rstrip(")").partition("(")[2].split(",")
+    return tuple(int(size) for size in sizes if size.strip())
+
+
 def differences(
     wanted: Mapping[str, str], stored: Mapping[str, str], who: str = "trainer"
 ) -> list[str]:

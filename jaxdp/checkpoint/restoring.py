@@ -23,6 +23,7 @@ from .leaves import (
     flat,
     name_leaves,
     nested,
+    shape_in,
     shapes,
     unname_leaves,
     with_elements,
@@ -37,14 +38,15 @@ class CheckpointCorrupt(ValueError):
 
 def restore(
     path: str | os.PathLike[str],
-    like: TrainState,
+    like: Callable[[Mapping[str, tuple[int, ...]]], TrainState],
     take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Reads what `start_saving` wrote, laid out as `like` is now.
+    """Reads what `start_saving` wrote, laid out as `like` says.
 
     Args:
         path: the folder.
-        like: a state of the same model and optimizer, on any devices.
+        like: of the shapes by name that are there, gives a state of the same model and
+            optimizer, or shapes with shardings, on any devices.
         take_up: called with the metadata before the arrays are read. What it raises
             is raised.
 
@@ -56,13 +58,13 @@ def restore(
             format that this version does not read.
     """
     processes, path = find_processes(), os.path.abspath(path)
-    wanted = name_leaves(like)
+
+    def wanted(meta: dict[str, Any]) -> TrainState:
+        return like({name: shape_in(text) for name, text in meta["leaves"].items()})
 
     # The files are looked through once, the metadata by every process.
     saved = processes.first(
-        f"restoring {path}",
-        lambda: digest(_checked(path, shapes(wanted))),
-        CheckpointCorrupt,
+        f"restoring {path}", lambda: digest(_checked(path, wanted)), CheckpointCorrupt
     )
     with _alike(processes, path):
         meta = read_meta(path)
@@ -73,8 +75,9 @@ def restore(
             )
         take_up(meta)
 
-    stored = _read_arrays(path, with_elements(wanted), meta)
-    return unname_leaves(stored, like), meta
+    state = wanted(meta)
+    stored = _read_arrays(path, with_elements(name_leaves(state)), meta)
+    return unname_leaves(stored, state), meta
 
 
 def restore_leaves(
@@ -153,10 +156,12 @@ def _alike(processes: Processes, path: str) -> Iterator[None]:
     raise CheckpointCorrupt(f"`path`: {path} could not be taken up: {wrong}")
 
 
-def _checked(path: str, wanted: dict[str, str]) -> dict[str, Any]:
-    """`read_meta`, of arrays of these shapes, the files being those that were saved."""
+def _checked(
+    path: str, wanted: Callable[[dict[str, Any]], TrainState]
+) -> dict[str, Any]:
+    """`read_meta`, of the arrays `wanted`, the files being those that were saved."""
     meta = read_meta(path)
-    _check_same(path, wanted, meta["leaves"])
+    _check_same(path, shapes(name_leaves(wanted(meta))), meta["leaves"])
     _check_seal(path, meta["leaves"])
     return meta
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ..basics.console import say
 from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
-from .leaves import differences, first_lines, plain, shape_text, unplain
+from .leaves import differences, first_lines, plain, shape_in, shape_text, unplain
 from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
@@ -115,9 +115,8 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     wanted = {}
     for name, text in shapes.items():
         if not name.startswith("model_state: "):
-            dtype, _, sizes = text.rstrip(")").partition("(")
-            shape = tuple(int(size) for size in sizes.split(",") if size.strip())
-            wanted[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            dtype = jnp.dtype(text.partition("(")[0])
+            wanted[name] = jax.ShapeDtypeStruct(shape_in(text), dtype)
     return {name: np.asarray(value) for name, value in read(wanted).items()}
 
 

@@ -397,9 +397,10 @@ class Engine:
         compiled = self.programs.find(kind, dispatch)
         if compiled is not None:
             return compiled
-        inputs = self.held.evaluated.weights
         if kind == "train":
             inputs = self.held.flat, list(self.held.arrays)
+        else:
+            inputs = self.held.evaluated.weights
         try:
             return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
         except Exception:

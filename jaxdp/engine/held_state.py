@@ -232,8 +232,10 @@ def shapes_of_first(
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
         params, buffers = as_stored((params, buffers), steps.precision)
-        return first_state(
-            params, buffers, model_state, steps.optimizer, 0, steps.precision
+        return strategy.as_held(
+            first_state(
+                params, buffers, model_state, steps.optimizer, 0, steps.precision
+            )
         )
 
     state = jax.eval_shape(first, model[0], model[1], model_state)

@@ -78,9 +78,6 @@ class Run:
         self.interrupts = Interrupts(self.processes)
         self.wishes = Pulse(self.processes, "whether to stop")
         self.hooks = Hooks(callbacks)
-        self.optimizer = optax.with_extra_args_support(
-            self.hooks.wrap_optimizer(checks.with_clipping(arguments))
-        )
         self.progress = Progress()
 
         # Where a fit is.
@@ -135,7 +132,7 @@ class Run:
             Steps(
                 self._parts[2],
                 self._objective,
-                self.optimizer,
+                self.optimizer_for(strategy),
                 self.hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
@@ -144,10 +141,17 @@ class Run:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
-            view=self.hooks.evaluated_state(),
+            view=self.hooks.evaluated_state() or strategy.evaluated_state,
             in_order=self.data == "global",
             abstract=abstract,
         )
+
+    def optimizer_for(
+        self, strategy: DataParallel
+    ) -> optax.GradientTransformationExtraArgs:
+        """The optimizer with what the strategy, and then callbacks, add to it."""
+        optimizer = strategy.wrap_optimizer(checks.with_clipping(self.arguments))
+        return optax.with_extra_args_support(self.hooks.wrap_optimizer(optimizer))
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:
         """`strategy` as the trainer's arguments want it to compile."""

@@ -57,10 +57,13 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     run = trainer.run
     with run.interrupts.whole():
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
+            strategy = run.engine.strategy
             state, meta = checkpoint.restore(
-                path, run.engine.state, lambda meta: _take_up(trainer, path, meta)
+                path,
+                lambda shapes: strategy.as_saved(run.engine.state, shapes),
+                lambda meta: _take_up(trainer, path, meta),
             )
-            state = run.engine.strategy.place(state)
+            state = strategy.place(state)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's

@@ -49,6 +49,7 @@ class Reading:
         self.hosts = hosts
         self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
         self.num_shards: int = strategy.num_shards
+        self.branch_every: int = strategy.branch_every
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
         self.is_whole: bool = getattr(strategy, "state_is_whole", False)
@@ -126,6 +127,7 @@ class Reading:
         traffic = []
         for alike, listed in found.items():
             times, steps = alike.times or 1, self.steps
+            steps *= self.branch_every if alike.optional else 1
             held = sum(each.operand_bytes for each in listed)
             sent = sum(each.wire_bytes for each in listed)
             total = alike._replace(
@@ -161,8 +163,9 @@ class Reading:
         return (
             Bound(
                 "bytes sent per device: every gradient summed over the devices of the"
-                " rows, 2(n-1)/n of it",
-                2 * (shards - 1) / shards * gradients,
+                " rows, 2(n-1)/n of it"
+                + (f", every {self.branch_every} steps" * (self.branch_every > 1)),
+                2 * (shards - 1) / shards * gradients / self.branch_every,
                 sum(each.wire_bytes for each in self.traffic),
             ),
             Bound(

@@ -50,6 +50,14 @@ class Collectives:
         """
         return function(self, inputs, groups)
 
+    def weights(self, state: Any) -> Any:
+        """The `Weights` of a `TrainState` that gradients are taken at."""
+        return state.weights
+
+    def mean_gradients(self, gradients: PyTree) -> PyTree:
+        """Gradients of `over_rows`, shaped as the parameters are, for hooks."""
+        return gradients
+
     def need_all_rows(self) -> None:
         """Told, while a step is traced, that its rows can't be worked on apart.
 

@@ -93,8 +93,9 @@ class Steps(NamedTuple):
         )
 
         inside: dict[str, Array] = {}
+        seen = collectives.mean_gradients(grads)
         for hook in self.inside:
-            values = hook(grads, updates, new)
+            values = hook(seen, updates, new)
             if not isinstance(values, dict):
                 owner = type(getattr(hook, "__self__", hook)).__name__
                 raise TypeError(
@@ -150,7 +151,7 @@ class Steps(NamedTuple):
         """The gradient of the mean loss, the new model state, sums over all rows."""
         grads, model_state, summed = collectives.over_rows(
             self._gradients,
-            (state.weights, state.loss_scale),
+            (collectives.weights(state), state.loss_scale),
             groups,
             ("gradients", "whole", "whole"),
         )

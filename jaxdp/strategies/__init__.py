@@ -3,6 +3,7 @@
 from ..step import Collectives
 from .base import DataParallel
 from .fsdp import FSDP, ZeRO
+from .local_sgd import LocalSGD
 from .pipeline import Pipeline
 from .pmap import Pmap
 from .sharded import Layout, Sharded
@@ -14,6 +15,7 @@ __all__ = [
     "Collectives",
     "DataParallel",
     "Layout",
+    "LocalSGD",
     "Pipeline",
     "Pmap",
     "Sharded",

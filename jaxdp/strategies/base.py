@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -76,6 +77,10 @@ class DataParallel(abc.ABC):
     """What share of the time in split layers devices wait for one another's results,
     by the schedule. `Trainer.plan` tells."""
 
+    branch_every: int = 1
+    """In how many steps once the collectives are run that a branch of the program has.
+    `Trainer.plan` counts by it."""
+
     compiles: bool = True
     """Whether `compile` compiles anything. What does not may be given any batch sizes,
     and Python's own control flow."""
@@ -102,6 +107,31 @@ class DataParallel(abc.ABC):
             f" state is held, as SingleDevice and Sharded do; `strategy` is {self!r}."
             " Take one of those, or leave `offload` out."
         )
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """The optimizer, or one that keeps in its state what this strategy needs."""
+        return optimizer
+
+    def evaluated_state(self, state: TrainState) -> TrainState:
+        """The state whose weights are evaluated and handed out."""
+        return state
+
+    def as_held(self, state: TrainState) -> TrainState:
+        """`state` in the shapes that `place` gives it."""
+        return state
+
+    def as_saved(
+        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TrainState:
+        """`state` in the shapes that a checkpoint has, if `place` can take those up.
+
+        Args:
+            state: a placed one.
+            shapes: of the checkpoint's leaves, by name: `opt_state: 0.mu.weight`.
+        """
+        return state
 
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:

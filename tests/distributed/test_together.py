@@ -108,6 +108,17 @@ def test_stages_of_blocks_may_be_in_several_processes(crew):
 
 
 @pytest.mark.slow
+def test_replicas_may_be_in_several_processes(crew):
+    cases = {"replicas": {"strategy": "LocalSGD"}}
+    job = crew("together.all_numbers", start={"devices": 2}, cases=cases)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    first, other = told(outputs)
+    assert_same(first[0]["found"], together.numbers("LocalSGD"))
+    assert other == first
+
+
+@pytest.mark.slow
 def test_bitwise_holds_across_processes(crew):
     options = {"reproducible": "bitwise", "epochs": 1}
     expected = together.numbers("Sharded", **options)

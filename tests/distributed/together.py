@@ -24,7 +24,15 @@ from jax.sharding import PartitionSpec
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
-from jaxdp import Pipeline, Pmap, Sharded, SingleDevice, TensorParallel, Trainer
+from jaxdp import (
+    LocalSGD,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Trainer,
+)
 from jaxdp.callbacks import (
     Callback,
     CSVLogger,
@@ -56,6 +64,7 @@ def strategies():
         ),
         "across": lambda: TensorParallel({"data": 1, "model": devices}, halves),
         "Pipeline": lambda: Pipeline(devices, 3),
+        "LocalSGD": lambda: LocalSGD(every=3, devices=4),
         "SingleDevice": SingleDevice,
     }
 

@@ -1,0 +1,399 @@
+"""A replica per device that trains by itself, and outer steps that bring them together.
+
+Local SGD and DiLoCo (arXiv:2311.08105). The state's `params` are the outer weights,
+which change with outer steps only. Replicas, and the states of their optimizers, are in
+the optimizer's state, each leaf with an axis of replicas in front.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..basics.arguments import check_count
+from ..basics.tree import leaf_path
+from ..distributed import put
+from ..step import (
+    DATA,
+    AxisCollectives,
+    Collectives,
+    Group,
+    ResultKind,
+    TrainState,
+    Weights,
+)
+from .base import Devices, Role
+from .by_rows import ByRows
+from .sharded import Layout, Sharded
+
+_SPLIT: Final = PartitionSpec(DATA)
+_STACK: Final = object()
+"""Stands for a leaf that has one entry for each replica."""
+
+
+class LocalState(NamedTuple):
+    """The state of an optimizer that `LocalSGD` has wrapped.
+
+    Leaves of `replicas` and `inner` are `(replicas, ...)`; scalars of `inner` that are
+    the same in all replicas, such as counts and learning rates, are there once.
+    """
+
+    replicas: PyTree
+    """The weights that gradients are taken at."""
+    inner: PyTree
+    outer: PyTree
+    """The outer optimizer's own state."""
+    count: Array
+    """int32 `()`. Steps since the first."""
+
+
+class LocalSGD(Sharded):
+    """A replica of the model per device, which devices bring together every H steps.
+
+    Each replica takes `every` steps of the trainer's optimizer on its own rows. Then
+    the outer optimizer takes the mean of their changes as its gradient, and all go on
+    from what it makes of it. Devices exchange `1/every` of the bytes of `Sharded`, and
+    the sums of the loss and metrics, a few bytes, at each step. For machines that are
+    far apart or badly connected. **It changes the numbers**: with more than one device
+    or step it is another algorithm than the other strategies.
+
+    With the defaults it is DiLoCo, whose inner optimizer is AdamW; `every` is some
+    tens to hundreds there. `outer=optax.sgd(1.0)` is local SGD: the mean of the
+    replicas.
+
+    - `trainer.model`, validation and `predict` take the mean of the replicas, which
+      right after an outer step are the outer weights. `trainer.state.params` and
+      `load_model` of a checkpoint have the outer weights, as of the last outer step.
+    - A replica's gradient is the sum over its real rows by the mean number of real rows
+      per replica, so that with `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
+      optimizer the numbers are those of `Sharded`, with ragged batches too.
+    - Where rows interact (a scalar loss), those of one replica do.
+    - A checkpoint can be resumed on another number of replicas: each then begins with
+      the mean of the saved ones, and of the states of their optimizers; integers are
+      those of the first.
+    - Gradients are clipped in each replica; hooks of the step see the mean gradient.
+
+    Memory per device: what `Sharded` needs, the outer weights, and the state of
+    `outer`. A model with an `eqx.nn.State`, as BatchNorm has, can't be used.
+
+    Args:
+        every: how many steps replicas take by themselves.
+        outer: the outer optimizer; by default
+            `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        devices: how many, or which; all by default.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        outer: optax.GradientTransformation | None = None,
+        devices: Devices = None,
+    ):
+        check_count("every", every, or_else=" (steps between two outer steps)")
+        if outer is None:
+            outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        elif not isinstance(outer, optax.GradientTransformation):
+            raise TypeError(
+                "`outer` must be an optax.GradientTransformation, for example"
+                f" optax.sgd(1.0); got {outer!r} of type {type(outer).__name__}."
+            )
+        super().__init__(devices)
+        self.branch_every = int(every)
+        self.outer = outer
+
+    @property
+    def every(self) -> int:
+        """How many steps replicas take by themselves."""
+        return self.branch_every
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: PyTree) -> LocalState:  # of one replica; see `as_held`
+            alone = jax.tree.map(lambda leaf: leaf[None], params)
+            first = _first_inner(inner, inner.init(params), alone)
+            return LocalState(alone, first, self.outer.init(params), jnp.int32(0))
+
+        def update(
+            grads: PyTree, state: LocalState, params: PyTree = None, **extra: Any
+        ) -> tuple[PyTree, LocalState]:
+            if _ndims(grads) == _ndims(params):  # of all rows: for each replica
+                grads = _for_each(grads, state.replicas)
+            updates, inner_state = _by_replica(inner, state.inner, extra)(
+                grads, state.inner, state.replicas
+            )
+            replicas = eqx.apply_updates(state.replicas, updates)
+
+            def meet(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+                changes = jax.tree.map(_change, params, replicas)
+                return self.outer.update(changes, outer_state, params)
+
+            def go_on(outer_state: PyTree) -> tuple[PyTree, PyTree]:
+                return jax.tree.map(jnp.zeros_like, params), outer_state
+
+            count = state.count + 1
+            is_due = count % self.every == 0
+            updates, outer_state = jax.lax.cond(is_due, meet, go_on, state.outer)
+
+            # Outside of the branch, as the step adds the updates: in it, XLA would fuse
+            # them with this sum, which rounds otherwise.
+            new = eqx.apply_updates(params, updates)
+            replicas = jax.tree.map(
+                lambda outer, own: jnp.where(is_due, outer[None], own), new, replicas
+            )
+            return updates, LocalState(replicas, inner_state, outer_state, count)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def evaluated_state(self, state: TrainState) -> TrainState:
+        (local,) = _locals_in(state)
+        layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+        means = jax.jit(_means, out_shardings=layouts)
+        return state._replace(params=means(state.params, local.replicas))
+
+    def as_held(self, state: TrainState) -> TrainState:
+        return _map_stacks(lambda leaf: _spread(leaf, self.num_shards), state)
+
+    def place(self, state: TrainState) -> TrainState:
+        split = NamedSharding(self.mesh, _SPLIT)
+        spread = jax.jit(_spread, static_argnums=1, out_shardings=split)
+
+        def placed(leaf: Any) -> Any:  # made where it is to be: it may be large
+            if len(leaf) == self.num_shards:
+                return leaf
+            return spread(put(leaf, self._whole), self.num_shards)
+
+        return super().place(_map_stacks(placed, state))
+
+    def as_saved(
+        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TrainState:
+        def saved(path: Any, leaf: Any) -> Any:
+            shape = shapes.get(f"opt_state: {leaf_path(path)}", leaf.shape)
+            if shape[1:] != leaf.shape[1:] or shape[:1] == leaf.shape[:1]:
+                return leaf
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._whole)
+
+        with_path = jax.tree_util.tree_map_with_path
+        return state._replace(opt_state=with_path(saved, state.opt_state))
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        if jax.tree.leaves(state.model_state):
+            raise ValueError(
+                "`strategy`: LocalSGD trains replicas by themselves, and a model with"
+                " an eqx.nn.State, as BatchNorm has, would have another one in each."
+                " Use layers without one, eqx.nn.LayerNorm or GroupNorm for example, or"
+                " the strategy Sharded()."
+            )
+        found = super()._layouts(state)
+        one_each = Layout(_SPLIT, "one for each replica")
+
+        def layout(leaf: Any, found: Layout) -> Layout:
+            return one_each if leaf is _STACK else found
+
+        marked = _map_stacks(lambda _: _STACK, state).opt_state
+        return found._replace(opt_state=jax.tree.map(layout, marked, found.opt_state))
+
+    def _collectives(
+        self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
+    ) -> Collectives:
+        return _ByReplica(
+            self.mesh, self.row_axes, self._held, self._updated, apart=split
+        )
+
+    def __repr__(self) -> str:
+        return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
+
+
+class _ByReplica(ByRows):
+    """Gradients of each replica at its own weights, in a step over global arrays.
+
+    Validation and prediction are those of `ByRows`.
+    """
+
+    def weights(self, state: TrainState) -> Weights:
+        (local,) = _locals_in(state)
+        return state.weights._replace(params=local.replicas)
+
+    def mean_gradients(self, gradients: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
+
+    def over_rows(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: ResultKind | tuple[ResultKind, ...],
+    ) -> Any:
+        if "gradients" not in results:
+            return super().over_rows(function, inputs, groups, results)
+        num_shards = self.mesh.shape[DATA]
+        whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
+
+        # Without `apart` each replica is given all rows, and nothing is to be summed.
+        own = _Replica(DATA, num_shards) if self.apart else Collectives()
+
+        def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
+            found = function(own, _own_params(inputs), groups)
+            return tuple(
+                jax.tree.map(lambda leaf: leaf[None], part) if is_stack else part
+                for part, is_stack in zip(found, are_stacks, strict=True)
+            )
+
+        are_stacks = [role == "gradients" for role in results]
+        return jax.shard_map(
+            on_one_device,
+            mesh=self.mesh,
+            in_specs=(
+                _split_params(inputs),
+                [Group(rows if self.apart else whole, whole)] * len(groups),
+            ),
+            out_specs=tuple(_SPLIT if each else whole for each in are_stacks),
+            check_vma=False,
+        )(inputs, list(groups))
+
+
+class _Replica(AxisCollectives):
+    """What a device is given that trains a replica on its own rows."""
+
+    def need_all_rows(self) -> None:
+        """A replica's rows are all that there are to it."""
+
+    def sum_gradients(self, gradients: PyTree) -> PyTree:
+        """Of the mean over the replicas' mean number of rows: means of replicas'
+        gradients are then means over all rows."""
+        return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
+
+
+def _first_inner(inner: Any, state: PyTree, alone: PyTree) -> PyTree:
+    """The state of the optimizer `inner` for one replica, `(1, ...)`.
+
+    Its scalars are taken to be the same in all replicas, which learning rates must be
+    to be set; unless an update makes them of gradients.
+    """
+    shared = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else jnp.asarray(x), state)
+    try:
+        extra = {"value": jnp.float32(0)}
+        jax.eval_shape(_by_replica(inner, shared, extra), alone, shared, alone)
+    except ValueError:  # of vmap, which finds that a scalar differs
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
+    return shared
+
+
+def _by_replica(
+    inner: Any, state: PyTree, extra: Mapping[str, Any]
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`inner.update` for stacks of gradients, states like `state`, and weights."""
+    axes = jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
+
+    functions = {"value_fn", "grad_fn"} & extra.keys()
+    own = {**extra, **dict.fromkeys(functions, _refuse)}
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        if "grad" in own:
+            own["grad"] = grads
+        return inner.update(grads, state, params, **own)
+
+    return jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes))
+
+
+def _refuse(*_: Any) -> Any:
+    """In the place of the loss, which is one of all replicas' rows."""
+    raise ValueError(
+        "`strategy`: LocalSGD trains replicas by themselves, and `optimizer` evaluates"
+        " the loss, as optax.lbfgs does, which is that of all rows. Take an optimizer"
+        " that needs gradients alone, such as optax.adamw, or the strategy Sharded()."
+    )
+
+
+def _change(outer: Array, replicas: Array) -> Array:
+    """What the outer optimizer takes for a gradient: the mean change, negated."""
+    mean = _mean(replicas)
+    return (outer.astype(mean.dtype) - mean).astype(outer.dtype)
+
+
+def _mean(replicas: Array) -> Array:
+    """In float32 or wider."""
+    return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
+
+
+def _means(params: PyTree, replicas: PyTree) -> PyTree:
+    """Of all replicas, in the dtypes of `params`."""
+    return jax.tree.map(lambda p, leaf: _mean(leaf).astype(p.dtype), params, replicas)
+
+
+def _for_each(tree: PyTree, like: PyTree) -> PyTree:
+    """The same for each replica, in the shapes of `like`."""
+    return jax.tree.map(lambda x, stack: jnp.broadcast_to(x, stack.shape), tree, like)
+
+
+def _spread(leaf: Array, replicas: int) -> Array:
+    """As many replicas, which begin at the mean of those that there are."""
+    if len(leaf) == replicas:
+        return leaf
+    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
+    one = _mean(leaf).astype(leaf.dtype) if is_number else leaf[0]
+    return jnp.broadcast_to(one, (replicas, *leaf.shape[1:]))
+
+
+def _ndims(tree: PyTree) -> list[int]:
+    return [leaf.ndim for leaf in jax.tree.leaves(tree)]
+
+
+def _is_local(node: Any) -> bool:
+    return isinstance(node, LocalState)
+
+
+def _locals_in(state: TrainState) -> list[LocalState]:
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_local)
+    return [node for node in nodes if _is_local(node)]
+
+
+def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
+    """`state` with `function` of those leaves that have one entry for each replica."""
+
+    def of_stack(leaf: Any) -> Any:
+        return function(leaf) if leaf.ndim else leaf
+
+    def mapped(node: Any) -> Any:
+        if not _is_local(node):
+            return node
+        replicas, inner = jax.tree.map(of_stack, (node.replicas, node.inner))
+        return node._replace(replicas=replicas, inner=inner)
+
+    return state._replace(
+        opt_state=jax.tree.map(mapped, state.opt_state, is_leaf=_is_local)
+    )
+
+
+def _split_params(inputs: Any) -> Any:
+    """How the inputs of a step's gradients are split: weights by replicas."""
+
+    def spec(node: Any) -> Any:
+        if isinstance(node, Weights):
+            return Weights(_SPLIT, *[PartitionSpec()] * (len(node) - 1))
+        return PartitionSpec()
+
+    return jax.tree.map(spec, inputs, is_leaf=_is_weights)
+
+
+def _own_params(inputs: Any) -> Any:
+    """Those inputs, where a device is shown a stack of one replica."""
+
+    def own(node: Any) -> Any:
+        if not isinstance(node, Weights):
+            return node
+        return node._replace(params=jax.tree.map(lambda leaf: leaf[0], node.params))
+
+    return jax.tree.map(own, inputs, is_leaf=_is_weights)
+
+
+def _is_weights(node: Any) -> bool:
+    return isinstance(node, Weights)
