@@ -21,7 +21,7 @@ from .remat import Remat, check_remat, is_recomputed, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
-from .value_fn import closed_over, updates_in
+from .value_fn import closed_over, offered, updates_in
 
 __all__ = [
     "AxisCollectives",
@@ -60,6 +60,7 @@ __all__ = [
     "matmul_flops",
     "means_of",
     "new_totals",
+    "offered",
     "opened",
     "outermost_matching",
     "programs_in",

@@ -26,6 +26,7 @@ from ..step import (
     ResultKind,
     TrainState,
     Weights,
+    offered,
 )
 from .base import Devices, Role
 from .by_rows import ByRows
@@ -280,7 +281,7 @@ def _first_inner(inner: Any, state: PyTree, alone: PyTree) -> PyTree:
     """
     shared = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else jnp.asarray(x), state)
     try:
-        extra = {"value": jnp.float32(0)}
+        extra = offered(inner.update, jnp.float32(0), alone, _refuse)
         jax.eval_shape(_by_replica(inner, shared, extra), alone, shared, alone)
     except ValueError:  # of vmap, which finds that a scalar differs
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
