@@ -123,12 +123,12 @@ class LocalSGD(Sharded):
             return LocalState(alone, first, self.outer.init(params), jnp.int32(0))
 
         def update(
-            grads: PyTree, state: LocalState, params: PyTree = None, **extra: Any
+            updates: PyTree, state: Any, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, LocalState]:
-            if _ndims(grads) == _ndims(params):  # of all rows: for each replica
-                grads = _for_each(grads, state.replicas)
+            if _ndims(updates) == _ndims(params):  # of all rows: for each replica
+                updates = _for_each(updates, state.replicas)
             updates, inner_state = _by_replica(inner, state.inner, extra)(
-                grads, state.inner, state.replicas
+                updates, state.inner, state.replicas
             )
             replicas = eqx.apply_updates(state.replicas, updates)
 
