@@ -6,6 +6,7 @@ ORDER = {
     "Start": ["index", "ladder"],
     "Coming from": ["from_pytorch", "from_equinox", "from_keras"],
     "Training": [
+        "metrics",
         "callbacks",
         "checkpoints",
         "reliability",

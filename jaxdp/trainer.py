@@ -40,22 +40,24 @@ class Trainer:
         loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
             of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
             those that give `(batch, ...)` are averaged over the rest. Without it and
-            without `loss_fn`, integer targets get softmax cross-entropy and
-            floating ones the mean squared error.
+            without `loss_fn`, integer targets get softmax cross-entropy and floating
+            ones the mean squared error. Of batches `(x, y, weight)` it and the metrics
+            are weighted means, over each step and over the whole set.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
             `key` (one per batch), `mask` (which rows are real, `(batch,)` bools),
             `state` (the `eqx.nn.State`), `step` (how many are completed, an int32) and
             `training` (a bool). It returns the loss, or `(loss, metrics)`, and the new
             state last if it takes one. Values shaped `(batch,)` should each come from
-            their own row alone; they are averaged over real rows. A scalar is taken as
-            the mean over the batch, whose rows may interact, as in contrastive losses:
-            such batches are never padded. Nor are those of a loss that names `key`,
-            whose draws may be over all rows, or where other rows have a part in values.
+            their own row alone; they are averaged over real rows. A pair `(values,
+            weights)`, both `(batch, ...)`, is a weighted mean over the set, of tokens
+            say. A scalar is taken as the mean over the batch, whose rows may interact,
+            as in contrastive losses: such batches are never padded. Nor are those of a
+            loss that names `key`, or where other rows have a part in values.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
-            and validation. One value per row is averaged exactly over all rows; of a
-            scalar the mean over batches is taken, weighted by their rows, and more
-            values per row are refused.
+            and validation. One value per row, or `(values, weights)`, is averaged
+            exactly over all rows; of a scalar the mean over batches is taken, weighted
+            by their rows, and more values per row are refused.
         strategy: where things live and how the step is compiled; `Sharded()`, all
             devices, by default.
         callbacks: called in list order.
@@ -360,15 +362,13 @@ class Trainer:
             trainer = Trainer(model, optimizer)
             trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
 
-        They are in the optimizer's state, so that no step is compiled again, and
-        checkpoints have them. Of several with the same name, each has the key of
-        `optax.partition` before it, or its number; `hyperparams` lists them:
-        `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
-        with the same values.
+        No step is compiled again, and checkpoints have them. Of several with the same
+        name, each has the key of `optax.partition` before it, or its number;
+        `hyperparams` lists them: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All
+        processes must call it with the same values.
 
         Args:
-            values: numbers of the shape and kind that are there. What a schedule sets
-                can't be set.
+            values: numbers of the shape and kind that are there; not of schedules.
         """
         engine = self.run.settled_engine("`set_hyperparams`")
         self.run.processes.same("values in `set_hyperparams`", values)
@@ -431,8 +431,7 @@ class Trainer:
         """Writes one HTML page about the run, which opens anywhere, also offline.
 
         It has the curves, where every leaf of the state is, and what the run was made
-        of. With a `CSVLogger` the curves have single steps too, and with a
-        `ThroughputMonitor` besides there is the throughput.
+        of; with a `CSVLogger` single steps, with a `ThroughputMonitor` the throughput.
 
         Args:
             path: of the file, or a folder to write `report.html` into.

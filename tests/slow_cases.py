@@ -222,4 +222,6 @@ step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[SingleDevic
 step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[SingleDevice(cpu:0)-1-sam]
 step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[Pmap(8)-1-lbfgs]
 step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[Pmap(8)-1-sam]
+step/test_weighted_means.py::test_a_third_element_weighs_rows_in_the_loss_and_the_metrics[bits]
+step/test_weighted_means.py::test_values_with_masks_are_means_over_tokens[jit]
 """.strip().split("\n")

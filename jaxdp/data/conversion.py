@@ -71,7 +71,9 @@ def check_labels(batch: Batch, num_classes: int) -> None:
     labels = batch[1]  # JAX would clamp and wrap them, silently
     low, high = labels.min(), labels.max()
     if low < 0 or high >= num_classes:
-        remedy = "(Rows to be ignored need a `loss_fn` that leaves them out.)"
+        remedy = (
+            "(Rows to be ignored can have any label and the weight 0: (x, y, weight).)"
+        )
         if num_classes == 1:
             remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(

@@ -323,7 +323,7 @@ class Engine:
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
         totals = self.held.flat.fetch(self.held.arrays, self.held.totals)
-        return means_of(totals, self.facts["train"].names)
+        return means_of(totals, self.facts["train"])
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, asked for once per pass: they may be many."""

@@ -41,7 +41,7 @@ def evaluate(
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())
     # Waits for the device.
-    means = means_of(np.asarray(totals), engine.facts["evaluate"].names)
+    means = means_of(np.asarray(totals), engine.facts["evaluate"])
     metrics = {f"{prefix}_{name}": value for name, value in means.items()}
     hooks.on_validation_end(trainer, metrics)
     return metrics

@@ -21,7 +21,7 @@ from ..step import (
     Objective,
     Steps,
     find_precision,
-    split_pair,
+    split_batch,
 )
 from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
@@ -284,6 +284,6 @@ class Run:
         return self._planned[1]
 
     def _inferred(self, batch: Batch) -> Objective:
-        name, reason = losses.infer_loss(split_pair(shown(batch))[1])
+        name, reason = losses.infer_loss(split_batch(shown(batch))[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
         return CriterionObjective(losses.LOSSES[name], self._criteria)

@@ -13,7 +13,7 @@ from .jaxprs import (
     times_of,
 )
 from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of, new_totals
-from .objective import CriterionObjective, LossFnObjective, Objective, split_pair
+from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
@@ -65,7 +65,7 @@ __all__ = [
     "outermost_matching",
     "programs_in",
     "repeated",
-    "split_pair",
+    "split_batch",
     "times_of",
     "updates_in",
     "values_mix_rows",

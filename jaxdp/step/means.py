@@ -19,24 +19,56 @@ from .state import Group, MicroBatch
 class Sums:
     """The loss and metrics summed over rows, by name, beside what tracing found out.
 
-    A pytree whose leaves are the sums; the facts are static.
+    A pytree whose leaves are the sums and those of the weights, where there are any;
+    the facts are static.
     """
 
-    def __init__(self, sums: Any, facts: Facts):
-        self.sums, self.facts = sums, facts
+    def __init__(self, sums: Any, weights: Any, facts: Facts):
+        self.sums, self.weights, self.facts = sums, weights, facts
 
     def tree_flatten(self) -> tuple[Any, ...]:
-        return (self.sums,), self.facts
+        return (self.sums, self.weights), self.facts
 
     @classmethod
     def tree_unflatten(cls, facts: Facts, children: Any) -> "Sums":
-        return cls(children[0], facts)
+        sums, weights = children
+        return cls(sums, weights, facts)
+
+    def in_order(self) -> Array:
+        """Those of the values, in the order of the names, then those of the weights."""
+        sums = vector(self.sums, self.facts.names)
+        if not self.facts.weighted:
+            return sums
+        return jnp.concatenate([sums, vector(self.weights, self.facts.weighted)])
 
     def means(self, total: Array) -> Array:
-        """The mean of each value, in the order of the names; `total` are all rows."""
-        # One by one: XLA turns a vector's division by a number into a product with the
-        # reciprocal in some programs, which rounds otherwise.
-        return jnp.stack([each / total for each in vector(self.sums, self.facts)])
+        """The mean of each value, in the order of the names.
+
+        A mean over weights that are all 0 is 0, as its gradient is.
+
+        Args:
+            total: how many real rows there are.
+        """
+        names = self.facts.names
+        sums = vector(self.sums, names)
+        if not self.facts.weighted:
+            # One by one: XLA turns a vector's division by a number into a product with
+            # the reciprocal in some programs, which rounds otherwise.
+            return jnp.stack([each / total for each in sums])
+        weights = vector({n: self.weights.get(n, total) for n in names}, names)
+        return jnp.stack([_ratio(*each) for each in zip(sums, weights, strict=True)])
+
+    def weigh_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
+        """Gradients of the sum of losses over rows, as those of the mean loss."""
+        weight = self.weights.get("loss")
+        if weight is None:
+            return grads
+        factor = _ratio(count_rows(groups), weight)
+        return jax.tree.map(lambda grad: grad * factor.astype(grad.dtype), grads)
+
+
+def _ratio(value: Array, weight: Array) -> Array:
+    return jnp.where(weight == 0, 0, value / jnp.where(weight == 0, 1, weight))
 
 
 def over_micro_batches(
@@ -92,13 +124,15 @@ def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     return total.astype(jnp.float32)
 
 
-def sums_of(found: Values, mask: Array, facts: Facts) -> dict[str, Array]:
+def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
-    values = found.values if facts.rows_interact else mark_values(found.values)
-    return {name: _weigh(value, mask) for name, value in values.items()}
+    seen = found.values, found.weights
+    values, weights = seen if facts.rows_interact else mark_values(seen)
+    sums = {name: _over_rows(value, mask) for name, value in values.items()}
+    return Sums(sums, {n: _over_rows(w, mask) for n, w in weights.items()}, facts)
 
 
-def _weigh(value: Array, mask: Array) -> Array:
+def _over_rows(value: Array, mask: Array) -> Array:
     """Sum over real rows, in float32 or wider; a scalar counts for each of them."""
     value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     if value.ndim == 0:

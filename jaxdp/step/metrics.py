@@ -28,6 +28,8 @@ class Facts(NamedTuple):
     num_classes: int | None
     notes: tuple[str, ...] = ()
     """What the user is to be told of the values, once."""
+    weighted: tuple[str, ...] = ()
+    """Which of the values have weights: others count every row once."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -101,17 +103,22 @@ def new_totals() -> np.ndarray:
     return np.zeros((2, MAX_METRICS + 1), np.float32)
 
 
-def means_of(totals: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
-    sums = totals[0].astype(np.float64) - totals[1].astype(np.float64)
-    if sums[0] == 0:  # every step of the epoch was skipped
-        return dict.fromkeys(names, float("nan"))
-    return {name: float(sums[1 + i] / sums[0]) for i, name in enumerate(names)}
+    rows, *sums = (totals[0].astype(np.float64) - totals[1]).tolist()
+    weights = dict(zip(facts.weighted, sums[len(facts.names) :], strict=False))
+
+    def mean(name: str, total: float) -> float:
+        # There may be no rows: every step of the epoch was skipped.
+        weight = weights.get(name, rows) if rows else 0
+        return total / weight if weight else float("nan")
+
+    return {n: mean(n, each) for n, each in zip(facts.names, sums, strict=False)}
 
 
-def vector(sums: dict[str, Array], facts: Facts) -> Array:
+def vector(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
     """In the order of `names`: a dict that went through JAX comes back sorted."""
-    return jnp.stack([sums[name].astype(jnp.float32) for name in facts.names])
+    return jnp.stack([sums[name].astype(jnp.float32) for name in names])
 
 
 def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:

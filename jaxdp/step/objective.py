@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
@@ -32,10 +33,12 @@ class Values(NamedTuple):
     """The bound that integer labels must keep, where the loss implies one."""
     notes: tuple[str, ...] = ()
     """What the user is to be told of the values, once."""
+    weights: Mapping[str, Array] = {}
+    """`(rows,)`, of the values that have weights, which are multiplied by them."""
 
 
 class CriterionObjective:
-    """`loss(prediction, target)` and metrics over a `(x, y)` batch.
+    """`loss(prediction, target)` and metrics over a `(x, y)` or `(x, y, weight)` batch.
 
     Args:
         loss: a criterion, see `jaxdp.losses`.
@@ -57,17 +60,22 @@ class CriterionObjective:
         rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
     ) -> Values:
-        x, target = split_pair(batch)
+        x, target, weight = split_batch(batch)
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
         found = {
-            name: _of_criterion(name, criterion, prediction, target, len(rows.mask))
+            name: _of_criterion(
+                name, criterion, prediction, target, weight, len(rows.mask)
+            )
             for name, criterion in self.criteria.items()
         }
-        values = {name: losses.per_row(value) for name, value in found.items()}
+        values = {name: losses.per_row(value) for name, (value, _) in found.items()}
 
         # What the user is to be told of them.
         notes = _notes_on_scalars("`metrics`", values)
-        loss = found["loss"]
+        if weight is not None:
+            note = "batches are (x, y, weight): the loss and metrics are weighted means"
+            notes = note, *notes
+        loss, _ = found["loss"]
         if loss.ndim > 1 and loss.size > len(loss):
             shape = ", ".join(["rows", *map(str, loss.shape[1:])])
             note = (
@@ -79,7 +87,7 @@ class CriterionObjective:
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         num_classes = prediction.shape[-1] if labelled else None
-        return Values(values, model_state, num_classes, notes)
+        return Values(values, model_state, num_classes, notes, _weights_in(found))
 
 
 class LossFnObjective:
@@ -127,12 +135,13 @@ class LossFnObjective:
 
         loss, metrics = _loss_and_metrics(result)
         num_rows = len(rows.mask)
-        values = {"loss": _of_loss_fn("loss", loss, num_rows)}
+        found = {"loss": _of_loss_fn("loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
-            values[name] = _of_loss_fn(name, value, num_rows)
+            found[name] = _of_loss_fn(name, value, num_rows)
+        values = {name: value for name, (value, _) in found.items()}
         notes = _notes_on_scalars("`loss_fn`: metric", values)
-        return Values(values, model_state, None, notes)
+        return Values(values, model_state, None, notes, _weights_in(found))
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
@@ -205,26 +214,34 @@ def _is_bare(parameter: inspect.Parameter) -> bool:
 Objective = CriterionObjective | LossFnObjective
 
 
-def split_pair(batch: PyTree) -> tuple[PyTree, PyTree]:
-    """`(x, y)` of a batch, or an error that says what came."""
-    if not isinstance(batch, tuple) or len(batch) != 2:
+def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """`(x, y, weight)` of a batch, the last None where it has none."""
+    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise TypeError(
-            f"`loss` and `metrics` need batches (x, y); got {_describe(batch)}. For"
-            " x and y themselves, pass [(x, y)] or a DataLoader. For other batches pass"
+            "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
+            f" {_describe(batch)}. For x and y themselves, pass [(x, y)] or a"
+            " DataLoader. For other batches pass `loss_fn(model, *batch)`, which is"
+            " given the whole batch."
+        )
+    x, y, weight = batch if len(batch) == 3 else (*batch, None)
+    if weight is not None and not eqx.is_array_like(weight):
+        raise TypeError(
+            "the third element of a batch (x, y, weight) must be an array (rows,) or"
+            f" (rows, ...); got {_describe(weight)}. For other batches pass"
             " `loss_fn(model, *batch)`, which is given the whole batch."
         )
-    return batch
+    return x, y, weight
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """The two halves of what a `loss_fn` returned, its state taken off."""
-    if not isinstance(result, tuple):
+    if not isinstance(result, tuple) or _is_pair(result) and jnp.ndim(result[0]):
         result = result, {}
     if len(result) != 2 or not isinstance(result[1], Mapping):
         raise TypeError(
             "`loss_fn` must return the loss or (loss, metrics) with metrics a dict of"
-            f" named values; got a tuple of {', '.join(map(_describe, result))}."
-            + _UNWRAPPED
+            " named values, where each may be a pair (values, weights); got a tuple of"
+            f" {', '.join(map(_describe, result))}." + _UNWRAPPED
         )
     return result
 
@@ -247,10 +264,19 @@ _UNWRAPPED = (
 )
 
 
+_Found = tuple[Array, Array | None]
+"""Values `(rows, ...)` or `()`, and None; or `(rows,)` times weights, and these."""
+
+
 def _of_criterion(
-    name: str, criterion: losses.Criterion, prediction: Any, target: Any, rows: int
-) -> Array:
-    """What a criterion gives: `(rows, ...)`, for a metric a number per row, or `()`."""
+    name: str,
+    criterion: losses.Criterion,
+    prediction: Any,
+    target: Any,
+    weight: Array | None,
+    rows: int,
+) -> _Found:
+    """What a criterion gives, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     if criterion not in losses.LOSSES.values():
         grown = losses.broadcasts_silently(criterion, prediction, target)
@@ -274,10 +300,10 @@ def _of_criterion(
         return shape[:1] == (rows,) and (name == "loss" or math.prod(shape) == rows)
 
     hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
-    return _checked(argument, name, value, rows, fits, hint=hint)
+    return _checked(argument, name, value, rows, fits, hint=hint, weight=weight)
 
 
-def _of_loss_fn(name: str, value: Any, rows: int) -> Array:
+def _of_loss_fn(name: str, value: Any, rows: int) -> _Found:
     what = "the loss" if name == "loss" else f"metric {name!r}"
     hint = "" if eqx.is_array_like(value) else _UNWRAPPED
     return _checked(
@@ -293,8 +319,14 @@ def _checked(
     fits: Callable[[tuple[int, ...]], bool],
     *,
     hint: str,
-) -> Array:
-    """A floating array with the rows, or a scalar."""
+    weight: Array | None = None,
+) -> _Found:
+    """A floating array with the rows, or a scalar; or one that is weighted."""
+    if _is_pair(value):
+        value, own = map(jnp.asarray, value)
+        if weight is not None:
+            own = own * weight.reshape(*weight.shape, *[1] * (own.ndim - weight.ndim))
+        return _weighted(argument, name, value, own, rows)
     is_array = eqx.is_array_like(value)
     value = jnp.asarray(value) if is_array else value
     if not is_array or value.shape and not fits(value.shape):
@@ -302,12 +334,50 @@ def _checked(
             f"{argument} is {_describe(value)} for a batch of {rows} rows; it must be"
             f" one value per row, ({rows},), or a scalar mean, ().{hint}"
         )
+    if weight is not None:
+        return _weighted(argument, name, value, weight, rows)
+    _check_dtype(argument, name, value)
+    return (value if name == "loss" else value.astype(jnp.float32)), None
+
+
+def _weighted(
+    argument: str, name: str, values: Array, weights: Array, rows: int
+) -> _Found:
+    """The sums over each row of values times weights, and of the weights."""
+    is_fit = values.shape[:1] == (rows,) and weights.shape in (values.shape, (rows,))
+    if not is_fit or not jnp.isrealobj(weights):
+        raise ValueError(
+            f"{argument} has values of shape {values.shape} and weights of shape"
+            f" {weights.shape}, {weights.dtype}, for a batch of {rows} rows. Values"
+            f" must have the rows, ({rows}, ...), and weights the same shape or"
+            f" ({rows},): a mean that is taken already can't be weighted. (Named values"
+            " beside the loss go into a dict: (loss, {name: value}).)"
+        )
+    _check_dtype(argument, name, values)
+    if weights.ndim < values.ndim:
+        values = losses.per_row(values)
+    wide = jnp.promote_types(values.dtype, jnp.float32)
+    weights = jax.lax.stop_gradient(weights).astype(wide)
+    products = values.astype(wide) * weights
+    return products.reshape(rows, -1).sum(axis=1), weights.reshape(rows, -1).sum(axis=1)
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether something is `(values, weights)`."""
+    is_two = isinstance(value, tuple) and len(value) == 2
+    return is_two and all(map(eqx.is_array_like, value))
+
+
+def _weights_in(found: Mapping[str, _Found]) -> dict[str, Array]:
+    return {name: weight for name, (_, weight) in found.items() if weight is not None}
+
+
+def _check_dtype(argument: str, name: str, value: Array) -> None:
     if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
             f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
             " be floating point."
         )
-    return value if name == "loss" else value.astype(jnp.float32)
 
 
 def _describe(value: Any) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .collectives import Collectives
 from .means import Sums, count_rows, over_micro_batches, sums_of
-from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals, vector
+from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals
 from .model_call import call_model
 from .objective import Objective, Values
 from .precision import (
@@ -70,6 +70,7 @@ class Steps(NamedTuple):
         grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
         means = summed.means(total)
+        sums = summed.in_order() if summed.facts.weighted else means * total
 
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
@@ -88,7 +89,7 @@ class Steps(NamedTuple):
             opt_state=as_before(state.opt_state, opt_state, "optimizer state"),
             key=state.key,
             step=state.step + 1,
-            totals=add_to_totals(state.totals, total, means * total),
+            totals=add_to_totals(state.totals, total, sums),
             loss_scale=state.loss_scale,
         )
 
@@ -135,9 +136,9 @@ class Steps(NamedTuple):
             self._sums, (weights, batch_idx), [group], "whole"
         )
         total = group.counts.sum().astype(jnp.float32)
-        sums = vector(summed.sums, summed.facts)
-        metrics = Metrics(summed.facts, sums / total, {})
-        return add_to_totals(totals, total, sums), metrics
+        sums, facts = summed.in_order(), summed.facts
+        means = summed.means(total) if facts.weighted else sums / total
+        return add_to_totals(totals, total, sums), Metrics(facts, means, {})
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -155,6 +156,7 @@ class Steps(NamedTuple):
             groups,
             ("gradients", "whole", "whole"),
         )
+        grads = summed.weigh_gradients(grads, groups)
         if state.loss_scale is not None:
             unscale = 1 / state.loss_scale.scale  # a power of two: exact
             grads = jax.tree.map(lambda grad: grad * unscale, grads)
@@ -205,13 +207,13 @@ class Steps(NamedTuple):
                 facts = self._facts(found, stateful=model_state is not None)
                 if facts.rows_interact:
                     collectives.need_all_rows()
-                sums = sums_of(found, rows.mask, facts)
+                summed = sums_of(found, rows.mask, facts)
 
                 # The share of these rows in the mean over all.
-                loss = sums["loss"]
+                loss = summed.sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
-                return loss, (found.model_state, Sums(sums, facts))
+                return loss, (found.model_state, summed)
 
             recomputed = remat_function(mean_loss, self.remat)
             grads, aux = jax.grad(recomputed, has_aux=True)(whole)
@@ -227,8 +229,8 @@ class Steps(NamedTuple):
         with jax.named_scope("gradients"):
             grads = collectives.sum_gradients(grads)
         with jax.named_scope("metrics"):
-            sums = collectives.sum(summed.sums)
-        return grads, model_state, Sums(sums, summed.facts)
+            summed = collectives.sum(summed)
+        return grads, model_state, summed
 
     def _sums(
         self,
@@ -260,8 +262,7 @@ class Steps(NamedTuple):
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        sums = sums_of(found, rows.mask, facts)
-        return Sums(collectives.sum(sums), facts)
+        return collectives.sum(sums_of(found, rows.mask, facts))
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
@@ -280,17 +281,17 @@ class Steps(NamedTuple):
         return prediction
 
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
-        names = tuple(found.values)
-        if len(names) > MAX_METRICS:
+        names, weighted = tuple(found.values), tuple(found.weights)
+        if len(names + weighted) > MAX_METRICS:
             raise ValueError(
-                f"there are {len(names)} values per step, the loss and its metrics; at"
-                f" most {MAX_METRICS} can be kept."
+                f"there are {len(names + weighted)} values per step, the loss, its"
+                f" metrics and their weights; at most {MAX_METRICS} can be kept."
             )
         scalars = any(value.ndim == 0 for value in found.values.values())
         # What is drawn for the batch as a whole, a permutation say, is over its rows.
         keyed = self.objective is not None and self.objective.takes_key
         interact = scalars or stateful or keyed or self.rows_interact
-        return Facts(names, interact, found.num_classes, found.notes)
+        return Facts(names, interact, found.num_classes, found.notes, weighted)
 
     def _update(
         self,

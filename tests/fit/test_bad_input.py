@@ -127,7 +127,7 @@ Y = np.zeros(8, np.int32)
         ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
         ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
         ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
-        ({}, [X], TypeError, r"`loss` and `metrics` need batches \(x, y\); got an arr"),
+        ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
         ({}, [{"x": X, "y": Y}], TypeError, "got a dict with keys"),
         ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
         ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of sha"),
