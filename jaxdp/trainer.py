@@ -213,8 +213,8 @@ class Trainer:
                 for metrics in trainer.steps(loader):
                     ...
 
-        Callbacks' `setup` and batch hooks run; the other hooks, validation and history
-        are left to the caller. `current_epoch` counts a pass that came to its end.
+        Callbacks' `setup` and batch hooks run; validation and the rest are left to the
+        caller. `current_epoch` counts a pass that came to its end.
 
         Args:
             train_loader: as for `fit`.
@@ -254,10 +254,9 @@ class Trainer:
             print(trainer.plan(loader, devices=64))          # with 64 devices
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
-        The step is compiled on shapes alone. No weights are moved, nothing runs, and
-        the loader and the trainer stay as they are. The model may be made of shapes,
-        too, by `eqx.filter_eval_shape`: one that no machine here could hold. The
-        plan's `to_html`, `scaling` and `largest_batch` say more.
+        The step is compiled on shapes alone, and nothing runs. The model may be made of
+        shapes, too, by `eqx.filter_eval_shape`: one that no machine here could hold.
+        The plan's `to_html`, `scaling` and `largest_batch` say more.
 
         Args:
             loader: as for `fit`; one batch of it is read, for its shapes.
@@ -267,20 +266,15 @@ class Trainer:
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.plan.Hardware`. That of the devices, if known, by default.
-            hosts: how many hosts the devices are on, in equal parts: processes, each of
-                which loads its rows and writes its part of checkpoints. A topology
-                knows, and so do the devices of a job of several processes.
+            hosts: how many hosts, each a process, the devices are on in equal parts. A
+                topology knows, and so do the devices of a job of several processes.
         """
         from .fit import previews
 
         return previews.plan(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "Plan | None":
-        """The plan of the train step that is compiled and runs, or None before one.
-
-        It costs no compilation, and can't be asked about other devices, as that of
-        `plan` can. Loggers show it.
-        """
+        """The plan of the train step that runs, without compiling, or None before."""
         return self.run.plan()
 
     def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
@@ -305,9 +299,8 @@ class Trainer:
             print(trainer.compare(loader, SingleDevice(), FSDP()))
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Every strategy starts from this trainer's present state, which stays as it is,
-        and takes the first batches of `loader`. They are compared with the trainer's
-        own strategy. The host holds the state of every step meanwhile.
+        Each starts from this trainer's present state, which stays as it is, and is
+        compared with its own strategy. The host holds the state of every step.
 
         Args:
             loader: as for `fit`.
@@ -340,20 +333,15 @@ class Trainer:
     def state(self) -> TrainState:
         """The placed `TrainState`. The next step overwrites it: copy what you keep.
 
-        It shows what is on the devices, and writing into it is an error. A
-        `copy.deepcopy` is yours to write to.
+        Writing into it is an error. A `copy.deepcopy` is yours to write to.
         """
         return self.run.settled_engine("`trainer.state`").held.hand_out()
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
-        """What `optax.inject_hyperparams` holds, by the names of `set_hyperparams`.
-
-        To read them waits for the device.
-        """
-        return hyperparams.values_of(
-            self.run.settled_engine("`trainer.hyperparams`").state
-        )
+        """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
+        engine = self.run.settled_engine("`trainer.hyperparams`")
+        return hyperparams.values_of(engine.state)
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -373,6 +361,20 @@ class Trainer:
         engine = self.run.settled_engine("`set_hyperparams`")
         self.run.processes.same("values in `set_hyperparams`", values)
         engine.held.write(hyperparams.to_set(engine.state, values))
+
+    def log(self, name: str, value: Any) -> None:
+        """Adds a value of a callback's own to what is logged; inside hooks alone.
+
+            trainer.log("val_auroc", auroc)  # in `on_validation_end`, say
+
+        The history, loggers and every `monitor=` have it: with the other values of a
+        validation or, from other hooks, with those of the epoch, the last one of each
+        name; from batch hooks in the row of the step, too. All processes must call it;
+        the first one's value is taken. One that is on the device is waited for.
+        """
+        if not self.run.is_fitting and not self.run.logged.is_open:
+            raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
+        self.run.logged.log(name, value, self.run.logged_names)
 
     @property
     def accumulate_grad_batches(self) -> int:
@@ -402,8 +404,7 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
-        With several processes all must call it, with the same path in a file system
-        that they share; each writes what its devices hold.
+        All processes must call it, with the same path in a file system that they share.
 
         Returns:
             The absolute path, once all is on disk. Raises `FileExistsError` if
@@ -422,8 +423,8 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        The callbacks should be the same; those that are not keep their present state,
-        with a warning. What can't be taken up whole changes nothing.
+        Other callbacks keep their present state, with a warning. What can't be taken up
+        whole changes nothing.
         """
         snapshot.load(self, path)
 
@@ -434,11 +435,8 @@ class Trainer:
         of; with a `CSVLogger` single steps, with a `ThroughputMonitor` the throughput.
 
         Args:
-            path: of the file, or a folder to write `report.html` into.
+            path: of the file, or a folder to write `report.html` into; returned.
             plan: what `trainer.plan` gave, to be shown instead of `running_plan`.
-
-        Returns:
-            The path of the file.
         """
         from .fit.report import report
 

@@ -50,7 +50,8 @@ class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 
     One that is not overridden costs nothing. Hooks of several callbacks run in the
-    order of `Trainer(callbacks=[...])`, but for `on_fit_end`: see `fit_end_order`.
+    order of `Trainer(callbacks=[...])`, but see `fit_end_order` and `reads_logged`.
+    `trainer.log(name, value)` adds a value of your own to what is logged.
     `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far the
     fit is, and setting `trainer.should_stop = True` ends it at the next boundary.
 
@@ -75,6 +76,10 @@ class Callback:
     """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
     list. What measures a fit (1) comes after what takes time at its end, and what logs
     it (2) after that."""
+
+    reads_logged: bool = False
+    """Whether `on_validation_end` and `on_train_epoch_end` run after those of all other
+    callbacks, so that `metrics` have what these log by `trainer.log`."""
 
     def setup(self, trainer: "Trainer") -> None:
         """Before placement and compilation: the place to set what they depend on."""
@@ -194,6 +199,8 @@ class Hooks:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
+            elif name in ("on_validation_end", "on_train_epoch_end"):
+                ordered = sorted(ordered, key=lambda callback: callback.reads_logged)
             bound = (getattr(each, name) for each in ordered if _overrides(each, name))
             setattr(self, name, _sequence(name, tuple(bound)))
 

@@ -38,6 +38,7 @@ class LivePlot(Callback):
     """
 
     looks_inside_blocks = False
+    reads_logged = True
     skip_in_fast_dev_run = True
 
     def __init__(
@@ -93,7 +94,8 @@ class LivePlot(Callback):
         if not self._fitting:
             return
         self._read(self._late.drain())
-        means = {k: v for k, v in metrics.items() if not k.startswith(VALIDATION)}
+        known = trainer.run.progress.val_metrics
+        means = {k: v for k, v in metrics.items() if k not in known}
         self._add(trainer.global_step, means)
         # Epochs of a few milliseconds share a picture.
         if time.monotonic() > self._drawn + 0.2 * self._pause:

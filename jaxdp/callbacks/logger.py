@@ -45,6 +45,7 @@ class Logger(Callback):
     """
 
     looks_inside_blocks = False
+    reads_logged = True
     skip_in_fast_dev_run = True
     fit_end_order = 2
 
@@ -131,8 +132,11 @@ class Logger(Callback):
         if not self._active:
             return
         self._log_steps(self._late.drain())
-        means = {k: v for k, v in metrics.items() if not k.startswith(VALIDATION)}
-        values = {EPOCH + name: value for name, value in means.items()}
+        values = {
+            name if name.startswith(VALIDATION) else EPOCH + name: value
+            for name, value in metrics.items()
+            if name not in trainer.run.progress.val_metrics
+        }
         if self._validation and self._validation[0] == trainer.global_step:
             values |= self._validation[1]
             self._validation = None

@@ -15,7 +15,7 @@ from ..basics.json_checks import each, fields, maybe, number_text, row, truth, w
 from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
 from .base import Callback
-from .monitor import announce, check_monitor
+from .monitor import announce, check_logged, check_monitor
 from .states import saved_state
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class ModelCheckpoint(Callback):
 
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
+    reads_logged = True
 
     def __init__(
         self,
@@ -194,6 +195,8 @@ class ModelCheckpoint(Callback):
             self._look(metrics)
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if self.monitor is not None:
+            check_logged(trainer, "ModelCheckpoint", self.monitor, metrics)
         self._look(metrics)
         every = self.every_n_epochs
         # An epoch without a value of its own can't be judged by an older model's.

@@ -22,8 +22,27 @@ blocks of steps, whose metrics say how far behind to stay."""
 
 
 def check_monitor(trainer: "Trainer", callback_name: str, monitor: str) -> None:
-    """Raises when no epoch will have a value of the name `monitor`."""
-    logged = trainer.run.logged_names
+    """Raises at the start of a fit that will have no value of the name `monitor`."""
+    own = __name__.partition(".")[0]
+    others = {type(c).__module__.partition(".")[0] for c in trainer.callbacks} - {own}
+    if not others:  # which may log it
+        _check_name(trainer, callback_name, monitor, trainer.run.logged_names)
+
+
+def check_logged(
+    trainer: "Trainer", callback_name: str, monitor: str, metrics: Mapping[str, float]
+) -> None:
+    """Raises at the end of an epoch that should have had a value of that name."""
+    run, is_later = trainer.run, False
+    if monitor.startswith("val_") and not run.progress.val_metrics:
+        is_later = any(name.startswith("val_") for name in run.logged_names)
+    if not is_later and monitor not in trainer.history:
+        _check_name(trainer, callback_name, monitor, tuple(metrics))
+
+
+def _check_name(
+    trainer: "Trainer", callback_name: str, monitor: str, logged: tuple[str, ...]
+) -> None:
     if monitor in logged:
         return
     hint = ""
@@ -48,10 +67,11 @@ def is_better(
 
 
 class MetricCheck(Callback):
-    """Checks one value after every validation of a fit, or after every epoch where its
-    name does not begin with `val_`; counts the checks without improvement."""
+    """Checks one value after every validation of a fit that has it, or else after every
+    epoch that has; counts the checks without improvement."""
 
     skip_in_fast_dev_run = True
+    reads_logged = True
 
     own_form: Mapping[str, Form] = {}
     """How each value of a subclass must look to be taken back."""
@@ -93,11 +113,13 @@ class MetricCheck(Callback):
         check_monitor(trainer, type(self).__name__, self.monitor)
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if trainer.run.is_fitting and self.monitor.startswith("val_"):
+        if trainer.run.is_fitting and self.monitor in metrics:
             self.check(trainer, metrics[self.monitor])
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        if not self.monitor.startswith("val_"):
+        check_logged(trainer, type(self).__name__, self.monitor, metrics)
+        was_checked = self.monitor in trainer.run.progress.val_metrics
+        if self.monitor in metrics and not was_checked:
             self.check(trainer, metrics[self.monitor])
 
     def identity(self, trainer: "Trainer") -> str:

@@ -73,6 +73,7 @@ FORM: Final = fields(
         "after": maybe(whole()),
         "epoch_ended": truth(),
         "val_metrics": by_name(number()),
+        "logged": by_name(number()),
         "validated_at": whole(),
         "padded_rows": row(maybe(whole()), by_name(whole()), whole(1)),
         "identities": by_name(text()),

@@ -22,9 +22,23 @@ def evaluate(
 ) -> dict[str, float]:
     """Exact means over the rows of a pass, as `{"<prefix>_loss": ..., ...}`."""
     run = trainer.run
-    hooks.on_validation_start(trainer)
-    totals, batch_idx = new_totals(), -1
+    with run.logged.into({}) as logged:
+        hooks.on_validation_start(trainer)
+        totals = _totals(trainer, source, prefix, limit, hooks)
 
+    # Waits for the device.
+    means = means_of(np.asarray(totals), run.engine.facts["evaluate"])
+    metrics = {f"{prefix}_{name}": value for name, value in means.items()} | logged
+    with run.logged.into(metrics):
+        hooks.on_validation_end(trainer, metrics)
+    return metrics
+
+
+def _totals(
+    trainer: "Trainer", source: Source, prefix: str, limit: int | None, hooks: Hooks
+) -> Any:
+    """The sums over a pass, on the device."""
+    run, totals, batch_idx = trainer.run, new_totals(), -1
     with (
         source.a_pass(),
         run.interrupts,
@@ -40,11 +54,7 @@ def evaluate(
 
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())
-    # Waits for the device.
-    means = means_of(np.asarray(totals), engine.facts["evaluate"])
-    metrics = {f"{prefix}_{name}": value for name, value in means.items()}
-    hooks.on_validation_end(trainer, metrics)
-    return metrics
+    return totals
 
 
 def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:

@@ -217,12 +217,14 @@ class Loop:
         """History and hooks. An epoch cut short stays current, for a later fit."""
         run, progress = self._run, self.progress
         with run.stopwatch.phase("device"):
-            metrics = run.engine.epoch_means() | progress.val_metrics
+            metrics = run.engine.epoch_means() | progress.val_metrics | progress.logged
         self.trainer.history.append(progress.epoch, metrics)
 
         progress.is_whole = run.epoch_is_over or self.limits.is_whole(progress.done)
         progress.epoch_ended = True
-        self.hooks.on_train_epoch_end(self.trainer, metrics)
+        with run.logged.into(metrics) as logged:
+            self.hooks.on_train_epoch_end(self.trainer, metrics)
+        self.trainer.history.append(progress.epoch, logged)
         if progress.is_whole:
             progress.next_epoch()
         progress.is_whole = run.epoch_is_over = False
@@ -278,24 +280,32 @@ class Loop:
                 run.interrupts.check(now=True)
         except RollBack as request:
             # The fit ends here, and is resumed like any other.
-            hooks.on_fit_end(trainer)
+            self._end_fit(hooks)
             self._rolled_back = request
         except BaseException as exception:
             with _noting(exception):
                 hooks.on_exception(trainer, exception)
             with _noting(exception):
-                hooks.on_fit_end(trainer)
+                self._end_fit(hooks)
             tell(exception)
             if not (isinstance(exception, Preempted) and run.returns_when_preempted):
                 raise
         else:
-            hooks.on_fit_end(trainer)
+            self._end_fit(hooks)
         finally:
             run.is_fitting = run.epoch_is_over = self.progress.is_whole = False
             run.interrupts.saves_first = False
             for source in (self.train, self.val):
                 if source is not None:
                     source.close()
+
+    def _end_fit(self, hooks: Hooks) -> None:
+        """The last hooks; what they log is in the last row and the last epoch."""
+        history = self.trainer.history
+        with self._run.logged.into(self._run.last_values) as logged:
+            hooks.on_fit_end(self.trainer)
+        if logged and history.epochs:
+            history.append(history.epochs[-1], logged)
 
 
 @contextlib.contextmanager
@@ -323,7 +333,7 @@ def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metric
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
-    with contextlib.closing(source):
+    with contextlib.closing(source), run.logged.of_own_loop():
         run.progress.start_with(source)
         trainer.num_training_batches = run.padded_rows = None
         hooks = set_up(trainer, run.hooks)
@@ -358,6 +368,7 @@ def take(
             for number, window in enumerate(dispatch.windows):
                 batch_idx = run.batch_idx
                 if shows_batches:
+                    run.logged.row = None
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
                 progress.begin()
@@ -367,6 +378,7 @@ def take(
                 run.ahead = last - number
 
                 metrics = next(results)
+                run.logged.of_step(metrics)
                 hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
                     hooks.on_boundary(trainer)

@@ -24,6 +24,7 @@ class Progress:
         epoch_ended: whether it is in the history. One that was cut short goes on.
         is_whole: whether no batch of it is left, while it is being ended.
         val_metrics: its last validation's.
+        logged: the last values that callbacks have logged in it.
         validated_at: after which of its batches that was.
         left_out: the epoch and `batch_idx` of steps that are not to be taken.
     """
@@ -32,6 +33,7 @@ class Progress:
         self.global_step = self.epoch = self.done = self.seen = self.examples = 0
         self.epoch_ended = self.is_whole = False
         self.val_metrics: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
         self.validated_at = 0
         self.left_out: set[tuple[int, int]] = set()
         self._source: Source | None = None
@@ -85,7 +87,7 @@ class Progress:
     def next_epoch(self) -> None:
         """The present epoch is over; the next batch is the first of the next one."""
         self.epoch, self.done = self.epoch + 1, 0
-        self.validated_at, self.val_metrics = 0, {}
+        self.validated_at, self.val_metrics, self.logged = 0, {}, {}
 
     def leave_epoch(self) -> None:
         """What is left of the present epoch is given up."""
@@ -169,6 +171,7 @@ class Progress:
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
+            "logged": of_epoch.logged,
             "validated_at": of_epoch.validated_at,
         }
 
@@ -194,6 +197,7 @@ class Progress:
         self.seen = state.get("batches_seen", 0)
         self.epoch_ended, self.is_whole = state.get("epoch_ended", False), False
         self.val_metrics = state.get("val_metrics", {})
+        self.logged = state.get("logged", {})
         self.validated_at = state.get("validated_at", 0)
         self.left_out |= {(epoch, idx) for epoch, idx in state.get("left_out", ())}
         self._source = self._taken_from = None

@@ -27,6 +27,7 @@ from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
 from ..strategies.compiler_options import spelled_here
 from . import checks
+from .logged import Logged
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Run:
         interrupts: what signals wait in until a fit can answer them.
         hooks: those of the callbacks.
         progress: how far the run is.
+        logged: where the values go that callbacks log.
         optimizer: with what callbacks have put around it.
         ahead: how many steps of the present dispatch have no hooks called yet.
         is_fitting: whether `fit` is running.
@@ -79,6 +81,7 @@ class Run:
         self.wishes = Pulse(self.processes, "whether to stop")
         self.hooks = Hooks(callbacks)
         self.progress = Progress()
+        self.logged = Logged(self.processes, self.progress)
 
         # Where a fit is.
         self.ahead = 0
