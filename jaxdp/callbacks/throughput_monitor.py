@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import jax
 import numpy as np
 
 from ..basics import coordination
@@ -106,15 +107,16 @@ class ThroughputMonitor(Callback):
         self.flops_per_example = flops_per_example
         self.peak_flops_per_device = peak_flops_per_device
         self.summary: dict[str, float] = {}
-        self._flops: float | None = None
+        self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
         self._peak: float | None = None
         self._stopwatch = Stopwatch()
         self._steps = self._examples = self._seen = 0
+        self._operations, self._of_row = 0.0, 0.0
         self._start = self._last = self._mark()
 
     def setup(self, trainer: "Trainer") -> None:
         self._stopwatch = trainer.run.measure_phases()
-        self._flops = None
+        self._flops = {}
         self._begin()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -123,19 +125,25 @@ class ThroughputMonitor(Callback):
     def on_train_batch_start(
         self, trainer: "Trainer", batch: Any, batch_idx: int
     ) -> None:
-        if self._flops is None:
-            self._flops = self.flops_per_example
-            if self._flops is None:
-                self._flops = trainer.run.flops_per_example(batch)
-            self._peak = self._find_peak(trainer)
-            self._begin()  # what was traced just now is no part of the run
+        shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
+        if shapes not in self._flops:
+            flops, is_first = self.flops_per_example, not self._flops
+            if flops is None:
+                flops = trainer.run.flops_per_example(batch)
+            self._flops[shapes] = flops
+            if is_first:
+                self._peak = self._find_peak(trainer)
+                self._begin()  # what was traced just now is no part of the run
+        self._of_row = self._flops[shapes]
         self._seen = trainer.run.examples_seen
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._steps += 1
-        self._examples += trainer.run.examples_seen - self._seen
+        rows = trainer.run.examples_seen - self._seen
+        self._examples += rows
+        self._operations += rows * self._of_row
         if trainer.global_step % trainer.log_every_n_steps == 0:
             now = self._mark()
             values = self._between(self._last, now)
@@ -187,11 +195,13 @@ class ThroughputMonitor(Callback):
 
     def _begin(self) -> None:
         self._steps = self._examples = 0
+        self._operations = 0.0
         self._start = self._last = self._mark()
 
     def _mark(self) -> "_Mark":
         waited = meetings.here().waited
-        return _Mark(self._steps, self._examples, self._stopwatch.read(), waited)
+        done = self._steps, self._examples, self._operations
+        return _Mark(*done, self._stopwatch.read(), waited)
 
     def _between(self, start: "_Mark", end: "_Mark") -> dict[str, float]:
         seconds = {k: end.seconds[k] - start.seconds[k] for k in end.seconds}
@@ -203,8 +213,8 @@ class ThroughputMonitor(Callback):
             "examples_per_s": examples / total,
             "steps_per_s": (end.steps - start.steps) / total,
         }
-        if self._flops:
-            values["flops_per_s"] = values["examples_per_s"] * self._flops
+        if any(self._flops.values()):
+            values["flops_per_s"] = (end.operations - start.operations) / total
             if self._peak:
                 values["mfu"] = values["flops_per_s"] / self._peak
         values |= {name: share / total for name, share in seconds.items()}
@@ -231,10 +241,12 @@ class ThroughputMonitor(Callback):
 
 
 class _Mark(NamedTuple):
-    """Steps and rows done, seconds by phase, and for other processes, at a moment."""
+    """Steps, rows and operations done, seconds by phase, and for other processes, at a
+    moment."""
 
     steps: int
     examples: int
+    operations: float
     seconds: dict[Phase, float]
     waited: float
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -11,7 +11,8 @@ import numpy as np
 
 from ..distributed import RowBlocks
 from ..step import Batch, Group
-from .batches import Portion, counts_of, leaf_name, shown
+from .batches import Portion, counts_of, shown
+from .forms import Form, Forms, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
 
@@ -30,15 +31,17 @@ class Dispatch(NamedTuple):
     """Whether rows are split over the devices, or the batch is whole on each."""
     rows: list[int]
     """How many real rows each optimizer step has. Several steps are one group."""
+    forms: tuple[str, ...]
+    """Of the groups, in words."""
     shape: Hashable
     """What a compiled step depends on: the split, the steps, each group's sizes."""
 
 
 class Packer:
-    """Stacks and pads batches so that one compiled shape serves them all.
+    """Stacks and pads batches so that one compiled shape serves all of a form.
 
     Where rows are independent, every block of a short batch is padded to the size of
-    the largest seen, with copies of its own first row (zeros or NaN could poison
+    the largest of its form, with copies of its own first row (zeros or NaN could poison
     gradients). Where rows interact, batches keep their size, and one that the devices
     do not divide is worked on whole by each of them.
 
@@ -60,49 +63,63 @@ class Packer:
         self.what = what
         self.blocks = blocks
         self.rows_interact = False
-        self.size = 0  # rows of a padded batch, of all processes
+        self.forms = Forms(what, num_shards, blocks.count)
         self._in_order = in_order
         self._collect = collect
-        self._full: tuple[int, ...] = ()
-        self._usual: Hashable = None
-        self._form: tuple[Any, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Rows of the largest padded batch so far, of all processes."""
+        return max(self.forms.sizes.values(), default=0)
 
     def pack(self, windows: list[list[Batch]], slots: int = 1) -> Dispatch:
         """Packs the batches of optimizer steps; see `can_stack` for more than one.
 
         A step has room for so many batches as there are slots; what the last one leaves
-        over holds no real rows. Leaves may differ in their number of rows alone.
+        over holds no real rows. Those of one form come together, others in turn.
         """
         batches = [batch for window in windows for batch in window]
-        micros = [self._checked_leaves(shown(batch)) for batch in batches]
+        found = [self.forms.find(shown(batch)) for batch in batches]
         counts = [counts_of(batch) for batch in batches]
         steps = len(windows)
         is_alone = slots == steps == 1
-        if is_alone and counts[0] == self._full and not self.rows_interact:
+        form = found[0][1]
+        if is_alone and counts[0] == form.full and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
-            groups = [self._group(micros, counts)]
-            return Dispatch(windows, groups, True, [self.size], self._usual)
+            groups = [self._group([found[0][0]], counts, form)]
+            sizes, forms = [form.size], (form.text,)
+            return Dispatch(windows, groups, True, sizes, forms, form.usual)
 
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
+        if any(other is not form for _, other in found):
+            # By what a later process knows of them, too.
+            order = sorted(range(len(found)), key=lambda place: found[place][1].text)
+            found = [found[place] for place in order]
+            counts = [counts[place] for place in order]
+            sizes = [sizes[place] for place in order]
+        micros, forms = ([*each] for each in zip(*found, strict=True))
 
         split = True
         if not self.rows_interact:
-            micros, counts = self._padded(micros, counts, steps * slots)
-            sizes = [self.size] * len(micros)
+            micros, counts = self._padded(micros, counts, forms, steps * slots)
+            forms += forms[-1:] * (len(micros) - len(forms))
+            sizes = [form.size for form in forms]
         elif not all(map(self._fills_shards, counts)):
             split = False
             micros = [self._whole(m, c) for m, c in zip(micros, counts, strict=True)]
             counts = [(size,) for size in sizes]
 
         groups, shapes, start = [], [], 0
-        for size, run in itertools.groupby(sizes):
+        for (form, size), run in itertools.groupby(zip(forms, sizes, strict=True)):
             stop = start + len(list(run))
-            groups.append(self._group(micros[start:stop], counts[start:stop]))
-            shapes.append((stop - start, size))
+            groups.append(self._group(micros[start:stop], counts[start:stop], form))
+            shapes.append((stop - start, size, form.text))
             start = stop
-        shape = split, steps, tuple(shapes)
-        return Dispatch(windows, groups, split, rows, shape)
+        texts = tuple(text for _, _, text in shapes)
+        return Dispatch(
+            windows, groups, split, rows, texts, (split, steps, tuple(shapes))
+        )
 
     def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
         """Values of the rows of a packed `batch` that are no padding, on the host.
@@ -126,48 +143,46 @@ class Packer:
             ]
         )
 
+    def alike(self, windows: list[list[Batch]]) -> Iterator[list[list[Batch]]]:
+        """The windows in runs of neighbours whose batches have the same forms."""
+
+        def forms(window: list[Batch]) -> Any:
+            return {key_of(shown(batch)) for batch in window}
+
+        if len(windows) == 1:
+            return iter([windows])
+        return (list(run) for _, run in itertools.groupby(windows, forms))
+
     def can_stack(self, windows: list[list[Batch]], slots: int) -> bool:
-        """Whether steps would be one group, of the sizes that they have one by one."""
+        """Whether steps, which are `alike`, would be one group, of the sizes that they
+        have one by one."""
+        if len(keys := {key_of(shown(batch)) for batch in windows[0]}) > 1:
+            return False
         counts = [counts_of(batch) for window in windows for batch in window]
         if self.rows_interact:
             return len({*counts}) == 1 and len(counts) == slots * len(windows)
         # The first step must need as many rows as any after it, or have had more: last
         # bits may depend on the number of padded rows.
         sizes = [max(each) * self.blocks.count for each in counts]
-        return max(sizes) <= max(self.size, self._rounded(max(sizes[:slots])))
-
-    def _rounded(self, rows: int) -> int:
-        return math.ceil(rows / self.num_shards) * self.num_shards
-
-    def forget(self) -> None:
-        """Takes the next batch for the first."""
-        self.start_from(0)
-        self._form = ()
-
-    def start_from(self, rows: int) -> None:
-        """Pads as if this had been the size of the largest batch so far; 0 is none."""
-        self.size, self._full, self._usual = 0, (), None
-        self.pad_to(rows)
-
-    def pad_to(self, rows: int) -> None:
-        """From now on batches get so many rows, or a few more, at least."""
-        if rows > self.size:
-            self.size = self._rounded(rows)
-            self._full = (self.size // self.blocks.count,) * self.blocks.count
-            self._usual = (True, 1, ((1, self.size),))
+        first = self.forms.rounded(max(sizes[:slots]))
+        return max(sizes) <= max(self.forms.size_of(*keys), first)
 
     def _padded(
-        self, micros: list[_Leaves], counts: list[_Counts], slots: int
+        self,
+        micros: list[_Leaves],
+        counts: list[_Counts],
+        forms: list[Form],
+        slots: int,
     ) -> tuple[list[_Leaves], list[_Counts]]:
-        """All of one size, the largest so far, and so many that all slots are full."""
-        self.pad_to(max(map(max, counts)) * self.blocks.count)
-        size, missing = self._full[0], slots - len(micros)
+        """Each of its form's size, and so many that all slots are full."""
+        for form, each in zip(forms, counts, strict=True):
+            self.forms.grow(form, max(each) * self.blocks.count)
         padded = [
-            self._with_padding(leaves, each, size)
-            for leaves, each in zip(micros, counts, strict=True)
+            self._with_padding(leaves, each, form.full[0])
+            for leaves, each, form in zip(micros, counts, forms, strict=True)
         ]
         # The last is of the step that lacks some: NaN in another's stays there.
-        nothing = (0,) * self.blocks.count
+        nothing, missing = (0,) * self.blocks.count, slots - len(micros)
         return padded + padded[-1:] * missing, counts + [nothing] * missing
 
     def _with_padding(self, leaves: _Leaves, counts: _Counts, size: int) -> _Leaves:
@@ -204,44 +219,14 @@ class Packer:
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
 
-    def _group(self, micros: list[_Leaves], counts: list[_Counts]) -> Group:
-        """Micro-batches of one size, stacked."""
+    def _group(self, micros: list[_Leaves], counts: list[_Counts], form: Form) -> Group:
+        """Micro-batches of one shape, stacked."""
         if len(micros) == 1:  # no copy
             stacked = [leaf[None] for leaf in micros[0]]
         else:
             stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        batch = jax.tree.unflatten(self._form[0], stacked)
+        batch = jax.tree.unflatten(form.key[0], stacked)
         return Group(batch, _counts(tuple(counts), self._in_order))
-
-    def _checked_leaves(self, batch: Batch) -> _Leaves:
-        """The leaves of a batch that is like the first one but for its rows."""
-        leaves, treedef = jax.tree.flatten(batch)
-        found = treedef, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        if not self._form:
-            self._form = found
-        elif self._form != found:
-            raise ValueError(self._changed(batch, *self._form))
-        return leaves
-
-    def _changed(self, batch: Batch, treedef: Any, expected: list[Any]) -> str:
-        leaves, new_treedef = jax.tree.flatten(batch)
-        start = f"a {self.what} batch differs from the first one"
-        if treedef != new_treedef:
-            return f"{start} in structure: was {treedef}, is {new_treedef}."
-
-        def shown(shape: tuple[int, ...], dtype: Any) -> str:
-            return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"
-
-        found = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        differences = "; ".join(
-            f"{leaf_name(batch, i)} was {shown(*was)}, is {shown(*now)}"
-            for i, (was, now) in enumerate(zip(expected, found, strict=True))
-            if was != now
-        )
-        return (
-            f"{start}: {differences}. Only the number of rows may vary, since every"
-            " shape costs a compilation; pad or convert in the dataset or `collate_fn`."
-        )
 
 
 @functools.lru_cache

@@ -15,6 +15,7 @@ from ..basics.console import listed
 from ..distributed import Processes
 from ..step import Batch
 from .batches import Portion, rows_of
+from .forms import Key, key_of, shapes_of
 from .padding import Packer
 
 _AT_ONCE: Final = 8
@@ -68,7 +69,7 @@ class GlobalShare(Share):
     def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
         cut = _Cut(self._packer())
         for batch in batches:
-            counts, places = cut(rows_of(batch))
+            counts, places = cut(rows_of(batch), key_of(batch))
             own = functools.partial(_taken, places=places)
             yield Portion(jax.tree.map(own, batch), counts)
 
@@ -80,7 +81,8 @@ class GlobalShare(Share):
         def own_lists() -> Iterator[Any]:
             for indices in lists:
                 indices = list(indices)
-                counts, places = cut(len(indices))
+                # What they will be like is not known yet.
+                counts, places = cut(len(indices), None)
                 waiting.append(counts)
                 yield [indices[i] for place in places for i in place]
 
@@ -112,7 +114,8 @@ class LocalShare(Share):
     """Every process's loader has rows of its own; a batch is what all give in turn.
 
     Before the next batch they tell each other how many rows they have. One that has run
-    out goes on with no rows until the last one has.
+    out goes on with no rows until the last one has. All batches of a turn have one
+    shape.
     """
 
     def __init__(self, processes: Processes):
@@ -136,20 +139,22 @@ class LocalShare(Share):
                     filler = _first_row(peek())
 
             # What all have.
-            told = self._processes.all("the next batches", [sizes, filler is not None])
-            if not any(any(sizes) for sizes, _ in told):
+            mine = [sizes, list(map(shapes_of, taken)), filler is not None]
+            told = self._processes.all("the next batches", mine)
+            if not any(any(sizes) for sizes, _, _ in told):
                 return
-            if empty := [i for i, (_, has_rows) in enumerate(told) if not has_rows]:
+            if empty := [i for i, (_, _, has_rows) in enumerate(told) if not has_rows]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
                     f" {listed('process', empty)}, while others have some. Each needs"
                     " one at least."
                 )
             for place, own in enumerate(taken + [filler] * missing):
-                counts = tuple([sizes[place] for sizes, _ in told])
+                counts = tuple([sizes[place] for sizes, _, _ in told])
                 if not any(counts):
                     return
-                yield Portion(own, counts)
+                shapes = _only_shapes([each[place : place + 1] for _, each, _ in told])
+                yield Portion(own if sizes[place] else _like(own, shapes), counts)
 
             # An iterator must not be asked for more than is trained on.
             at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
@@ -176,17 +181,47 @@ class _Cut:
     """Where batches are cut: as one process would have padded them at the end."""
 
     def __init__(self, packer: Packer):
-        self.blocks, self._packer, self._size = packer.blocks, packer, packer.size
+        self.blocks, self._packer = packer.blocks, packer
+        self._sizes: dict[Key | None, int] = {None: packer.size}
 
-    def __call__(self, rows: int) -> tuple[tuple[int, ...], list[range]]:
+    def __call__(
+        self, rows: int, key: Key | None
+    ) -> tuple[tuple[int, ...], list[range]]:
         """Real rows of every block, and this process's rows, one at least."""
-        shards = self._packer.num_shards
-        self._size = max(self._size, math.ceil(rows / shards) * shards)
-        each = self._size // self.blocks.count
+        forms = self._packer.forms
+        if key is not None and key not in self._sizes:
+            self._sizes[key] = forms.size_of(key)
+        self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
+        each = self._sizes[key] // self.blocks.count
         if self._packer.rows_interact:
             each = math.ceil(rows / self.blocks.count)
         places = self.blocks.own_rows(rows, each)
         return self.blocks.counts(rows, each), places if any(places) else [range(1)]
+
+
+def _only_shapes(told: list[list[Any]]) -> list[list[int]]:
+    """The shapes of the batches that some processes have, which must be the same."""
+    found = [(process, *shapes) for process, shapes in enumerate(told) if shapes]
+    first: Any = found[0]
+    for other in found:
+        if other[1] != first[1]:
+            raise ValueError(
+                "`data`='local': the processes have batches of different shapes for the"
+                f" same step: rows of {first[1]} in process {first[0]}, of {other[1]}"
+                f" in process {other[0]}. A step is compiled for one shape. Have each"
+                " process draw from the same bucket at each step, by a generator that"
+                " has the same seed in all, and pad to the bucket's length."
+            )
+    return first[1]
+
+
+def _like(row: Batch, shapes: list[list[int]]) -> Batch:
+    """A row of such shapes, with the values of `row`."""
+    leaves, treedef = jax.tree.flatten(row)
+    resized = [
+        np.resize(leaf, (1, *shape)) for leaf, shape in zip(leaves, shapes, strict=True)
+    ]
+    return treedef.unflatten(resized)
 
 
 def _first_row(batch: Batch) -> Batch:

@@ -8,32 +8,38 @@ from typing import Final, NamedTuple
 
 import jax
 
-from ..basics.console import say
+from ..basics.console import say, warn
 from ..data import Dispatch, leaf_name
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
 
-_MANY: Final = 3
-"""Sizes from which on they are a trouble of the data's."""
+_MANY: Final = 9
+"""Shapes from which on they are a trouble of the data's."""
+
+_MOST_LEAVES: Final = 4
+"""That a message lists."""
+
+_Shapes = tuple[tuple[int, ...], ...]
+"""Of the leaves of a batch, rows included."""
 
 
 class _Form(NamedTuple):
     """What a step was compiled for; the batches themselves are not kept."""
 
     split: bool
-    rows: tuple[int, ...]
-    """Of the micro-batches, however many steps and slots there are."""
-    leaf: str
-    """A name, and the shape in the batch that differs most from the usual."""
-    shape: tuple[int, ...]
+    groups: tuple[tuple[int, _Shapes], ...]
+    """Micro-batches and their shapes. Of a single group no number, since it is of one
+    form however many steps and slots there are."""
+    names: tuple[str, ...]
+    """Of the leaves."""
 
 
 class Compilations:
     """The compilations of a trainer so far.
 
     The first one of a step is spoken of if it takes long. Another one for other sizes
-    always is, with the first leaf that has changed: it is time that was not asked for.
+    always is, with the leaves that have changed: it is time that was not asked for.
 
     Args:
         quiet: whether nothing is said.
@@ -41,6 +47,7 @@ class Compilations:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.seconds = 0.0
+        self._quiet = quiet
         self._say = (lambda _: None) if quiet else say
         self._forms: dict[str, list[_Form]] = {}
 
@@ -48,7 +55,7 @@ class Compilations:
     def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
         """Around the compilation of a `kind` of step for batches like `packed`."""
         before, form = self._forms.setdefault(kind, []), _form(packed)
-        is_new = all(one[:2] != form[:2] for one in before)
+        is_new = all(one != form for one in before)
         steps = f", {len(packed.rows)} at a time" if len(packed.rows) > 1 else ""
         what = f"the {kind} step{steps}"
         timer = threading.Timer(_LONG, self._say, [f"compiling {what} ..."])
@@ -63,7 +70,7 @@ class Compilations:
         seconds = time.perf_counter() - started
         self.seconds += seconds
 
-        if is_new and before:
+        if is_new and before and not self._quiet:
             self._say_why(kind, form, before, seconds)
         elif seconds > _LONG:
             self._say(f"{what} was compiled in {seconds:.1f} s")
@@ -74,22 +81,64 @@ class Compilations:
         self, kind: str, form: _Form, before: list[_Form], seconds: float
     ) -> None:
         split = "" if form.split else ", which the devices do not divide"
-        self._say(
+        text = (
             f"the {kind} step was compiled again, in {seconds:.1f} s, because"
-            f" {before[-1].leaf} was {before[-1].shape} and is {form.shape}{split};"
-            f" {self.seconds:.1f} s of compilation so far"
+            f" {_why(form, before)}{split}; {self.seconds:.1f} s of compilation so far"
         )
-        if len(before) == _MANY:
-            self._say(
-                f"the {kind} step has been compiled for {_MANY + 1} batch sizes. A loss"
-                " that returns one value per row is padded to one size; a scalar loss,"
-                " or BatchNorm, needs batches of few sizes, such as `drop_last=True`"
-                " gives."
+        if len(before) + 1 < _MANY:
+            self._say(text)
+            return
+        remedy = (
+            "Each shape is compiled for once, so let there be few: put rows of like"
+            " length into a bucket, and pad them to its length, a power of two say, in"
+            " the dataset or `collate_fn`; see docs/shapes.md."
+        )
+        if len({_without_rows(each) for each in (*before, form)}) == 1:
+            remedy = (
+                "A loss that returns one value per row is padded to one size; a scalar"
+                " loss, or BatchNorm, needs batches of few sizes, such as"
+                " `drop_last=True` gives."
             )
+        warn(
+            f"{text}. These are {len(before) + 1} shapes of {kind} batches. {remedy}",
+            stacklevel=3,
+        )
 
 
 def _form(packed: Dispatch) -> _Form:
     batches = [group.batch for group in packed.groups]
-    shapes = [jax.tree.leaves(batch)[0].shape[1:] for batch in batches]
-    rows = tuple(sorted({shape[0] for shape in shapes}))
-    return _Form(packed.split, rows, leaf_name(batches[-1], 0), shapes[-1])
+    groups = [
+        (len(group.counts), tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch)))
+        for group, batch in zip(packed.groups, batches, strict=True)
+    ]
+    if len(groups) == 1:
+        groups = [(0, groups[0][1])]
+    count = len(groups[0][1])
+    names = tuple(leaf_name(batches[0], place) for place in range(count))
+    return _Form(packed.split, tuple(groups), names)
+
+
+def _why(form: _Form, before: list[_Form]) -> str:
+    """What differs from what the step was compiled for last, leaf by leaf."""
+    known = {shapes for each in before for _, shapes in each.groups}
+    new = [shapes for _, shapes in form.groups if shapes not in known]
+    if not new and len(form.groups) > 1:
+        numbers = " and ".join(f"{n} of {shapes[0]}" for n, shapes in form.groups)
+        return (
+            f"its micro-batches are {numbers} ({form.names[0]}), which it has not had"
+            " together: give a step batches of one shape"
+        )
+
+    was = before[-1].groups[-1][1]
+    now = (new or [shapes for _, shapes in form.groups])[-1]
+    pairs = list(zip(form.names, was, now, strict=True))
+    differing = [each for each in pairs if each[1][1:] != each[2][1:]] or pairs[:1]
+    listed = [
+        f"{name} was {old} and is {new}" for name, old, new in differing[:_MOST_LEAVES]
+    ]
+    more = len(differing) - _MOST_LEAVES
+    return ", ".join(listed + [f"and {more} leaves more"] * (more > 0))
+
+
+def _without_rows(form: _Form) -> frozenset[_Shapes]:
+    return frozenset(tuple(shape[1:] for shape in shapes) for _, shapes in form.groups)

@@ -126,7 +126,7 @@ class Engine:
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) for kind, what in WHAT.items()
         }
-        self._sizes_taken: dict[Kind, int] = dict.fromkeys(self.packers, 0)
+        self._sizes_taken: dict[Kind, Mapping[str, int]] = {k: {} for k in WHAT}
 
     def follow_settings(self) -> None:
         """Goes on as JAX's settings for debugging are now; see `eager`."""
@@ -173,7 +173,8 @@ class Engine:
         self, kind: Kind, dispatch: Dispatch, compiled: Program
     ) -> Sequence[Group]:
         """The batches of a dispatch, past all checks, as its step takes them."""
-        self._sizes_taken[kind] = self.packers[kind].size
+        if self._sizes_taken[kind] != (sizes := self.packers[kind].forms.sizes):
+            self._sizes_taken[kind] = dict(sizes)
         groups = self.strategy.place_batch(dispatch.groups, split=dispatch.split)
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
@@ -212,29 +213,42 @@ class Engine:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many rows batches of each kind are padded to."""
+        """How many rows batches of each kind are padded to, at most."""
         return {kind: packer.size for kind, packer in self.packers.items()}
 
-    def pad_as(self, sizes: Mapping[str, int]) -> None:
-        """Takes up the `sizes` of another engine, or of an earlier state of this one.
+    @property
+    def padding(self) -> dict[str, int]:
+        """How many rows batches are padded to, by `"<kind> <form>"`."""
+        return {
+            f"{kind} {form}": rows
+            for kind, packer in self.packers.items()
+            for form, rows in packer.forms.sizes.items()
+        }
+
+    def pad_as(self, padding: Mapping[str, int]) -> None:
+        """Takes up the `padding` of another engine, or of an earlier state of this one.
 
         Another size would be another program, whose sums may round differently.
         """
+        named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
         for kind, packer in self.packers.items():
-            packer.start_from(sizes.get(kind, 0))
-            self._sizes_taken[kind] = packer.size
+            sizes = {form: rows for of, form, rows in named if of == kind and rows}
+            packer.forms.start_from(sizes)
+            self._sizes_taken[kind] = sizes
 
     def dispatches(self, windows: list[list[Batch]]) -> Iterator[Dispatch]:
         """The batches of some optimizer steps, packed as they are dispatched.
 
-        All in one, if they fit together and a program for so many steps is there or
-        worth its compilation; otherwise one for each, packed when its turn comes.
+        Neighbours of the same forms in one, if they fit together and a program for so
+        many steps is there or worth its compilation; otherwise one for each, packed
+        when its turn comes.
         """
-        together = self._packed_together(windows)
-        if together is None:
-            yield from map(self._single, windows)
-        else:
-            yield together
+        for run in self.packers["train"].alike(windows):
+            together = self._packed_together(run)
+            if together is None:
+                yield from map(self._single, run)
+            else:
+                yield together
 
     def _single(self, window: list[Batch]) -> Dispatch:
         return self.packers["train"].pack([window], self.micro_batches)
@@ -291,10 +305,17 @@ class Engine:
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
+        is_new = self.programs.find("train", dispatch) is None
         compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
-        if steps == 1 or self._blocks.count > 1:  # others: when they were packed
+        if is_new or steps == 1 or self._blocks.count > 1:  # others: when packed
             self._check_labels("train", dispatch)
+        if is_new and facts.rows_interact > self.packers["train"].rows_interact:
+            raise ValueError(
+                "in batches of this shape values of rows depend on other rows, and in"
+                " those before they did not: they may have been padded. Return the mean"
+                " over the batch, for all shapes."
+            )
         groups = self._placed("train", dispatch, compiled)
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
@@ -403,15 +424,19 @@ class Engine:
             inputs = self.held.evaluated.weights
         try:
             return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
-        except Exception:
+        except Exception as error:
             self._unpad(kind)
+            forms = self.packers[kind].forms
             if not self.programs.has(kind):
                 # The first batch did not fit the model; the next one may be another.
-                self.packers[kind].forget()
+                forms.forget()
+            for note in filter(None, map(forms.note, dispatch.groups)):
+                error.add_note(note)
             raise
 
     def _check_labels(self, kind: Kind, dispatch: Dispatch) -> None:
-        num_classes = self.facts[kind].num_classes
+        facts = self.programs.facts_of.get((kind, dispatch.forms))
+        num_classes = facts and facts.num_classes
         if num_classes is None:
             return
         for group in dispatch.groups:
@@ -424,7 +449,7 @@ class Engine:
     def _unpad(self, kind: Kind) -> None:
         """No batch is padded to the size of one that is refused."""
         if self._blocks.count == 1:  # several processes must stay of one mind
-            self.packers[kind].start_from(self._sizes_taken[kind])
+            self.packers[kind].forms.start_from(self._sizes_taken[kind])
 
     def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""

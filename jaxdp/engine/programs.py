@@ -91,7 +91,8 @@ class Programs:
     Attributes:
         steps: those that are compiled next.
         options: how train steps are compiled next.
-        facts: what tracing has told of each kind.
+        facts: what tracing has told of each kind, the last time.
+        facts_of: what it has told of each kind and the forms of its batches.
         is_watched: whether the train step is waited for, see `eager.Watched`.
     """
 
@@ -100,6 +101,7 @@ class Programs:
         self.strategy = strategy
         self.options = StepOptions()
         self.facts: dict[Kind, Facts] = {}
+        self.facts_of: dict[tuple[Kind, tuple[str, ...]], Facts] = {}
         self.is_watched = False
         self._objective_is_inferred = False
         self._quiet = quiet or not strategy.compiles
@@ -137,13 +139,17 @@ class Programs:
             groups: the same of all processes.
             inputs: what crosses besides: of a train step the state, else the weights.
         """
-        before = self._compilations.seconds
+        before, known = self._compilations.seconds, self.facts.get(kind)
         try:
             compiled = self._compile(kind, packed, groups, inputs)
         except Exception:
             if self._objective_is_inferred and not self._compiled:
                 self.set(objective=None)
             raise
+        if kind in self.facts:
+            if known is not None and self.has(kind):
+                known.joined(self.facts[kind])  # which raises if it can't be
+            self.facts_of[kind, packed.forms] = self.facts[kind]
         if kind in self.facts and not self._quiet:
             for note in self.facts[kind].notes:
                 self.tell(note)

@@ -85,11 +85,26 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
         run.engine.as_settled(),
     ):
         inputs = (inputs_of(batch) for batch in _pass(trainer, source, "predict"))
-        done = list(run.engine.predict(inputs, gather=gather))
+        done: list[Any] = []
+        for each in run.engine.predict(inputs, gather=gather):
+            _check_rows(done[0] if done else each, each, len(done))
+            done.append(each)
 
     if not done:
         raise ValueError(source.gave_nothing())
     return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
+
+
+def _check_rows(first: Any, found: Any, number: int) -> None:
+    """Raises unless the predictions of a batch can be joined to those of the first."""
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(found), strict=True):
+        if one.shape[1:] != other.shape[1:]:
+            raise ValueError(
+                f"`predict`: the prediction for a row is {one.shape[1:]} in batch 0 and"
+                f" {other.shape[1:]} in batch {number}, and no array can hold both."
+                " Predict batches of one shape at a time, or have the model return one"
+                " shape for all."
+            )
 
 
 def compile_ahead(trainer: "Trainer", source: Source | None) -> None:

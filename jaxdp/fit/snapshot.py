@@ -35,7 +35,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
             "padded_rows": run.padded_rows
             or [
                 trainer.num_training_batches,
-                run.engine.sizes,
+                run.engine.padding,
                 run.accumulate_grad_batches,
             ],
             "strategy": repr(run.strategy),

@@ -222,9 +222,13 @@ def _notes(
     if reading.flops is not None:
         exact.append("matrix operations, of products and convolutions as traced")
 
+    batch = [leaf for leaf in reading.leaves if leaf.group == "batch"]  # counts last
+    shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:-1][:4])
     indicative = [
+        f"the step is that of the first batch's shape, {shapes}: batches of other"
+        " shapes have programs of their own",
         "compiled operations: the compiler counts the bodies of loops once, and what"
-        " libraries compute perhaps not at all"
+        " libraries compute perhaps not at all",
     ]
     if not_here == "cpu":
         indicative.append(

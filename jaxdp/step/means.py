@@ -34,6 +34,12 @@ class Sums:
         sums, weights = children
         return cls(sums, weights, facts)
 
+    def __add__(self, other: "Sums") -> "Sums":
+        """Those over the rows of both, whose batches may be of other shapes."""
+        pairs = (self.sums, self.weights), (other.sums, other.weights)
+        sums, weights = jax.tree.map(jnp.add, *pairs)
+        return Sums(sums, weights, self.facts.joined(other.facts))
+
     def in_order(self) -> Array:
         """Those of the values, in the order of the names, then those of the weights."""
         sums = vector(self.sums, self.facts.names)
@@ -111,8 +117,10 @@ def over_micro_batches(
                 )
             summed = jax.tree.map(lambda x: x.sum(axis=0), each)
 
-        new = grads, summed
-        found = new if found is None else jax.tree.map(jnp.add, found, new)
+        if found is not None:
+            before, sums = found
+            grads, summed = jax.tree.map(jnp.add, before, grads), sums + summed
+        found = grads, summed
 
     grads, summed = found
     return grads, model_state, summed

@@ -31,6 +31,26 @@ class Facts(NamedTuple):
     weighted: tuple[str, ...] = ()
     """Which of the values have weights: others count every row once."""
 
+    def joined(self, other: "Facts") -> "Facts":
+        """What is so of both, of batches of other shapes.
+
+        Raises:
+            ValueError: if there are other values.
+        """
+        if (other.names, other.weighted) != (self.names, self.weighted):
+            raise ValueError(
+                f"the loss and metrics are {', '.join(other.names)} for batches of"
+                f" these shapes, and were {', '.join(self.names)} for others; which"
+                " there are, and which have weights, must not depend on shapes."
+            )
+        return Facts(
+            self.names,
+            self.rows_interact or other.rows_interact,
+            self.num_classes if self.num_classes == other.num_classes else None,
+            tuple(dict.fromkeys((*self.notes, *other.notes))),
+            self.weighted,
+        )
+
 
 @jax.tree_util.register_pytree_node_class
 class Metrics(Mapping[str, Any]):

@@ -1,0 +1,253 @@
+"""Batches of several shapes: each compiled for once, the numbers a plain loop's."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, hand_written
+
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+
+
+class Text(eqx.Module):
+    """Classifies rows of any number of tokens."""
+
+    embedding: eqx.nn.Embedding
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+    per_token: bool = False
+
+    def __init__(self, rate=0.0, per_token=False):
+        keys = jax.random.split(jax.random.key(0))
+        self.embedding = eqx.nn.Embedding(20, 8, key=keys[0])
+        self.dropout = eqx.nn.Dropout(rate)
+        self.last = eqx.nn.Linear(8, 3, key=keys[1])
+        self.per_token = per_token
+
+    def __call__(self, tokens, *, key=None):
+        found = self.dropout(jnp.tanh(jax.vmap(self.embedding)(tokens)), key=key)
+        return jax.vmap(self.last)(found) if self.per_token else self.last(found.sum(0))
+
+
+def bucket(rows, length, seed=0):
+    draw = np.random.default_rng([seed, rows, length])
+    tokens = draw.integers(0, 20, (rows, length)).astype(np.int32)
+    return tokens, (tokens.sum(1) % 3).astype(np.int32)
+
+
+DATA = [
+    bucket(16, 4), bucket(16, 8), bucket(16, 8, 1), bucket(16, 4, 1), bucket(5, 8),
+    bucket(8, 12), bucket(3, 4), bucket(16, 8, 2),
+]  # fmt: skip
+"""Three lengths; the last batch of two of them is ragged."""
+
+
+def counting(kind):
+    """A strategy of a kind that counts what it compiles for training."""
+
+    class Counting(kind):
+        count = 0
+
+        def compile(self, step, arguments, roles, results, **options):
+            Counting.count += results == ("state", "whole")
+            return super().compile(step, arguments, roles, results, **options)
+
+    return Counting()
+
+
+def make(*callbacks, strategy=None, model=None, **options):
+    return Trainer(
+        Text() if model is None else model,
+        options.pop("optimizer", optax.adam(1e-2)),
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **({} if "loss_fn" in options else {"loss": "cross_entropy"}),
+        **options,
+    )
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def mean_loss(model, x, y):
+    logits = jax.vmap(model)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    return hand_written(Text(), optax.adam(1e-2), DATA, 2, mean_loss)
+
+
+@pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap, FSDP])
+def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog):
+    model, losses = by_hand
+    recorder, strategy = Recorder(), counting(kind)
+    trainer = make(recorder, strategy=strategy)
+    trainer.fit(DATA, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.model.last.weight, model.last.weight, rtol=1e-4, atol=1e-5
+    )
+    assert strategy.count == 3
+    again = [t for t in map(str, caplog.messages) if "compiled again" in t]
+    assert [re.sub(r"in \d.*?, ", "", text).split(";")[0] for text in again] == [
+        "the training step was compiled again, because batch[0] was (16, 4) and is"
+        " (16, 8)",
+        "the training step was compiled again, because batch[0] was (16, 8) and is"
+        " (8, 12)",
+    ]
+
+
+def test_a_mean_over_rows_that_interact_has_the_rows_of_each_batch(by_hand):
+    recorder, strategy = Recorder(), counting(Sharded)
+    make(recorder, strategy=strategy, loss_fn=mean_loss).fit(DATA, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
+    shapes = {tokens.shape for tokens, _ in DATA}
+    assert strategy.count == len(shapes)
+
+
+@pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap])
+def test_unequal_micro_batches_are_one_mean_over_rows(kind):
+    windows = [DATA[:3], DATA[3:6], DATA[6:]]
+
+    def window_loss(model, xs, ys):
+        losses = [mean_loss(model, *each) * len(each[1]) for each in zip(xs, ys)]  # noqa: B905
+        return sum(losses) / sum(map(len, ys))
+
+    data = [tuple(zip(*window, strict=True)) for window in windows]
+    _, losses = hand_written(Text(), optax.adam(1e-2), data, 2, window_loss)
+    recorder, strategy = Recorder(), counting(kind)
+    trainer = make(recorder, strategy=strategy, accumulate_grad_batches=3)
+    trainer.fit(DATA, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+    assert strategy.count == 2  # the last window is filled up with an empty batch
+
+    # The same batches in another order need no other program.
+    trainer.fit([DATA[place] for place in (2, 0, 1, 5, 3, 4)], max_epochs=3)
+    assert strategy.count == 2
+
+
+def test_dropout_of_unequal_batches_is_the_same_on_any_devices():
+    def losses(strategy, **options):
+        recorder = Recorder()
+        make(recorder, strategy=strategy, model=Text(0.3), **options).fit(DATA)
+        return recorder.losses
+
+    for options in {}, {"accumulate_grad_batches": 3}:
+        expected = losses(SingleDevice(), **options)
+        np.testing.assert_allclose(losses(Sharded(), **options), expected, rtol=1e-5)
+
+
+def test_equal_neighbours_run_as_one_and_give_the_bits_of_single_steps():
+    data = [bucket(16, n, s) for n in (4, 8, 4) for s in range(4)] + [bucket(5, 4)]
+
+    def train(steps):
+        recorder, strategy = Recorder(), counting(SingleDevice)
+        trainer = make(
+            recorder, strategy=strategy, model=Text(0.3), steps_per_execution=steps
+        )
+        trainer.fit(data, max_epochs=2)
+        return recorder.losses, bits(trainer.state), strategy.count
+
+    losses, state, count = train(1)
+    assert count == 2
+    assert train(4) == (losses, state, 3)  # fours of each, and the single one
+
+
+def test_a_run_over_buckets_is_resumed_bit_for_bit(tmp_path):
+    # The first batch of a bucket is short: its size grows, and must be as it was.
+    data = [bucket(3, 4), *DATA, bucket(16, 12), bucket(2, 4, 3)]
+    options = {"model": Text(0.3), "strategy": Sharded()}
+    whole = Recorder()
+    expected = make(whole, **options)
+    expected.fit(data, DATA, max_epochs=2)
+    for stop in 1, 6, 13:
+        first, second = Recorder(), Recorder()
+        make(first, **options).fit(data, DATA, max_steps=stop)
+        saved = make(first, **options)
+        first.losses.clear()
+        saved.fit(data, DATA, max_steps=stop)
+        saved.save(tmp_path / str(stop))
+        again = make(second, **options)
+        again.fit(data, DATA, max_epochs=2, ckpt_path=str(tmp_path / str(stop)))
+        assert first.losses + second.losses == whole.losses
+        assert bits(again.state) == bits(expected.state)
+        assert again.history.state_dict() == expected.history.state_dict()
+
+
+def test_validation_and_prediction_take_other_shapes_than_training():
+    trainer = make(strategy=Sharded())
+    trainer.fit(DATA[:1])
+    other = [bucket(5, 9), bucket(7, 6), bucket(2, 9)]
+    total = sum(float(mean_loss(trainer.model, *each)) * len(each[1]) for each in other)
+    found = trainer.validate(other)["val_loss"]
+    assert found == pytest.approx(total / 14, rel=1e-5)
+    predicted = trainer.predict(other)
+    expected = [jax.vmap(trainer.model)(tokens) for tokens, _ in other]
+    np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-5)
+
+
+def test_predictions_of_several_shapes_are_refused_with_both():
+    trainer = make(model=Text(per_token=True))
+    message = (
+        r"\(9, 3\) in batch 0 and \(6, 3\) in batch 1.*Predict batches of one shape"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.predict([bucket(5, 9), bucket(7, 6)])
+
+
+def test_from_the_ninth_shape_on_a_warning_says_how_to_have_few(caplog):
+    trainer = make()
+    trainer.fit([bucket(4, length) for length in range(1, 9)])
+    with pytest.warns(UserWarning) as warned:
+        trainer.fit([bucket(4, length) for length in (9, 10)], max_epochs=2)
+    assert len(warned) == 2
+    for number, each in enumerate(warned, 9):
+        text = str(each.message)
+        assert f"{number} shapes of training batches" in text
+        assert f"is (4, {number})" in text and "a power of two" in text
+    caplog.clear()
+    trainer.fit([bucket(4, length) for length in range(1, 11)], max_epochs=3)
+    assert not caplog.messages  # all are known
+
+
+def test_many_sizes_of_rows_that_interact_are_told_to_drop_the_last():
+    sizes = [bucket(rows, 4) for rows in range(2, 11)]
+    with pytest.warns(UserWarning, match="9 shapes .* `drop_last=True`"):
+        make(loss_fn=mean_loss).fit(sizes)
+
+
+def test_structure_and_dtypes_may_not_vary():
+    x, y = bucket(4, 4)
+    with pytest.raises(ValueError, match=r"batch\[1\] was int32 .*is float32.*dtypes"):
+        make().fit([(x, y), (x, y.astype(np.float32))])
+    with pytest.raises(ValueError, match="in structure"):
+        make(loss_fn=lambda m, x, y=None: jax.vmap(m)(x).sum(1)).fit([(x, y), (x,)])
+
+
+def test_labels_are_checked_by_the_classes_of_their_shape():
+    class Pointer(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return x * self.weight
+
+    def rows(length, label):
+        return np.ones((4, length), np.float32), np.full(4, label, np.int32)
+
+    trainer = make(model=Pointer(jnp.ones(())))
+    trainer.fit([rows(6, 5), rows(3, 2), rows(6, 5)])
+    with pytest.raises(ValueError, match="labels must be 0 to 2"):
+        trainer.fit([rows(6, 5), rows(3, 5)], max_epochs=2)
+
+
+def test_a_plan_says_that_it_is_of_the_first_shape():
+    plan = make().plan(DATA)
+    assert any("batch[0] (16, 4)" in note for note in plan.notes["indicative"])
