@@ -140,7 +140,7 @@ class Trainer:
     def fit(
         self,
         train_loader: Iterable[Any],
-        val_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         *,
         max_epochs: int | None = None,
         max_steps: int | None = None,
@@ -165,7 +165,8 @@ class Trainer:
 
         Args:
             train_loader: a torch `DataLoader`, or any iterable of batches.
-            val_loader: validated on after each epoch.
+            val_loader: validated on after each epoch; or several loaders by name,
+                `{"clean": a, "shifted": b}`, whose values are `val_clean_loss`, ...
             max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
                 or `max_time` is given. An epoch that they cut short is gone on with by
                 the next fit.
@@ -227,7 +228,7 @@ class Trainer:
         return loop.own_loop(self, train_loader)
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Exact means over the rows of `loader`: `{"val_loss": ..., ...}`.
+        """Exact means over the rows of `loader`, or several: `{"val_loss": ..., ...}`.
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         Callbacks hear of it, but not while a fit runs, whose own they would take it

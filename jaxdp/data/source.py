@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from ..basics.console import Outlet, open_bar, warn
@@ -376,12 +377,25 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
             " pass a DataLoader, a list or a generator of (x, y) batches."
         )
+    if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
+        raise TypeError(
+            f"`{argument}` is a {type(loader).__name__} of {len(loader)} loaders, and"
+            " must be one. To validate or test on several, name them: {'clean': a,"
+            " 'shifted': b}."
+        )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
             " DataLoader, a list or a generator of batches."
         )
     return Source(loader, argument, share)
+
+
+def _is_loader(found: Any) -> bool:
+    """Whether it gives batches, and is none itself: no array, no tree of arrays."""
+    is_array = hasattr(found, "dtype") or isinstance(found, str | bytes)
+    gives = isinstance(found, Iterable) or hasattr(found, "__getitem__")
+    return gives and not is_array and jax.tree_util.all_leaves([found])
 
 
 def _is_over(a_pass: Generator[Batch, None, None]) -> bool:

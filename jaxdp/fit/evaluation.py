@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,27 +17,84 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 
 
+Loaders = Mapping[str, Source]
+"""What is evaluated on, by what comes before the names of its metrics: `"val"`, or
+`"val_clean"` and `"val_shifted"`."""
+
+
+def open_loaders(
+    trainer: "Trainer", loader: Any, argument: str, prefix: str
+) -> dict[str, Source]:
+    """What a user passed as `argument`: a loader, or several by name."""
+    open_one = trainer.run.open
+    if not isinstance(loader, Mapping):
+        return {prefix: open_one(loader, argument, "evaluate")}
+    if not loader or not all(isinstance(name, str) and name for name in loader):
+        raise TypeError(
+            f"`{argument}` is a dict with the keys {list(loader)}; of several loaders"
+            " each needs a name, as in {'clean': a, 'shifted': b}."
+        )
+    return {
+        f"{prefix}_{name}": open_one(each, f"{argument}[{name!r}]", "evaluate")
+        for name, each in loader.items()
+    }
+
+
+def names_of(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
+    """What an evaluation calls its values, of which no two may be the same."""
+    names = [f"{prefix}_{name}" for prefix in sources for name in metrics]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"two values of validation are named {sorted(twice)}: a loader's name and a"
+            " metric's, put together, are those of others. Rename the loader."
+        )
+    return tuple(names)
+
+
 def evaluate(
-    trainer: "Trainer", source: Source, prefix: str, limit: int | None, hooks: Hooks
+    trainer: "Trainer",
+    sources: Loaders,
+    limits: Mapping[str, int | None],
+    hooks: Hooks,
 ) -> dict[str, float]:
-    """Exact means over the rows of a pass, as `{"<prefix>_loss": ..., ...}`."""
-    run = trainer.run
+    """Exact means over the rows of a pass over each, as `{"val_loss": ..., ...}`.
+
+    Callbacks hear of them as of one.
+
+    Args:
+        trainer: whose weights.
+        sources: of the batches.
+        limits: how many batches of each, where not all.
+        hooks: to be called.
+    """
+    run, totals = trainer.run, {}
     with run.logged.into({}) as logged:
         hooks.on_validation_start(trainer)
-        totals = _totals(trainer, source, prefix, limit, hooks)
+        done = itertools.count()
+        for prefix, source in sources.items():
+            limit = limits.get(prefix)
+            totals[prefix] = _totals(trainer, source, prefix, limit, hooks, done)
 
-    # Waits for the device.
-    means = means_of(np.asarray(totals), run.engine.facts["evaluate"])
-    metrics = {f"{prefix}_{name}": value for name, value in means.items()} | logged
+    metrics, facts = {}, run.engine.facts["evaluate"]
+    names_of(sources, facts.names)
+    for prefix, each in totals.items():
+        means = means_of(np.asarray(each), facts)  # waits for the device
+        metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
+    metrics |= logged
     with run.logged.into(metrics):
         hooks.on_validation_end(trainer, metrics)
     return metrics
 
 
 def _totals(
-    trainer: "Trainer", source: Source, prefix: str, limit: int | None, hooks: Hooks
+    trainer: "Trainer",
+    source: Source,
+    prefix: str,
+    limit: int | None,
+    hooks: Hooks,
+    done: Iterator[int],
 ) -> Any:
-    """The sums over a pass, on the device."""
+    """The sums over a pass, on the device; `done` counts the batches of all passes."""
     run, totals, batch_idx = trainer.run, new_totals(), -1
     with (
         source.a_pass(),
@@ -50,7 +107,7 @@ def _totals(
         for batch_idx, batch in enumerate(_pass(trainer, source, prefix, limit)):
             run.engine_for(batch)
             totals = engine.evaluate(weights, batch, totals, batch_idx)
-            hooks.on_validation_batch_end(trainer, batch_idx)
+            hooks.on_validation_batch_end(trainer, next(done))
 
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())
@@ -62,16 +119,23 @@ def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     hooks = Hooks(()) if run.is_fitting else run.hooks
-    run.settled_engine("`validate`")
-    with contextlib.closing(run.open(loader, "loader", "evaluate")) as source:
-        return evaluate(trainer, source, "val", None, hooks)
+    return _evaluate(trainer, loader, "validate", "val", hooks)
 
 
 def test(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
     """`Trainer.test`."""
-    trainer.run.settled_engine("`test`")
-    with contextlib.closing(trainer.run.open(loader, "loader", "evaluate")) as source:
-        return evaluate(trainer, source, "test", None, Hooks(()))
+    return _evaluate(trainer, loader, "test", "test", Hooks(()))
+
+
+def _evaluate(
+    trainer: "Trainer", loader: Any, method: str, prefix: str, hooks: Hooks
+) -> dict[str, float]:
+    trainer.run.settled_engine(f"`{method}`")
+    with contextlib.ExitStack() as stack:
+        sources = open_loaders(trainer, loader, "loader", prefix)
+        for source in sources.values():
+            stack.callback(source.close)
+        return evaluate(trainer, sources, {}, hooks)
 
 
 def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
@@ -107,11 +171,11 @@ def _check_rows(first: Any, found: Any, number: int) -> None:
             )
 
 
-def compile_ahead(trainer: "Trainer", source: Source | None) -> None:
+def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
-    sample = None if source is None else source.sample()
-    if sample is not None:
-        trainer.run.engine.prepare("evaluate", sample)
+    for source in sources.values():
+        if (sample := source.sample()) is not None:
+            trainer.run.engine.prepare("evaluate", sample)
 
 
 def _pass(

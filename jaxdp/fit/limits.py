@@ -1,6 +1,7 @@
 """How long a fit runs, and when it validates: `fit`'s arguments, checked."""
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..basics.arguments import check_count
@@ -39,13 +40,17 @@ class Limits:
 
     Args:
         train: where training batches come from.
-        val: where validation batches come from.
+        vals: where validation batches come from, by name.
         wanted: what was asked for.
         accumulate: batches per optimizer step.
     """
 
     def __init__(
-        self, train: Source, val: Source | None, wanted: Wanted, accumulate: int
+        self,
+        train: Source,
+        vals: Mapping[str, Source],
+        wanted: Wanted,
+        accumulate: int,
     ):
         max_epochs, max_steps, max_time = wanted[:3]
         every_n_epoch = wanted.check_val_every_n_epoch
@@ -66,13 +71,15 @@ class Limits:
 
         # When to validate, and on how much.
         self.check_val_every_n_epoch = every_n_epoch
-        self.val_limit = self.val_batches = None
-        if val is not None:
-            self.val_limit = capped(
-                "limit_val_batches", wanted.limit_val_batches, val.num_batches
-            )
-            self.val_batches = _least(val.sure_batches, self.val_limit)
-        self.skips_validation = self.val_limit == 0
+        limit = wanted.limit_val_batches
+        self.val_limits = {
+            name: capped("limit_val_batches", limit, val.num_batches)
+            for name, val in vals.items()
+        }
+        counts = [_least(v.sure_batches, self.val_limits[n]) for n, v in vals.items()]
+        known = [count for count in counts if count is not None]
+        self.val_batches = sum(known) if len(known) == len(vals) > 0 else None
+        self.skips_validation = 0 in self.val_limits.values()
 
         # How long an epoch is, where that is known.
         self.train_batches = capped(

@@ -74,9 +74,9 @@ class Loop:
 
         # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
-        val = None
+        vals = {}
         if val_loader is not None:
-            val = trainer.run.open(val_loader, "val_loader", "evaluate")
+            vals = evaluation.open_loaders(trainer, val_loader, "val_loader", "val")
 
         # A fit for trying leaves some of it out.
         if not isinstance(wanted.fast_dev_run, bool):
@@ -89,8 +89,8 @@ class Loop:
         if wanted.overfit_batches:
             train = Source(train.first(wanted.overfit_batches), train.argument)
 
-        self.limits = Limits(train, val, wanted, trainer.accumulate_grad_batches)
-        self.train, self.val = train, None if self.limits.skips_validation else val
+        self.limits = Limits(train, vals, wanted, trainer.accumulate_grad_batches)
+        self.train, self.vals = train, {} if self.limits.skips_validation else vals
         self.hooks = Hooks(
             callback
             for callback in trainer.callbacks
@@ -113,7 +113,7 @@ class Loop:
                     self._warn_of_no_batches()
                     break
 
-                if self.val is not None and self.limits.epoch_is_due(self._epoch):
+                if self.vals and self.limits.epoch_is_due(self._epoch):
                     self._validate()
                 self._end_epoch()
 
@@ -146,15 +146,14 @@ class Loop:
         trainer, run = self.trainer, self._run
         self.hooks = set_up(trainer, self.hooks)
 
-        self.progress.go_on_with(self.train, self.val)
+        self.progress.go_on_with(self.train, self.vals)
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
         self.feed.begin()
-        evaluation.compile_ahead(trainer, self.val)
+        evaluation.compile_ahead(trainer, self.vals)
         run.interrupts.check()
 
         run.metric_names = names = run.engine.facts["train"].names
-        of_validation = tuple(f"val_{name}" for name in names)
-        run.logged_names = names + (of_validation if self.val is not None else ())
+        run.logged_names = names + evaluation.names_of(self.vals, names)
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
         self.limits.was_validated(self.progress.validated_at)
@@ -170,7 +169,7 @@ class Loop:
 
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.steps_per_epoch
-        run.num_val_batches = None if self.val is None else limits.val_batches
+        run.num_val_batches = limits.val_batches if self.vals else None
 
         if run.padded_rows is None:
             return
@@ -201,15 +200,14 @@ class Loop:
     def _validate_if_an_interval_is_up(self) -> None:
         """Validates if `val_check_interval` asks for it here."""
         done = self.progress.done
-        if self.val is not None and self.limits.interval_is_up(self._epoch, done):
+        if self.vals and self.limits.interval_is_up(self._epoch, done):
             self._validate()
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
-        assert self.val is not None
         with self._run.stopwatch.phase("validation"):
             self.progress.val_metrics = evaluation.evaluate(
-                self.trainer, self.val, "val", self.limits.val_limit, self.hooks
+                self.trainer, self.vals, self.limits.val_limits, self.hooks
             )
         self.progress.validated_at = self.progress.done
 
@@ -295,9 +293,8 @@ class Loop:
         finally:
             run.is_fitting = run.epoch_is_over = self.progress.is_whole = False
             run.interrupts.saves_first = False
-            for source in (self.train, self.val):
-                if source is not None:
-                    source.close()
+            for source in (self.train, *self.vals.values()):
+                source.close()
 
     def _end_fit(self, hooks: Hooks) -> None:
         """The last hooks; what they log is in the last row and the last epoch."""

@@ -3,11 +3,14 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from ..data import Position, Share, Source, check_loader, checksum, taken, windows
 from ..step import Batch
+
+_ONLY: Final = "val"
+"""The name of a validation's loader that is the only one."""
 
 
 class Progress:
@@ -39,18 +42,18 @@ class Progress:
         self._source: Source | None = None
         self._position = Position()  # in a source that is here no more
         self._start = Position()  # of the next pass over the source
-        self._val: Source | None = None
-        self._val_state: Any = None  # in a checkpoint
+        self._vals: dict[str, Source] = {}
+        self._val_states: dict[str, Any] = {}  # in a checkpoint
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
         self._last: Any = None  # the batch that was trained last
 
-    def go_on_with(self, source: Source, val: Source | None = None) -> None:
+    def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
         """The next batch is one of `source`, after those of the epoch that are done.
 
         Args:
             source: of the training's batches.
-            val: of the validations'.
+            vals: of the validations', by name.
         """
         if (read := self._read()) is not None:
             last, begun = read
@@ -62,11 +65,15 @@ class Progress:
             )
         self._start = self._position
         self._keep(source)
-        if self._val is not None and self._val.begun is not None:
-            self._val_state = None  # what was saved is read since
-        if val is not None:
+        for name, val in self._vals.items():
+            if val.begun is not None:
+                self._val_states.pop(name, None)  # what was saved is read since
+        if vals:
+            kept = self._val_states.keys() & vals
+            self._val_states = {name: self._val_states[name] for name in kept}
+        for val in vals.values():
             val.apart_from = source
-        self._val = val
+        self._vals = {**vals}
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
@@ -76,8 +83,9 @@ class Progress:
 
     def start_of_pass(self, source: Source) -> Position:
         """Where a validation begins: after a resume, where the saved one had begun."""
-        is_saved = source is self._val and source.begun is None
-        return Position(state=self._val_state if is_saved else None)
+        name = next((name for name, val in self._vals.items() if val is source), None)
+        is_saved = name is not None and source.begun is None
+        return Position(state=self._val_states.get(name or "") if is_saved else None)
 
     def begin_epoch(self) -> None:
         """Its first step is about to be taken."""
@@ -151,10 +159,12 @@ class Progress:
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
 
-        # Of the validations' loader, if it was read since.
-        val, was_read = self._val_state, self._val is not None and self._val.begun
-        if self._val is not None and (was_read or val is None):
-            val = self._val.state_now()
+        # Of the validations' loaders, where they were read since.
+        told = dict(self._val_states)
+        for name, val in self._vals.items():
+            if val.begun is not None or told.get(name) is None:
+                told[name] = val.state_now()
+        several = {name: share.states(told[name]) for name in sorted(told)}
 
         # An epoch that is over counts as the next one, not begun.
         of_epoch = Progress() if self.is_whole else self
@@ -166,7 +176,7 @@ class Progress:
             "left_out": sorted(self.left_out),
             "source": share.states(state),
             "place": share.states(place),
-            "validation": share.states(val),
+            "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
             "after": None if self.is_whole else after,
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
@@ -177,8 +187,10 @@ class Progress:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raises a ValueError unless the loaders' states may be of `state_dict`."""
-        for name in "source", "place", "validation":
-            value = state.get(name)
+        values = {name: state.get(name) for name in ("source", "place")}
+        for name, value in _by_name(state.get("validation")).items():
+            values[name.replace(_ONLY, "validation", 1)] = value
+        for name, value in values.items():
             for each in ("by_process", "of_each"):
                 if isinstance(value, dict) and isinstance(value.get(each), list):
                     value = value[each]
@@ -208,7 +220,8 @@ class Progress:
             given=self.seen,
             checksum=state.get("after"),
         )
-        self._val, self._val_state = None, share.state(state.get("validation"))
+        told = _by_name(state.get("validation"))
+        self._vals, self._val_states = {}, {n: share.state(s) for n, s in told.items()}
         self._last = None
 
     def _read(self) -> tuple[Source, Position] | None:
@@ -235,3 +248,10 @@ class Progress:
         batches = [] if comes_again else [batch for w in self._taken for batch in w]
         self._taken_from, self._taken = source.loader, collections.deque()
         return batches
+
+
+def _by_name(told: Any) -> dict[str, Any]:
+    """What a checkpoint has of the validations' loaders."""
+    is_of_each = isinstance(told, dict) and told
+    is_of_each = is_of_each and all(n.startswith(f"{_ONLY}_") for n in told)
+    return told if is_of_each else {_ONLY: told}

@@ -1,0 +1,119 @@
+"""Validation on several loaders, each by its name."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, batches
+
+from jaxdp import Callback, Trainer
+from jaxdp.callbacks import CSVLogger, ModelCheckpoint
+
+DATA = batches(16, 16, 5)
+CLEAN, SHIFTED = batches(16, 3, seed=1), [(x + 1, y) for x, y in batches(8, 8, seed=2)]
+BOTH = {"clean": CLEAN, "shifted": SHIFTED}
+
+
+def make(*callbacks, **options):
+    return Trainer(
+        eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.starts, self.batches, self.ends = 0, [], []
+
+    def on_validation_start(self, trainer):
+        self.starts += 1
+
+    def on_validation_batch_end(self, trainer, batch_idx):
+        self.batches.append(batch_idx)
+
+    def on_validation_end(self, trainer, metrics):
+        self.ends.append(dict(metrics))
+
+
+def test_each_has_the_means_that_it_has_alone(tmp_path):
+    heard = Heard()
+    saver = ModelCheckpoint(tmp_path, monitor="val_shifted_loss")
+    trainer = make(heard, saver, CSVLogger(tmp_path / "logs"))
+    history = trainer.fit(DATA, BOTH, max_epochs=2)
+    alone = {name: trainer.validate(each) for name, each in BOTH.items()}
+    heard.ends = []
+    found = trainer.validate(BOTH)
+    expected = {
+        name.replace("val", f"val_{which}", 1): value
+        for which, values in alone.items()
+        for name, value in values.items()
+    }
+    assert found == expected == heard.ends[0]
+    assert {name: history[name][-1] for name in expected} == expected
+    assert "val_loss" not in history.state_dict()["metrics"]
+    tested = {name.replace("val", "test", 1): v for name, v in expected.items()}
+    assert trainer.test(BOTH) == tested
+
+    # In a fit callbacks hear of one validation.
+    heard.starts, heard.batches = 0, []
+    trainer.fit(DATA, BOTH, max_epochs=3, limit_val_batches=1)
+    assert heard.starts == 1 and heard.batches == [0, 1]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_loaders_that_draw_are_resumed_bit_for_bit(tmp_path, stop):
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def loaders():
+        def one(seed):
+            ((x, y),) = batches(24, seed=seed)
+            data = TensorDataset(torch.tensor(x), torch.tensor(y, dtype=torch.int64))
+            generator = torch.Generator().manual_seed(seed)
+            return DataLoader(data, 8, shuffle=True, generator=generator)
+
+        return one(0), {"a": one(1), "b": one(2)}
+
+    options = {"max_epochs": 3, "val_check_interval": 2, "limit_val_batches": 2}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = make(whole)
+    expected.fit(*loaders(), **options)
+    saved = make(first)
+    saved.fit(*loaders(), **(options | {"max_steps": stop}))
+    saved.save(tmp_path / "saved")
+    again = make(second)
+    again.fit(*loaders(), ckpt_path=str(tmp_path / "saved"), **options)
+    assert first.losses + second.losses == whole.losses
+    assert again.history.state_dict() == expected.history.state_dict()
+
+
+def test_mistakes_are_told():
+    trainer = make()
+    with pytest.raises(TypeError, match="`val_loader` is a list of 2 loaders.*'clean'"):
+        trainer.fit(DATA, [map(tuple, CLEAN), map(tuple, SHIFTED)])
+    with pytest.raises(TypeError, match=r"`val_loader\['x'\]` is a ndarray"):
+        trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
+    for wrong in {}, {0: CLEAN}:
+        with pytest.raises(TypeError, match="each needs a name"):
+            trainer.validate(wrong)
+    with pytest.raises(ValueError, match=r"`loader\['empty'\]` gave no batches"):
+        trainer.validate({"clean": CLEAN, "empty": []})
+    with pytest.raises(ValueError, match="'val_clean_loss'"):
+        make(ModelCheckpoint("runs", monitor="val_loss")).fit(DATA, BOTH)
+
+
+def test_names_that_would_be_the_same_are_refused():
+    def loss_fn(model, x, y):
+        each = jax.vmap(model)(x).sum(-1)
+        return each, {"b_loss": each}
+
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    trainer = Trainer(model, loss_fn=loss_fn, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="val_a_b_loss.*Rename the loader"):
+        trainer.fit(DATA, {"a": CLEAN, "a_b": CLEAN})
