@@ -13,7 +13,7 @@ from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint import load_model, save_model
 from .history import History
-from .step import TrainState
+from .step import Part, TrainState
 from .strategies import (
     FSDP,
     DataParallel,
@@ -40,6 +40,7 @@ __all__ = [
     "DataParallel",
     "History",
     "LocalSGD",
+    "Part",
     "Pipeline",
     "Plan",
     "Pmap",

@@ -18,6 +18,7 @@ import optax
 from .basics.arguments import check_choice, check_count
 from .callbacks.learning_rate_monitor import is_rate
 from .engine import hyperparams
+from .fit import checks
 from .reports import Curve, draw, save_figure
 from .trainer import Trainer
 
@@ -144,6 +145,12 @@ def lr_find(
     check_choice("mode", mode, ("exponential", "linear"))
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training)
+    if checks.is_several(trainer.run.arguments["optimizer"]):
+        raise ValueError(
+            "`lr_find` looks for the rate of one optimizer, and that of the trainer is"
+            " a list of parts. Make a Trainer of the part: its `loss_fn`, its optimizer"
+            " and a `filter_spec` of its leaves."
+        )
     own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
     twin = _twin(trainer, _swept(own, rates, has_unit_rate=optimizer is not None))
     losses: list[float] = []

@@ -16,7 +16,7 @@ from .callbacks.defaults import with_defaults
 from .engine import hyperparams
 from .fit import Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
 from .history import History
-from .step import Metrics, Remat, TrainState
+from .step import Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Trainer:
     Args:
         model: a callable pytree (an Equinox module), applied to one example; the step
             vmaps it. It is neither modified nor deleted.
-        optimizer: any `optax.GradientTransformation`, those that evaluate the loss
-            (`optax.lbfgs()`) too; `optax.adamw(1e-3)` by default.
+        optimizer: any `optax.GradientTransformation`, those that evaluate the loss too
+            (`optax.lbfgs()`); or a list of `Part`. `optax.adamw(1e-3)` by default.
         loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
             of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
             those that give `(batch, ...)` are averaged over the rest. Without it and
@@ -91,7 +91,7 @@ class Trainer:
     def __init__(
         self,
         model: PyTree,
-        optimizer: optax.GradientTransformation | None = None,
+        optimizer: optax.GradientTransformation | Sequence[Part] | None = None,
         *,
         loss: str | losses.Criterion | None = None,
         loss_fn: Callable[..., Any] | None = None,

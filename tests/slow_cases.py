@@ -224,4 +224,9 @@ step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[Pmap(8)-1-l
 step/test_value_fn.py::test_thirty_steps_are_those_of_a_loop_by_hand[Pmap(8)-1-sam]
 step/test_weighted_means.py::test_a_third_element_weighs_rows_in_the_loss_and_the_metrics[bits]
 step/test_weighted_means.py::test_values_with_masks_are_means_over_tokens[jit]
+step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[one]
+step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[accumulating]
+step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[zero]
+step/test_parts.py::test_resuming_inside_an_epoch_gives_the_same_bits[SingleDevice(cpu:0)]
+step/test_parts.py::test_a_part_may_evaluate_its_loss
 """.strip().split("\n")

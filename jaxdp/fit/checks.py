@@ -16,7 +16,15 @@ from ..basics.console import listed
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
 from ..distributed import find_processes
-from ..step import CriterionObjective, LossFnObjective, Objective, check_remat
+from ..step import (
+    CriterionObjective,
+    FoundPart,
+    LossFnObjective,
+    Objective,
+    Part,
+    check_remat,
+    find_parts,
+)
 from ..strategies import DataParallel, Sharded
 from ..strategies.bitwise import Bitwise
 
@@ -34,9 +42,12 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         found["strategy"] = Sharded()
 
     # Each by itself.
-    check_model(found["model"], must_be_callable=found["loss_fn"] is None)
+    several = is_several(found["optimizer"])
+    has_own_loss = several or found["loss_fn"] is not None
+    check_model(found["model"], must_be_callable=not has_own_loss)
     check_state(found["model"], found["state"])
-    check_optimizer(found["optimizer"])
+    if not several:
+        check_optimizer(found["optimizer"])
     check_strategy_argument(found["strategy"])
     check_choice("reproducible", found["reproducible"], (None, "bitwise"))
     check_choice("offload", found["offload"], (None, "optimizer"))
@@ -60,7 +71,70 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     if found["reproducible"]:
         strategy = Bitwise(strategy)
     check_processes(strategy, found["data"], found["reproducible"])
+    if several:
+        check_parts(found)
     return found
+
+
+def is_several(optimizer: Any) -> bool:
+    """Whether there is a list of parts in the place of the optimizer."""
+    if isinstance(optimizer, optax.GradientTransformation):  # a tuple, too
+        return False
+    return isinstance(optimizer, list | tuple)
+
+
+def check_parts(arguments: Mapping[str, Any]) -> None:
+    """Raises for parts that can't be, alone or beside other arguments."""
+    parts = arguments["optimizer"]
+    for part in parts:
+        if not isinstance(part, Part):
+            raise TypeError(
+                f"`optimizer` is a list with a {type(part).__name__}; every element"
+                " must be a jaxdp.Part(params, loss_fn, optimizer). For one loss and"
+                " several optimizers use optax.partition, or optax.chain for stages."
+            )
+        check_optimizer(part.optimizer)
+        check_count("every", part.every)
+        if (norm := part.gradient_clip_val) is not None:
+            none = ", or None for no clipping"
+            check_number("gradient_clip_val", norm, above=0, or_else=none)
+    if not parts:
+        raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
+
+    # What would say it a second time, or otherwise.
+    beside = [each for each in ("loss", "loss_fn", "metrics") if arguments[each]]
+    if arguments["filter_spec"] is not eqx.is_inexact_array:
+        beside.append("filter_spec")
+    if arguments["gradient_clip_val"] is not None:
+        beside.append("gradient_clip_val")
+    if beside:
+        raise ValueError(
+            f"{', '.join(f'`{each}`' for each in beside)} can't stand beside a list of"
+            " parts: each has a `loss_fn`, which may return metrics, the `params` that"
+            " it trains, and a `gradient_clip_val`."
+        )
+    for part in parts:
+        choose_objective({**arguments, "loss_fn": part.loss_fn})
+    strategy = type(arguments["strategy"])
+    if strategy.wrap_optimizer is not DataParallel.wrap_optimizer:
+        raise ValueError(
+            f"`strategy`: {strategy.__name__} keeps its own state in that of one"
+            " optimizer, and `optimizer` is a list of parts; use another strategy."
+        )
+    if arguments["reproducible"]:
+        raise ValueError(
+            f"`reproducible`={arguments['reproducible']!r} can't be kept with a list of"
+            " parts, whose programs round otherwise on other device counts; leave it"
+            " out: on the same devices the bits are the same anyway."
+        )
+
+
+def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
+    """The parts in the place of the optimizer; none if it is one."""
+    optimizer = arguments["optimizer"]
+    if not is_several(optimizer):
+        return ()
+    return find_parts(optimizer, arguments["model"])
 
 
 def with_clipping(arguments: Mapping[str, Any]) -> optax.GradientTransformation:

@@ -20,8 +20,11 @@ from ..step import (
     CriterionObjective,
     Objective,
     Steps,
+    StepsOfParts,
     find_precision,
+    optimizer_of,
     split_batch,
+    trained_by,
 )
 from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
@@ -94,9 +97,12 @@ class Run:
         self.logged_names: tuple[str, ...] = ()
 
         # What an engine is made of, once one is needed.
-        self._parts = checks.split_model(self.model, arguments["filter_spec"])
+        several = self._several = checks.parts_of(arguments)
+        trained = trained_by(several) if several else arguments["filter_spec"]
+        self._parts = checks.split_model(self.model, trained)
         self._criteria = losses.find_metrics(arguments["metrics"])
-        self._objective = checks.choose_objective(arguments)
+        own = several[0].objective if several else checks.choose_objective(arguments)
+        self._objective = own
         self._precision = find_precision(arguments["precision"])
         self._engine: Engine | None = None
         self._planned: tuple[Any, Plan | None] | None = None
@@ -132,13 +138,14 @@ class Run:
         return Engine(
             self._parts,
             self.model_state,
-            Steps(
+            (StepsOfParts if self._several else Steps)(
                 self._parts[2],
                 self._objective,
                 self.optimizer_for(strategy),
                 self.hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
+                parts=self._several,
             ),
             strategy,
             seed=self.seed,
@@ -153,7 +160,10 @@ class Run:
         self, strategy: DataParallel
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
-        optimizer = strategy.wrap_optimizer(checks.with_clipping(self.arguments))
+        if self._several:
+            optimizer = optimizer_of(self._several)
+        else:
+            optimizer = strategy.wrap_optimizer(checks.with_clipping(self.arguments))
         return optax.with_extra_args_support(self.hooks.wrap_optimizer(optimizer))
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:

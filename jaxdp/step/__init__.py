@@ -15,6 +15,7 @@ from .jaxprs import (
 from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of, new_totals
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call
+from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching
 from .remat import Remat, check_remat, is_recomputed, outermost_matching
@@ -25,33 +26,37 @@ from .value_fn import closed_over, offered, updates_in
 
 __all__ = [
     "AxisCollectives",
-    "LONG_IN_FLIGHT",
     "Batch",
     "CallsPython",
     "Collectives",
     "CriterionObjective",
     "DATA",
     "Facts",
+    "FoundPart",
     "Group",
     "IN_FLIGHT",
+    "LONG_IN_FLIGHT",
     "LossFnObjective",
     "Metrics",
     "OWN_LOOP",
     "Objective",
+    "Part",
     "Remat",
     "ResultKind",
     "RowsInteract",
     "Steps",
+    "StepsOfParts",
     "TrainState",
     "Weights",
     "as_own",
     "as_raised",
     "as_stored",
     "calls_python",
-    "equations_in",
     "catching",
     "check_remat",
     "closed_over",
+    "equations_in",
+    "find_parts",
     "find_precision",
     "first_state",
     "has_convolutions",
@@ -62,11 +67,13 @@ __all__ = [
     "new_totals",
     "offered",
     "opened",
+    "optimizer_of",
     "outermost_matching",
     "programs_in",
     "repeated",
     "split_batch",
     "times_of",
+    "trained_by",
     "updates_in",
     "values_mix_rows",
     "with_call",

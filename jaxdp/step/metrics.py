@@ -136,6 +136,15 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     return {n: mean(n, each) for n, each in zip(facts.names, sums, strict=False)}
 
 
+def check_count(names: Sequence[str]) -> None:
+    """Raises if there are more values and weights of values than are kept."""
+    if len(names) > MAX_METRICS:
+        raise ValueError(
+            f"there are {len(names)} values per step, the loss, its metrics and their"
+            f" weights; at most {MAX_METRICS} can be kept."
+        )
+
+
 def vector(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
     """In the order of `names`: a dict that went through JAX comes back sorted."""
     return jnp.stack([sums[name].astype(jnp.float32) for name in names])

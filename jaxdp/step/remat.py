@@ -70,9 +70,7 @@ def outermost_matching(
 
     matching: dict[str, tuple[Any, ...]] = {}
     for pattern in patterns:
-        # A bracket is one, as in `layers[0]`, and begins no set of characters.
-        literal = pattern.replace("[[]", "[").replace("[", "[[]")
-        found = {n: p for n, p in modules.items() if fnmatch.fnmatchcase(n, literal)}
+        found = {n: p for n, p in modules.items() if matches(n, pattern)}
         if not found:
             raise ValueError(
                 f"`{argument}`: {pattern!r} matches no submodule; there are"
@@ -86,6 +84,13 @@ def outermost_matching(
         for name, path in matching.items()
         if not any(path[:length] in paths for length in range(1, len(path)))
     }
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a path such as `layers[0].weight` is one that a pattern means."""
+    # A bracket is one, as in `layers[0]`, and begins no set of characters.
+    literal = pattern.replace("[[]", "[").replace("[", "[[]")
+    return fnmatch.fnmatchcase(name, literal)
 
 
 def is_recomputed(module: Any) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .collectives import Collectives
 from .means import Sums, count_rows, over_micro_batches, sums_of
-from .metrics import MAX_METRICS, Facts, Metrics, add_to_totals
+from .metrics import Facts, Metrics, add_to_totals, check_count
 from .model_call import call_model
 from .objective import Objective, Values
 from .precision import (
@@ -42,6 +42,16 @@ from .state import (
 from .value_fn import offered
 
 
+class Taken(NamedTuple):
+    """What an optimizer has made of the batches of a step."""
+
+    grads: PyTree
+    updates: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    summed: Sums
+
+
 class Steps(NamedTuple):
     """The pure steps of one trainer. Methods are `(collectives, arrays...)`."""
 
@@ -58,6 +68,8 @@ class Steps(NamedTuple):
     """Whether micro-batches with convolutions are no loop in the compiled step."""
     rows_interact: bool = False
     """Whether values of rows are known to depend on other rows; see `row_mixing`."""
+    parts: tuple[Any, ...] = ()
+    """What `parts.StepsOfParts` takes one after the other."""
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -67,11 +79,16 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
+        taken = self.taken(collectives, state, groups)
+        return self.finished(collectives, state, groups, taken)
+
+    def taken(
+        self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
+    ) -> Taken:
+        """The gradients of a step, and what the optimizer makes of them."""
         grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
-        means = summed.means(total)
-        sums = summed.in_order() if summed.facts.weighted else means * total
-
+        loss = summed.means(total)[0]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
 
@@ -80,7 +97,24 @@ class Steps(NamedTuple):
                 grads, _, summed = self._mean_gradients(collectives, there, groups)
                 return summed.means(total)[0], grads
 
-            updates, opt_state = self._update(grads, state, means[0], evaluate)
+            updates, opt_state = self._update(grads, state, loss, evaluate)
+        return Taken(grads, updates, opt_state, model_state, summed)
+
+    def finished(
+        self,
+        collectives: Collectives,
+        state: TrainState,
+        groups: Sequence[Group],
+        taken: Taken,
+    ) -> tuple[TrainState, Metrics]:
+        """The state after a step and its metrics, with what callbacks see inside."""
+        grads, updates, opt_state, model_state, summed = taken
+        total = count_rows(groups)
+        means = summed.means(total)
+        sums = summed.in_order() if summed.facts.weighted else means * total
+
+        state = state._replace(params=collectives.like_gradients(state.params))
+        with jax.named_scope("update"):
             params = eqx.apply_updates(state.params, updates)
         new = TrainState(
             params=as_before(state.params, params, "params"),
@@ -132,13 +166,22 @@ class Steps(NamedTuple):
         group: Group,
     ) -> tuple[Float[Array, "2 metrics"], Metrics]:
         """`totals` with the sums of one batch added, in inference mode."""
-        summed = collectives.over_rows(
-            self._sums, (weights, batch_idx), [group], "whole"
-        )
+        summed = self.evaluated(collectives, weights, batch_idx, group)
         total = group.counts.sum().astype(jnp.float32)
         sums, facts = summed.in_order(), summed.facts
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {})
+
+    def evaluated(
+        self,
+        collectives: Collectives,
+        weights: Weights,
+        batch_idx: Int[Array, ""],
+        group: Group,
+    ) -> Sums:
+        """The sums of one batch, in inference mode."""
+        inputs = weights, batch_idx
+        return collectives.over_rows(self._sums, inputs, [group], "whole")
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -282,11 +325,7 @@ class Steps(NamedTuple):
 
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names, weighted = tuple(found.values), tuple(found.weights)
-        if len(names + weighted) > MAX_METRICS:
-            raise ValueError(
-                f"there are {len(names + weighted)} values per step, the loss, its"
-                f" metrics and their weights; at most {MAX_METRICS} can be kept."
-            )
+        check_count(names + weighted)
         scalars = any(value.ndim == 0 for value in found.values.values())
         # What is drawn for the batch as a whole, a permutation say, is over its rows.
         keyed = self.objective is not None and self.objective.takes_key

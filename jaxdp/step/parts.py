@@ -1,0 +1,328 @@
+"""Several losses, each with an optimizer and leaves of its own, taken in one step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .. import losses
+from ..basics.tree import leaf_path
+from .collectives import Collectives
+from .means import Sums, count_rows
+from .metrics import Facts, Metrics, check_count
+from .objective import LossFnObjective
+from .remat import matches
+from .state import Group, TrainState, Weights, as_before
+from .steps import Steps, Taken
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some leaves of a model, trained on a loss of their own by an optimizer of theirs.
+
+        Trainer(gan, [
+            Part("critic", critic_loss, optax.adam(2e-4)),
+            Part("generator", generator_loss, optax.adam(1e-4), every=5),
+        ])
+
+    The parts run in their order, in one compiled step and on the same batch, each on
+    the model as those before have left it. What is in no part is frozen.
+
+    Args:
+        params: which leaves: a path pattern such as "critic" or "blocks[*].attention",
+            which means all in the submodules that match; a list of them; or a pytree of
+            bools that is a prefix of the model.
+        loss_fn: as that of the `Trainer`. All parts are given the same keys; where
+            their draws should differ, fold a number of your own into them.
+        optimizer: any `optax.GradientTransformation` of a `Trainer`.
+        every: the part runs in steps that this divides, counted from 1. In the others
+            its loss is not computed: it is NaN among the metrics of such a step, and
+            means are over the steps that ran.
+        name: what its metrics begin with, `critic_loss` for example; `params` by
+            default, if that is the name of a submodule.
+        gradient_clip_val: largest global norm of its gradient.
+    """
+
+    params: PyTree
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    _: dataclasses.KW_ONLY
+    every: int = 1
+    name: str | None = None
+    gradient_clip_val: float | None = None
+
+
+class FoundPart:
+    """A part of the model at hand.
+
+    Args:
+        part: as the user wrote it.
+        name: its own, or the default.
+        mask: bools in the structure of the model.
+    """
+
+    def __init__(self, part: Part, name: str, mask: PyTree):
+        self.name, self.mask, self.every = name, mask, int(part.every)
+        self.objective = LossFnObjective(part.loss_fn)
+        optimizer = part.optimizer
+        if part.gradient_clip_val is not None:
+            clip = optax.clip_by_global_norm(float(part.gradient_clip_val))
+            optimizer = optax.chain(clip, optimizer)
+        self.optimizer = optax.with_extra_args_support(optimizer)
+
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Its own leaves, and the others."""
+        return eqx.partition(params, self.mask)
+
+
+def find_parts(parts: Sequence[Part], model: PyTree) -> tuple[FoundPart, ...]:
+    """The leaves of `model` that each of `parts` trains.
+
+    Raises:
+        ValueError: if one has no leaves, or two have the same; or for their names.
+    """
+    found: list[FoundPart] = []
+    owners: dict[str, str] = {}
+    for part in parts:
+        name = part.name
+        if name is None:
+            name = part.params if isinstance(part.params, str) else ""
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(
+                f"`Part`: {name or part.params!r} can't be put before the names of"
+                " metrics, as in critic_loss; pass `name`, of letters, digits and _."
+            )
+        losses.check_metric_name("`Part`: `name`", f"{name}_loss")
+        if any(name == other.name for other in found):
+            raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
+
+        mask = _mask(part.params, model)
+        leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
+        mine = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
+        if not mine:
+            raise ValueError(
+                f"`Part` {name!r}: `params` selects no floating-point array of the"
+                " model."
+            )
+        for path in mine:
+            if path in owners:
+                raise ValueError(
+                    f"`Part`: {path} is in {owners[path]!r} and in {name!r}; a leaf has"
+                    " one optimizer, so take it out of one of them."
+                )
+        owners |= dict.fromkeys(mine, name)
+        found.append(FoundPart(part, name, mask))
+    return tuple(found)
+
+
+def _is_trainable(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _mask(params: PyTree, model: PyTree) -> PyTree:
+    """Bools in the structure of `model`."""
+    patterns = [params] if isinstance(params, str) else params
+    is_patterns = isinstance(patterns, list | tuple)
+    if not is_patterns or not all(isinstance(each, str) for each in patterns):
+        try:
+            return jax.tree.map(
+                lambda on, below: jax.tree.map(lambda _: bool(on), below), params, model
+            )
+        except ValueError as error:
+            raise ValueError(
+                "`Part`: `params` must be a path pattern, a list of them, or a pytree"
+                " of bools that is a prefix of the model."
+            ) from error
+
+    def names_of(path: Sequence[Any]) -> Iterator[str]:
+        return (leaf_path(path[: end + 1]) for end in range(len(path)))
+
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    there = dict.fromkeys(name for path in paths for name in names_of(path))
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in there):
+            raise ValueError(
+                f"`Part`: {pattern!r} matches no submodule and no leaf; there are"
+                f" {', '.join(there)}."
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(matches(n, p) for n in names_of(path) for p in patterns),
+        model,
+    )
+
+
+def trained_by(parts: Sequence[FoundPart]) -> PyTree:
+    """Which leaves of the model any part trains."""
+    return jax.tree.map(lambda *each: any(each), *(part.mask for part in parts))
+
+
+def optimizer_of(parts: Sequence[FoundPart]) -> optax.GradientTransformationExtraArgs:
+    """What has the states of the parts' optimizers, by name, as its own.
+
+    `StepsOfParts` gives it what these have made of the gradients.
+    """
+    optimizers = {part.name: part.optimizer for part in parts}
+
+    def init(params: PyTree) -> dict[str, Any]:
+        return {part.name: part.optimizer.init(part.split(params)[0]) for part in parts}
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, dict[str, Any]]:
+        return updates, {name: extra["states"][name] for name in optimizers}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class StepsOfParts(Steps):
+    """The steps of a trainer with several parts, which run in their order."""
+
+    def train(
+        self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
+    ) -> tuple[TrainState, Metrics]:
+        """One step of each part that is due."""
+        params, model_state = state.params, state.model_state
+        states = dict(self._states(state.opt_state))
+        total = count_rows(groups)
+        nothing = jax.tree.map(lambda _: None, params)
+        grads, updates, ran, summed = nothing, nothing, [], []
+
+        for part in self.parts:
+            # The same step, in which the other parts are frozen.
+            own, others = part.split(params)
+            seen = state._replace(
+                params=own,
+                buffers=eqx.combine(others, state.buffers),
+                model_state=model_state,
+                opt_state=states[part.name],
+            )
+            steps = self._of(part)
+
+            def take(seen: TrainState, steps: Steps = steps) -> Taken:
+                taken = steps.taken(collectives, seen, groups)
+                return taken._replace(
+                    opt_state=as_before(
+                        seen.opt_state, taken.opt_state, "optimizer state"
+                    ),
+                    model_state=as_before(
+                        seen.model_state, taken.model_state, "model state"
+                    ),
+                )
+
+            due, taken = _when_due(take, seen, part.every)
+            params = eqx.combine(
+                eqx.apply_updates(collectives.like_gradients(own), taken.updates),
+                others,
+            )
+            model_state, states[part.name] = taken.model_state, taken.opt_state
+            grads = eqx.combine(grads, taken.grads)
+            updates = eqx.combine(updates, taken.updates)
+            ran.append(due)
+            summed.append(taken.summed)
+
+        joined, due = _joined(self.parts, ran, summed, total)
+        updates, opt_state = self.optimizer.update(
+            updates, state.opt_state, state.params, states=states
+        )
+        taken = Taken(grads, updates, opt_state, model_state, joined)
+        state, metrics = self.finished(collectives, state, groups, taken)
+        if any(part.every > 1 for part in self.parts):
+            means = jnp.where(due, metrics.means, jnp.nan)
+            metrics = Metrics(metrics.facts, means, metrics.inside)
+        return state, metrics
+
+    def evaluated(
+        self,
+        collectives: Collectives,
+        weights: Weights,
+        batch_idx: Int[Array, ""],
+        group: Group,
+    ) -> Sums:
+        summed = [
+            self._of(part).evaluated(collectives, weights, batch_idx, group)
+            for part in self.parts
+        ]
+        always = [jnp.array(True)] * len(self.parts)
+        return _joined(self.parts, always, summed, count_rows([group]))[0]
+
+    def _of(self, part: FoundPart) -> Steps:
+        """The plain steps of a part."""
+        fields = self._replace(objective=part.objective, optimizer=part.optimizer)
+        return Steps(*fields)
+
+    def _states(self, opt_state: PyTree) -> dict[str, Any]:
+        """What `optimizer_of` keeps, wherever callbacks have put it."""
+        names = {part.name for part in self.parts}
+
+        def is_ours(node: Any) -> bool:
+            return isinstance(node, dict) and {*node} == names
+
+        nodes = jax.tree.leaves(opt_state, is_leaf=is_ours)
+        return next(node for node in nodes if is_ours(node))
+
+
+def _when_due(
+    take: Callable[[TrainState], Taken], state: TrainState, every: int
+) -> tuple[Bool[Array, ""], Taken]:
+    """Whether a step divisible by `every` comes, and what `take` gives then.
+
+    In others there are no updates, and the state stays as it is.
+    """
+    due = (state.step + 1) % every == 0
+    if every == 1 or not isinstance(due, Tracer) and due:  # without jit
+        return jnp.array(True), take(state)
+    traced, shapes = jax.make_jaxpr(take, return_shape=True)(state)
+    leaves, treedef = jax.tree.flatten(shapes)
+
+    def skip(state: TrainState) -> list[Array]:
+        zeros = treedef.unflatten(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
+        kept = zeros._replace(opt_state=state.opt_state, model_state=state.model_state)
+        return jax.tree.leaves(kept)
+
+    def run(state: TrainState) -> list[Array]:
+        return jaxpr_as_fun(traced)(*jax.tree.leaves(state))
+
+    return due, treedef.unflatten(jax.lax.cond(due, run, skip, state))
+
+
+def _joined(
+    parts: Sequence[FoundPart],
+    ran: Sequence[Bool[Array, ""]],
+    summed: Sequence[Sums],
+    total: Float[Array, ""],
+) -> tuple[Sums, Bool[Array, " metrics"]]:
+    """The sums of all parts that ran, under the names of their own; and which did."""
+    means = [each.means(total)[0] for each in summed]
+    sums = {"loss": functools.reduce(jnp.add, means) * total}
+    weights: dict[str, Array] = {}
+    due = [jnp.array(True)]
+    for part, did, each in zip(parts, ran, summed, strict=True):
+        for short in each.facts.names:
+            name = f"{part.name}_{short}"
+            if name in sums:
+                raise ValueError(
+                    f"there are two values named {name!r}: metrics of parts have the"
+                    " names of these before their own. Rename a part or a metric."
+                )
+            sums[name] = each.sums[short]
+            due.append(did)
+            if short in each.weights:
+                weights[name] = each.weights[short]
+            elif part.every > 1:
+                weights[name] = jnp.where(did, total, 0)
+
+    facts = [each.facts for each in summed]
+    notes = dict.fromkeys(note for each in facts for note in each.notes)
+    interact = any(each.rows_interact for each in facts)
+    joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
+    check_count(joined.names + joined.weighted)
+    return Sums(sums, weights, joined), jnp.stack(due)

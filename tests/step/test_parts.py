@@ -1,0 +1,351 @@
+"""Several losses and optimizers in one step, beside a loop written by hand."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import NormNet, batches
+
+from jaxdp import (
+    FSDP,
+    Callback,
+    LocalSGD,
+    Part,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Trainer,
+    ZeRO,
+    finders,
+)
+from jaxdp.callbacks import GradientMonitor, NanGuard, WeightAveraging
+
+RNG = np.random.default_rng(0)
+DATA = [(RNG.normal(2, 0.5, size=(16, 2)).astype(np.float32),) for _ in range(6)]
+CRITIC, GENERATOR = optax.adam(2e-3), optax.adam(1e-3)
+
+
+class Gan(eqx.Module):
+    critic: eqx.nn.MLP
+    generator: eqx.nn.MLP
+    scale: jax.Array
+    """In no part."""
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.critic = eqx.nn.MLP(2, 1, 8, 1, key=keys[0])
+        self.generator = eqx.nn.MLP(3, 2, 8, 1, key=keys[1])
+        self.scale = jnp.ones(())
+
+
+def faked(gan, keys):
+    noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+    return jax.vmap(gan.critic)(jax.vmap(gan.generator)(noise) * gan.scale)[:, 0]
+
+
+def critic_loss(gan, x, keys):
+    real = jax.vmap(gan.critic)(x)[:, 0]
+    loss = jax.nn.softplus(-real) + jax.nn.softplus(faked(gan, keys))
+    return loss, {"real": real}
+
+
+def generator_loss(gan, x, keys):
+    return jax.nn.softplus(-faked(gan, keys)), {}
+
+
+NOTHING = jax.tree.map(lambda _: False, Gan())
+
+
+def parts(every=2, generator=GENERATOR):
+    return [
+        Part("critic", critic_loss, CRITIC),
+        Part("generator", generator_loss, generator, every=every),
+    ]
+
+
+class Values(Callback):
+    looks_inside_blocks = False
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        found = {name: np.asarray(value) for name, value in metrics.items()}
+        self.steps.append({n: float(v) for n, v in found.items() if v.ndim == 0})
+
+    def of(self, name):
+        return [step[name] for step in self.steps]
+
+
+def fit(of_parts, *callbacks, epochs=2, data=DATA, model=None, **options):
+    trainer = Trainer(
+        Gan() if model is None else model, of_parts, callbacks=callbacks,
+        enable_progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.fit(data, max_epochs=epochs)
+    return trainer
+
+
+def arrays(model):
+    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
+
+
+def assert_same_bits(model, other):
+    for leaf, same in zip(arrays(model), arrays(other), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+
+
+def by_hand(data, epochs, every):
+    """The model, and the values of every step."""
+    gan, steps = Gan(), []
+    states = {
+        "critic": CRITIC.init(eqx.filter(gan.critic, eqx.is_array)),
+        "generator": GENERATOR.init(eqx.filter(gan.generator, eqx.is_array)),
+    }
+
+    @eqx.filter_jit
+    def update(gan, state, x, keys, name, loss_fn, optimizer):
+        def mean(own):
+            whole = eqx.tree_at(lambda gan: getattr(gan, name), gan, own)
+            loss, metrics = loss_fn(whole, x, keys)
+            return loss.mean(), metrics
+
+        own = getattr(gan, name)
+        (loss, metrics), grads = eqx.filter_value_and_grad(mean, has_aux=True)(own)
+        updates, state = optimizer.update(grads, state)
+        own = eqx.apply_updates(own, updates)
+        gan = eqx.tree_at(lambda gan: getattr(gan, name), gan, own)
+        return gan, state, loss, jax.tree.map(jnp.mean, metrics)
+
+    for step, (x,) in enumerate(data * epochs):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(x)))
+        named = [("critic", critic_loss, CRITIC)]
+        if (step + 1) % every == 0:
+            named.append(("generator", generator_loss, GENERATOR))
+        values = {"loss": 0.0, "generator_loss": np.nan}
+        for name, loss_fn, optimizer in named:
+            gan, states[name], loss, metrics = update(
+                gan, states[name], x, keys, name, loss_fn, optimizer
+            )
+            values[f"{name}_loss"] = float(loss)
+            values["loss"] += float(loss)
+            values |= {f"{name}_{k}": float(v) for k, v in metrics.items()}
+        steps.append(values)
+    return gan, steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": SingleDevice()},
+        {"strategy": Sharded(8), "steps_per_execution": 2},
+        {"strategy": Sharded(8), "accumulate_grad_batches": 2},
+        {"strategy": FSDP(8, min_size=1)},
+        {"strategy": Pmap(8), "remat": "critic"},
+        {"strategy": ZeRO(), "precision": "16-mixed"},
+    ],
+    ids=["one", "sharded", "accumulating", "fsdp", "pmap", "zero"],
+)
+def test_parts_have_the_numbers_of_a_loop_by_hand(options):
+    data, seen = DATA, Values()
+    if micro := options.get("accumulate_grad_batches"):
+        data = [(part,) for (x,) in DATA for part in np.split(x, micro)]
+
+    trainer = fit(parts(3), seen, data=data, **options)
+    gan, steps = by_hand(DATA, 2, 3)
+
+    rtol = 1e-2 if "precision" in options else 1e-5  # float16 has three digits
+    for name in steps[0]:
+        expected = [step[name] for step in steps]
+        np.testing.assert_allclose(seen.of(name), expected, rtol=rtol, err_msg=name)
+        means = [np.nanmean(expected[:6]), np.nanmean(expected[6:])]
+        np.testing.assert_allclose(trainer.history[name], means, rtol=rtol)
+    for leaf, same in zip(arrays(trainer.model), arrays(gan), strict=True):
+        np.testing.assert_allclose(leaf, same, rtol=20 * rtol, atol=1e-6)
+    assert float(trainer.model.scale) == 1
+    assert len(trainer.run.engine.programs._of_training) == 1
+
+
+def test_validation_runs_every_part_on_every_row():
+    trainer = fit(parts(), strategy=Sharded(8))
+    ragged = [DATA[0], (DATA[1][0][:5],)]
+    found = trainer.validate(ragged)
+
+    # Without draws only this one can be told by hand.
+    real = jax.vmap(trainer.model.critic)(np.concatenate([x for (x,) in ragged]))
+    np.testing.assert_allclose(found["val_critic_real"], real.mean(), rtol=1e-5)
+    both = found["val_critic_loss"] + found["val_generator_loss"]
+    np.testing.assert_allclose(found["val_loss"], both, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), FSDP(8, min_size=1)], ids=str)
+def test_resuming_inside_an_epoch_gives_the_same_bits(tmp_path, strategy):
+    whole = fit(parts(), strategy=strategy)
+    first = Trainer(Gan(), parts(), strategy=strategy, enable_progress_bar=False)
+    first.fit(DATA, max_epochs=2, max_steps=5)
+    first.save(tmp_path / "five")
+
+    other = Trainer(Gan(), parts(), strategy=strategy, enable_progress_bar=False)
+    other.fit(DATA, max_epochs=2, ckpt_path=tmp_path / "five")
+    assert_same_bits(whole.model, other.model)
+    assert dict(whole.history) == dict(other.history)
+
+
+def test_one_part_is_the_plain_trainer():
+    def plain(gan, x, keys):
+        return critic_loss(gan, x, keys)[0]
+
+    together = fit([Part("*", plain, CRITIC, name="all")], strategy=Sharded(8))
+    alone = fit(CRITIC, loss_fn=plain, strategy=Sharded(8))
+    assert_same_bits(together.model, alone.model)
+    assert together.history["all_loss"] == alone.history["loss"]
+
+    memory, usual = (
+        trainer.compiled_train_step().memory_analysis() for trainer in (together, alone)
+    )
+    assert memory.temp_size_in_bytes <= 1.01 * usual.temp_size_in_bytes
+    texts = [each.compiled_train_step().as_text() for each in (together, alone)]
+    assert texts[0].count("psum") == texts[1].count("psum") > 0
+
+
+def test_callbacks_inside_the_step_see_all_parts():
+    decay = 0.5
+    averaging, seen = WeightAveraging(decay), Values()
+    averages = []
+
+    class Follow(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            weights = arrays(trainer.model_of(trainer.state))
+            old = averages[-1] if averages else weights
+            pairs = zip(old, weights, strict=True)
+            averages.append([o + (1 - decay) * (w - o) for o, w in pairs])
+
+    class Updates(Callback):
+        def inside_step(self, grads, updates, state):
+            leaves = jax.tree.leaves((grads.generator, updates.generator))
+            return {"moved": jnp.stack([jnp.abs(leaf).max() for leaf in leaves]).max()}
+
+    trainer = fit(parts(), averaging, GradientMonitor(), Updates(), Follow(), seen)
+    for leaf, mean in zip(arrays(trainer.model), averages[-1], strict=True):
+        np.testing.assert_allclose(leaf, mean, rtol=1e-5)
+    assert [value > 0 for value in seen.of("moved")] == [False, True] * 6
+
+
+def test_a_part_that_is_not_finite_leaves_the_whole_step_out():
+    def at_fourth(gan, x, keys, step):
+        loss, metrics = generator_loss(gan, x, keys)
+        return jnp.where(step == 3, jnp.nan, loss), metrics
+
+    after = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            after.append(arrays(trainer.model))
+
+    broken = [parts()[0], Part("generator", at_fourth, GENERATOR, every=2)]
+    with pytest.warns(UserWarning, match="step 4 .* the loss was nan"):
+        trainer = fit(broken, NanGuard("skip"), Keep(), epochs=1, strategy=Sharded(8))
+    same = [
+        all((a == b).all() for a, b in zip(*pair, strict=True))
+        for pair in zip(after, after[1:], strict=False)
+    ]
+    assert same == [False, False, True, False, False]
+    assert np.isfinite(trainer.history["generator_loss"]).all()
+
+
+def test_a_part_may_evaluate_its_loss():
+    lowest = fit(parts(1, optax.lbfgs()), strategy=FSDP(8, min_size=1), epochs=1)
+    usual = fit(parts(1), strategy=FSDP(8, min_size=1), epochs=1)
+    assert lowest.history["generator_loss"][0] < usual.history["generator_loss"][0]
+
+
+def test_a_state_goes_from_part_to_part():
+    def loss(net, x, y, state):
+        logits, state = jax.vmap(
+            net, in_axes=(0, None), out_axes=(0, None), axis_name="batch"
+        )(x, state)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y), state
+
+    net, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+    of_parts = [
+        Part(["first", "norm*"], loss, optax.sgd(0.1), name="below"),
+        Part("last", loss, optax.sgd(0.1)),
+    ]
+    losses = []
+    for strategy in (SingleDevice(), Sharded(8)):
+        seen = Values()
+        fit(
+            of_parts, seen, data=batches(16, 16), model=net, state=state,
+            strategy=strategy,
+        )  # fmt: skip
+        losses.append([seen.of("below_loss"), seen.of("last_loss")])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][1][0] < losses[0][0][0]  # the second sees what the first has done
+
+
+@pytest.mark.parametrize(
+    "params, chosen",
+    [
+        ("critic", {"critic"}),
+        ("critic.layers[0]*", {"critic.layers[0]"}),
+        (["scale", "generator.layers[*].bias"], {"scale", "generator"}),
+        (eqx.tree_at(lambda gan: gan.scale, NOTHING, True), {"scale"}),
+    ],
+)
+def test_params_by_patterns_and_bools(params, chosen):
+    trainer = Trainer(Gan(), [Part(params, critic_loss, CRITIC, name="some")])
+    leaves = jax.tree_util.tree_leaves_with_path(trainer.state.params)
+    names = [jax.tree_util.keystr(path).removeprefix(".") for path, _ in leaves]
+    assert names and all(any(n.startswith(c) for c in chosen) for n in names)
+    assert {c for c in chosen if any(n.startswith(c) for n in names)} == chosen
+
+
+def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
+    return Part(params, loss_fn, optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    "of_parts, options, message",
+    [
+        ([one("citric")], {}, r"'citric' matches no submodule.*critic.layers"),
+        ([one(), one("*.weight", name="x")], {}, "in 'critic' and in 'x'"),
+        ([one(), one(name="critic")], {}, "two are named 'critic'"),
+        ([one(["critic"])], {}, "pass `name`"),
+        ([one(name="val")], {}, "'val_' and 'test_'"),
+        ([one(NOTHING, name="none")], {}, "no floating"),
+        ([one({"critic": True}, name="x")], {}, "a prefix of the model"),
+        ([one(every=0)], {}, "`every`"),
+        ([one(gradient_clip_val=-1)], {}, "`gradient_clip_val`"),
+        ([one(optimizer=optax.adam)], {}, "`optimizer` must be an optax"),
+        ([one(loss_fn="mse")], {}, "`loss_fn` must be a callable"),
+        ([CRITIC, GENERATOR], {}, "every element must be a jaxdp.Part"),
+        ([], {}, "empty list"),
+        ([one()], {"loss": "mse", "metrics": ["accuracy"]}, "`loss`, `metrics` can't"),
+        ([one()], {"loss_fn": critic_loss}, "`loss_fn` can't stand beside"),
+        ([one()], {"filter_spec": eqx.is_array}, "`filter_spec` can't stand beside"),
+        ([one()], {"gradient_clip_val": 1.0}, "`gradient_clip_val` can't stand"),
+        ([one()], {"reproducible": "bitwise"}, "can't be kept with a list of parts"),
+        ([one()], {"strategy": LocalSGD(every=2)}, "LocalSGD keeps its own state"),
+    ],
+)
+def test_parts_that_cannot_be(of_parts, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Trainer(Gan(), of_parts, **options)
+
+
+def test_names_of_metrics_must_differ():
+    def named(gan, x, keys):
+        loss, _ = generator_loss(gan, x, keys)
+        return loss, {"b_loss": loss}
+
+    both = [one("critic", named, name="a"), one("generator", name="a_b")]
+    with pytest.raises(ValueError, match="two values named 'a_b_loss'"):
+        fit(both)
+
+
+def test_rates_are_looked_for_part_by_part():
+    with pytest.raises(ValueError, match="a list of parts"):
+        finders.lr_find(Trainer(Gan(), parts()), DATA, optimizer=optax.adam)
