@@ -328,3 +328,17 @@ def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
         assert len(own) == 6
         for each in own:
             assert each.get("found") == each.get("expected")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [False, True])
+def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local):
+    together.buckets()
+    (expected,) = told([capsys.readouterr().out])[0]
+    job = crew("together.buckets", local=local)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (each,) in told(outputs):
+        np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
+        if local:
+            assert "rows of [[2, 4], []] in process 0, of [[3, 4], []]" in each["wrong"]

@@ -245,6 +245,44 @@ def workers():
     tell(losses=losses(DataLoader(Logged(), 16, shuffle=True, num_workers=1)))
 
 
+class Lengths(eqx.Module):
+    """Sums rows of any length, and classifies the sum."""
+
+    last: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.last(x.sum(0))
+
+
+def buckets(local=False):
+    """Batches of two lengths, of all rows or its own ones; the last one has one row.
+
+    Then, of its own rows, each process has another length than the others.
+    """
+    index, count = jax.process_index(), jax.process_count()
+    model = Lengths(eqx.nn.Linear(4, 3, key=jax.random.key(0)))
+
+    def batch(length, number):
+        x, y = rows(length * number, seed=length)
+        return x.reshape(number, length, 4), y[:number]
+
+    def own(each):
+        return tuple(leaf[index::count] for leaf in each) if local else each
+
+    data = [batch(2, 16), batch(3, 8), batch(2, 16), batch(3, 1)]
+    mine = [found for found in map(own, data) if len(found[0])]
+    recorder, data_is = Recorder(), "local" if local else "global"
+    run = trainer(callbacks=[recorder], model=model, data=data_is)
+    run.fit(mine, max_epochs=2)
+    wrong = ""
+    if local:
+        try:
+            run.fit([batch(2 + index, 8)], max_epochs=3)
+        except ValueError as error:
+            wrong = str(error)
+    tell(losses=recorder.losses, wrong=wrong)
+
+
 def local(sizes):
     """Each process has rows of its own, and they end at different times."""
     index = jax.process_index()
