@@ -13,11 +13,12 @@ from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint import load_model, save_model
 from .history import History
-from .step import Part, TrainState
+from .step import Ensemble, Part, TrainState
 from .strategies import (
     FSDP,
     DataParallel,
     LocalSGD,
+    Members,
     Pipeline,
     Pmap,
     Sharded,
@@ -38,8 +39,10 @@ __all__ = [
     "FSDP",
     "Callback",
     "DataParallel",
+    "Ensemble",
     "History",
     "LocalSGD",
+    "Members",
     "Part",
     "Pipeline",
     "Plan",

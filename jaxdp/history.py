@@ -4,16 +4,20 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from .basics.arguments import check_choice
 from .basics.console import columns
 from .basics.files import naming, write_whole
-from .reports import draw, metric_curves, save_figure
+from .reports import draw, member_curves, metric_curves, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_OF_MEMBER: Final = re.compile(r"\[\d+\]$")
 
 VALIDATION = "val_"
 """What the names of validation means begin with."""
@@ -68,8 +72,41 @@ class History(Mapping[str, list[float]]):
             missing: list[float | None] = [None] * len(self.epochs)
             self._values.setdefault(name, missing)[-1] = float(value)
 
+    def best(self, name: str, mode: str = "min") -> int:
+        """The member of an ensemble whose last value of `name` is best.
+
+        Args:
+            name: as for the mean over members: `"val_loss"`.
+            mode: whether the least or the greatest is: `"min"` or `"max"`.
+
+        Raises:
+            KeyError: if nothing of that name was logged for members.
+        """
+        check_choice("mode", mode, ("min", "max"))
+        found = {
+            int(each.group(1)): self._last(each.group())
+            for each in (re.fullmatch(rf"{re.escape(name)}\[(\d+)\]", n) for n in self)
+            if each is not None
+        }
+        if not found:
+            self[name]  # which may be unknown altogether
+            raise KeyError(
+                f"`history.best({name!r})`: there are no values of members; those of an"
+                f" ensemble are named {name!r} with a number: {name}[0]."
+            )
+        worst = math.inf if mode == "min" else -math.inf
+        choose = min if mode == "min" else max
+        return choose(found, key=lambda i: worst if math.isnan(found[i]) else found[i])
+
+    def _last(self, name: str) -> float:
+        """The last value that was measured."""
+        measured = (v for v in reversed(self._values[name]) if v is not None)
+        return next(measured, math.nan)
+
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
+
+        Of an ensemble the mean over members, and each member's validation.
 
         Args:
             path: where to save the picture too, as the suffix says (`curves.png`);
@@ -80,11 +117,13 @@ class History(Mapping[str, list[float]]):
         """
         x = [float(epoch + 1) for epoch in self.epochs]
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
-        metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self)
-        charts = {
-            name: metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
-            for name in metrics
-        }
+        means = [name for name in self if not _OF_MEMBER.search(name)]
+        charts = {}
+        for name in dict.fromkeys(each.removeprefix(VALIDATION) for each in means):
+            own = metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
+            of_members = rf"{VALIDATION}{re.escape(name)}\[\d+\]"
+            members = [points[n] for n in self if re.fullmatch(of_members, n)]
+            charts[name] = member_curves(members) + own
         figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)
@@ -130,7 +169,9 @@ class History(Mapping[str, list[float]]):
         title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
         shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
         cells = {"epoch": list(map(str, self.epochs))}
-        cells |= {name: [f"{v:.4g}" for v in self[name]] for name in self}
+        # Of an ensemble the means: there may be hundreds of members.
+        names = [name for name in self if not _OF_MEMBER.search(name)]
+        cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]
         lines = columns(table, str.rjust)

@@ -16,7 +16,7 @@ from .callbacks.defaults import with_defaults
 from .engine import hyperparams
 from .fit import Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
 from .history import History
-from .step import Metrics, Part, Remat, TrainState
+from .step import Ensemble, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
 if TYPE_CHECKING:
@@ -65,17 +65,18 @@ class Trainer:
         filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
             leaves get no gradient and no optimizer state.
         precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; see
-            docs/precision.md for what is in which dtype.
+            docs/precision.md.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
         steps_per_execution: optimizer steps that one dispatch takes, or "auto", which
-            times some and picks. It changes the speed, and how far ahead batches are
-            read, and nothing else: hooks see every step. Where one may look at the
-            state, by `Callback.looks_inside_blocks`, steps are taken one by one.
+            times some and picks. It changes the speed, and nothing else: hooks see
+            every step. Where one may look at the state, they are taken one by one.
         remat: recompute activations in the backward pass: True, a policy of
             `jax.checkpoint_policies`, or path patterns of submodules.
         data: with several processes, whether each is given the same loader ("global")
             or one with its own rows ("local"). One process is its own whole.
+        ensemble: how many models the first axis of every array of `model` holds, or a
+            `jaxdp.Ensemble`; each step trains all. See docs/ensembles.md.
         seed: decides initial shuffling, dropout, everything.
         reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
             `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
@@ -106,6 +107,7 @@ class Trainer:
         steps_per_execution: int | str = 1,
         remat: Remat = False,
         data: str = "global",
+        ensemble: int | Ensemble | None = None,
         seed: int = 0,
         reproducible: str | None = None,
         compiler_options: Mapping[str, Any] | str | None = None,
@@ -231,8 +233,7 @@ class Trainer:
         """Exact means over the rows of `loader`, or several: `{"val_loss": ..., ...}`.
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
-        Callbacks hear of it, but not while a fit runs, whose own they would take it
-        for.
+        Callbacks hear of it, but not while a fit runs.
         """
         return evaluation.validate(self, loader)
 
@@ -256,8 +257,8 @@ class Trainer:
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
         The step is compiled on shapes alone, and nothing runs. The model may be made of
-        shapes, too, by `eqx.filter_eval_shape`: one that no machine here could hold.
-        The plan's `to_html`, `scaling` and `largest_batch` say more.
+        shapes too, by `eqx.filter_eval_shape`. Its `to_html`, `scaling` and
+        `largest_batch` say more.
 
         Args:
             loader: as for `fit`; one batch of it is read, for its shapes.
@@ -297,11 +298,10 @@ class Trainer:
     ) -> "Comparison":
         """Runs the same steps under each strategy, and tells what differs.
 
-            print(trainer.compare(loader, SingleDevice(), FSDP()))
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each starts from this trainer's present state, which stays as it is, and is
-        compared with its own strategy. The host holds the state of every step.
+        Each starts from this trainer's present state, which stays, and is compared with
+        its own strategy. The host holds each step's state.
 
         Args:
             loader: as for `fit`.
@@ -319,6 +319,10 @@ class Trainer:
             return self.run.model
         return self.run.settled_engine("`trainer.model`").held.gather()[0]
 
+    def member(self, index: int) -> PyTree:
+        """One model of an ensemble, an ordinary model."""
+        return self.run.member_of(self.model, index)
+
     def model_of(self, state: TrainState) -> PyTree:
         """The model with the weights of a placed `state`, as `model` gives it."""
         return self.run.engine.held.model_of(state)[0]
@@ -334,7 +338,7 @@ class Trainer:
     def state(self) -> TrainState:
         """The placed `TrainState`. The next step overwrites it: copy what you keep.
 
-        Writing into it is an error. A `copy.deepcopy` is yours to write to.
+        Writing into it is an error; a `copy.deepcopy` is yours to write to.
         """
         return self.run.settled_engine("`trainer.state`").held.hand_out()
 
@@ -424,16 +428,16 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        Other callbacks keep their present state, with a warning. What can't be taken up
-        whole changes nothing.
+        All of it or, if that can't be, nothing. Other callbacks keep their state, with
+        a warning.
         """
         snapshot.load(self, path)
 
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
         """Writes one HTML page about the run, which opens anywhere, also offline.
 
-        It has the curves, where every leaf of the state is, and what the run was made
-        of; with a `CSVLogger` single steps, with a `ThroughputMonitor` the throughput.
+        It has the curves and what the run was made of; with a `CSVLogger` single steps,
+        with a `ThroughputMonitor` the throughput.
 
         Args:
             path: of the file, or a folder to write `report.html` into; returned.

@@ -71,6 +71,11 @@ test_equinox_examples.py::test_tied_weights_learn_as_by_hand_from_dicts_and_stay
 test_equinox_examples.py::test_only_the_last_layer_is_trained[Sharded]
 test_examples.py::test_fashion_mnist_equals_a_hand_written_loop[1]
 test_examples.py::test_big_mlp_equals_a_hand_written_loop[sharded]
+fit/test_ensemble.py::test_models_with_state
+fit/test_ensemble.py::test_each_members_run_is_its_own_fit[FSDP]
+fit/test_ensemble.py::test_each_members_run_is_its_own_fit[Pmap]
+fit/test_ensemble.py::test_each_members_run_is_its_own_fit[two each]
+fit/test_ensemble.py::test_more_values_than_other_trainers_may_have
 strategies/test_local_sgd.py::test_uncompiled_it_takes_all_rows_at_once
 strategies/test_local_sgd.py::test_the_optimizer_may_be_in_the_hosts_memory
 strategies/test_local_sgd.py::test_another_number_of_replicas_begins_at_the_mean[2]

@@ -114,7 +114,8 @@ class ProgressBar(Callback):
         now = time.perf_counter()
         self._train.examples = trainer.run.examples_seen
         facts = [_clock(now - self._train.began), *self._train.rates(now)]
-        facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        means = {n: v for n, v in metrics.items() if not n.endswith("]")}
+        facts += [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
         self._close()
         self._print(f"{self._train.name}: {', '.join(facts)}")

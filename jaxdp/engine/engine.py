@@ -28,7 +28,6 @@ from ..step import (
     has_convolutions,
     matmul_flops,
     means_of,
-    new_totals,
 )
 from ..strategies import DataParallel
 from ..strategies.base import replicated
@@ -339,7 +338,7 @@ class Engine:
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
-        self.held.write({self.held.totals: new_totals()})
+        self.held.write({self.held.totals: self.programs.steps.new_totals()})
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
@@ -353,7 +352,7 @@ class Engine:
     def evaluate(
         self, weights: list[Array], batch: Batch, totals: Any, batch_idx: int
     ) -> Any:
-        """`totals` with those of `batch` added; start from `new_totals()`."""
+        """`totals` with those of `batch` added; start from `Steps.new_totals()`."""
         with _in_batch(batch_idx):
             dispatch, compiled = self.prepare("evaluate", batch)
             self._check_labels("evaluate", dispatch)

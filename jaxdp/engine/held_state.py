@@ -210,7 +210,13 @@ def placed_first(
     model_state = with_auto_axes(model_state)
     with no_ambient_mesh():
         state = first_state(
-            params, buffers, model_state, steps.optimizer, seed, steps.precision
+            params,
+            buffers,
+            model_state,
+            steps.optimizer,
+            seed,
+            steps.precision,
+            steps.most_values,
         )
         placed = strategy.place(state)
     if not isinstance(placed, TrainState):
@@ -234,7 +240,13 @@ def shapes_of_first(
         params, buffers = as_stored((params, buffers), steps.precision)
         return strategy.as_held(
             first_state(
-                params, buffers, model_state, steps.optimizer, 0, steps.precision
+                params,
+                buffers,
+                model_state,
+                steps.optimizer,
+                0,
+                steps.precision,
+                steps.most_values,
             )
         )
 

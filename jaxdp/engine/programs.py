@@ -24,7 +24,6 @@ from ..step import (
     RowsInteract,
     Steps,
     Weights,
-    new_totals,
     values_mix_rows,
 )
 from ..strategies import DataParallel
@@ -309,7 +308,7 @@ class Programs:
             return totals, metrics.means
 
         roles = "state", "whole", "whole", "groups"
-        arguments = leaves, new_totals(), np.int32(0), groups
+        arguments = leaves, self.steps.new_totals(), np.int32(0), groups
         return _Step(evaluate, arguments, roles, ("whole", "whole"))
 
     def _predict(self, weights: Weights, groups: list[Group]) -> _Step:

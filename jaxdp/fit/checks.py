@@ -18,6 +18,7 @@ from ..callbacks.base import Callback
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
+    Ensemble,
     FoundPart,
     LossFnObjective,
     Objective,
@@ -25,7 +26,7 @@ from ..step import (
     check_remat,
     find_parts,
 )
-from ..strategies import DataParallel, Sharded
+from ..strategies import DataParallel, Pipeline, Sharded
 from ..strategies.bitwise import Bitwise
 
 
@@ -46,6 +47,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     has_own_loss = several or found["loss_fn"] is not None
     check_model(found["model"], must_be_callable=not has_own_loss)
     check_state(found["model"], found["state"])
+    found["ensemble"] = checked_ensemble(found)
     if not several:
         check_optimizer(found["optimizer"])
     check_strategy_argument(found["strategy"])
@@ -135,6 +137,29 @@ def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
     if not is_several(optimizer):
         return ()
     return find_parts(optimizer, arguments["model"])
+
+
+def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
+    """What `ensemble` means, if the model is one."""
+    ensemble = arguments["ensemble"]
+    if ensemble is None:
+        return None
+    if not isinstance(ensemble, Ensemble):
+        check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
+        ensemble = Ensemble(ensemble)
+    if isinstance(arguments["strategy"], Pipeline):
+        raise ValueError(
+            "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which are"
+            " its blocks and, in an ensemble, the members. Use Members() or Sharded()."
+        )
+    if is_several(arguments["optimizer"]):
+        raise ValueError(
+            "`ensemble` can't stand beside a list of parts in the place of `optimizer`:"
+            " train one model with parts, or an ensemble with one loss."
+        )
+    ensemble.check("model", arguments["model"])
+    ensemble.check("state", arguments["state"])
+    return ensemble
 
 
 def with_clipping(arguments: Mapping[str, Any]) -> optax.GradientTransformation:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import distributed
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of
-from ..step import means_of, new_totals
+from ..step import means_of
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -95,7 +95,8 @@ def _totals(
     done: Iterator[int],
 ) -> Any:
     """The sums over a pass, on the device; `done` counts the batches of all passes."""
-    run, totals, batch_idx = trainer.run, new_totals(), -1
+    run, batch_idx = trainer.run, -1
+    totals = run.engine.programs.steps.new_totals()
     with (
         source.a_pass(),
         run.interrupts,

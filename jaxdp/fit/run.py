@@ -18,6 +18,7 @@ from ..engine import Engine, Kind
 from ..step import (
     Batch,
     CriterionObjective,
+    Ensemble,
     Objective,
     Steps,
     StepsOfParts,
@@ -72,6 +73,7 @@ class Run:
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
         self.reproducible = arguments["reproducible"]
+        self.ensemble: Ensemble | None = arguments["ensemble"]
         self.compiler_options = spelled_here(arguments["compiler_options"])
         self.seed, self.data = int(arguments["seed"]), arguments["data"]
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
@@ -146,6 +148,7 @@ class Run:
                 remat=self.arguments["remat"],
                 precision=self._precision,
                 parts=self._several,
+                ensemble=self.ensemble,
             ),
             strategy,
             seed=self.seed,
@@ -156,6 +159,12 @@ class Run:
             abstract=abstract,
         )
 
+    def member_of(self, model: Any, index: int) -> Any:
+        """One model of those that `model` holds."""
+        if self.ensemble is None:
+            raise ValueError("`member` is of trainers with `ensemble`; use `model`.")
+        return self.ensemble.member_of(model, index)
+
     def optimizer_for(
         self, strategy: DataParallel
     ) -> optax.GradientTransformationExtraArgs:
@@ -163,7 +172,10 @@ class Run:
         if self._several:
             optimizer = optimizer_of(self._several)
         else:
-            optimizer = strategy.wrap_optimizer(checks.with_clipping(self.arguments))
+            optimizer = checks.with_clipping(self.arguments)
+        if self.ensemble is not None:
+            optimizer = self.ensemble.wrap_optimizer(optimizer)
+        optimizer = strategy.wrap_optimizer(optimizer)
         return optax.with_extra_args_support(self.hooks.wrap_optimizer(optimizer))
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:

@@ -1,6 +1,6 @@
 """What a run did: its curves, its page, and several runs side by side."""
 
-from .figures import Curve, draw, metric_curves, save_figure, to_png
+from .figures import Curve, draw, member_curves, metric_curves, save_figure, to_png
 from .page import write_comparison, write_report
 from .runs import comparison, differences, in_words, read_run, run_of_history
 
@@ -10,6 +10,7 @@ __all__ = [
     "differences",
     "draw",
     "in_words",
+    "member_curves",
     "metric_curves",
     "read_run",
     "run_of_history",

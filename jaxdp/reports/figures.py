@@ -48,6 +48,15 @@ def metric_curves(
     ]
 
 
+def member_curves(members: Sequence[Points]) -> list[Curve]:
+    """A pale curve for each member of an ensemble; the legend tells of one."""
+    labels = ["members, validation", *["_"] * len(members)]
+    return [
+        Curve(label, points, "0.8")
+        for label, points in zip(labels, members, strict=False)
+    ]
+
+
 def draw(
     charts: Mapping[str, Sequence[Curve]],
     xlabel: str,

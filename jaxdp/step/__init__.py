@@ -1,6 +1,8 @@
 """The pure computation of a step: no devices, no jit."""
 
 from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
+from .each import init_each, update_each
+from .ensemble import Ensemble
 from .jaxprs import (
     OWN_LOOP,
     equations_in,
@@ -31,6 +33,7 @@ __all__ = [
     "Collectives",
     "CriterionObjective",
     "DATA",
+    "Ensemble",
     "Facts",
     "FoundPart",
     "Group",
@@ -61,6 +64,7 @@ __all__ = [
     "first_state",
     "has_convolutions",
     "has_own_loop",
+    "init_each",
     "is_recomputed",
     "matmul_flops",
     "means_of",
@@ -74,6 +78,7 @@ __all__ = [
     "split_batch",
     "times_of",
     "trained_by",
+    "update_each",
     "updates_in",
     "values_mix_rows",
     "with_call",

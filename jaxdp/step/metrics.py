@@ -118,9 +118,9 @@ class Metrics(Mapping[str, Any]):
         return cls(facts, means, inside)
 
 
-def new_totals() -> np.ndarray:
+def new_totals(most: int = MAX_METRICS) -> np.ndarray:
     """The zero that `TrainState.totals` starts an epoch from."""
-    return np.zeros((2, MAX_METRICS + 1), np.float32)
+    return np.zeros((2, most + 1), np.float32)
 
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
@@ -136,12 +136,12 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     return {n: mean(n, each) for n, each in zip(facts.names, sums, strict=False)}
 
 
-def check_count(names: Sequence[str]) -> None:
+def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:
     """Raises if there are more values and weights of values than are kept."""
-    if len(names) > MAX_METRICS:
+    if len(names) > most:
         raise ValueError(
             f"there are {len(names)} values per step, the loss, its metrics and their"
-            f" weights; at most {MAX_METRICS} can be kept."
+            f" weights; at most {most} can be kept."
         )
 
 
@@ -160,8 +160,11 @@ def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
     # operation more, and a small step takes as long as it has operations.
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])
-    for place, value in enumerate([total, *sums]):
-        step = jnp.where(places == place, value, step)
+    if len(sums) > MAX_METRICS:  # those of each member of an ensemble
+        step = step.at[: len(sums) + 1].set(jnp.stack([total, *sums]))
+    else:
+        for place, value in enumerate([total, *sums]):
+            step = jnp.where(places == place, value, step)
     corrected = step - totals[1]
     summed = totals[0] + corrected
     lost = (summed - totals[0]) - corrected

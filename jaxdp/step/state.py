@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.tree import leaf_path
-from .metrics import new_totals
+from .metrics import MAX_METRICS, new_totals
 from .precision import PRECISIONS, Precision, first_scale
 
 Batch = PyTree
@@ -87,6 +87,7 @@ def first_state(
     optimizer: optax.GradientTransformation,
     seed: int,
     precision: Precision = PRECISIONS["32-true"],
+    most_values: int = MAX_METRICS,
 ) -> TrainState:
     """The state before any step; not placed yet."""
 
@@ -111,7 +112,7 @@ def first_state(
         opt_state=init(params),
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
-        totals=new_totals(),
+        totals=new_totals(most_values),
         loss_scale=first_scale(precision),
     )
 

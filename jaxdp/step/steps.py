@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .collectives import Collectives
+from .ensemble import Ensemble, OfMembers, call_members
 from .means import Sums, count_rows, over_micro_batches, sums_of
-from .metrics import Facts, Metrics, add_to_totals, check_count
+from .metrics import (
+    MAX_METRICS,
+    Facts,
+    Metrics,
+    add_to_totals,
+    check_count,
+    new_totals,
+)
 from .model_call import call_model
 from .objective import Objective, Values
 from .precision import (
@@ -66,10 +75,30 @@ class Steps(NamedTuple):
     precision: Precision = PRECISIONS["32-true"]
     unroll_convolutions: bool = False
     """Whether micro-batches with convolutions are no loop in the compiled step."""
+    ensemble: Ensemble | None = None
+    """Whose members the models are, if there are several."""
     rows_interact: bool = False
     """Whether values of rows are known to depend on other rows; see `row_mixing`."""
     parts: tuple[Any, ...] = ()
     """What `parts.StepsOfParts` takes one after the other."""
+
+    @property
+    def most_values(self) -> int:
+        """How many values an epoch can sum: as many again for each member."""
+        members = 0 if self.ensemble is None else self.ensemble.size
+        return MAX_METRICS * (1 + members)
+
+    def new_totals(self) -> np.ndarray:
+        """The zero that the sums of an epoch start from."""
+        return new_totals(self.most_values)
+
+    @property
+    def _objective_of_all(self) -> Objective | OfMembers:
+        objective = self.objective
+        assert objective is not None
+        if self.ensemble is None:
+            return objective
+        return OfMembers(objective, self.ensemble.size)
 
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -216,8 +245,7 @@ class Steps(NamedTuple):
 
         Here is all that looks at rows; a device may be shown its own only.
         """
-        objective = self.objective
-        assert objective is not None
+        objective = self._objective_of_all
         weights, scale = inputs
 
         # The same keys whatever the devices: of the seed and the step.
@@ -282,8 +310,7 @@ class Steps(NamedTuple):
         groups: Sequence[Group],
     ) -> Sums:
         """Sums over all rows of a batch, in inference mode."""
-        objective = self.objective
-        assert objective is not None
+        objective = self._objective_of_all
         weights, batch_idx = inputs
         if objective.takes_key:
             collectives.need_all_rows()
@@ -314,18 +341,15 @@ class Steps(NamedTuple):
         micro = only_micro_batch(groups[0])
         model = self._whole_model(collectives, weights)
         key = key_outside_training(weights)
-        prediction, _ = call_model(
-            self._inference(model),
-            weights.model_state,
-            micro.batch,
-            mask_and_keys(collectives, key, micro, weights.step, training=False),
-            collectives.axis_names,
-        )
-        return prediction
+        rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
+        given = self._inference(model), weights.model_state, micro.batch, rows
+        if self.ensemble is not None:
+            return call_members(self.ensemble.size, *given, collectives.axis_names)
+        return call_model(*given, collectives.axis_names)[0]
 
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names, weighted = tuple(found.values), tuple(found.weights)
-        check_count(names + weighted)
+        check_count(names + weighted, self.most_values)
         scalars = any(value.ndim == 0 for value in found.values.values())
         # What is drawn for the batch as a whole, a permutation say, is over its rows.
         keyed = self.objective is not None and self.objective.takes_key

@@ -4,6 +4,7 @@ from ..step import Collectives
 from .base import DataParallel
 from .fsdp import FSDP, ZeRO
 from .local_sgd import LocalSGD
+from .members import Members
 from .pipeline import Pipeline
 from .pmap import Pmap
 from .sharded import Layout, Sharded
@@ -16,6 +17,7 @@ __all__ = [
     "DataParallel",
     "Layout",
     "LocalSGD",
+    "Members",
     "Pipeline",
     "Pmap",
     "Sharded",

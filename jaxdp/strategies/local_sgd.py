@@ -26,7 +26,8 @@ from ..step import (
     ResultKind,
     TrainState,
     Weights,
-    offered,
+    init_each,
+    update_each,
 )
 from .base import Devices, Role
 from .by_rows import ByRows
@@ -119,7 +120,7 @@ class LocalSGD(Sharded):
 
         def init(params: PyTree) -> LocalState:  # of one replica; see `as_held`
             alone = jax.tree.map(lambda leaf: leaf[None], params)
-            first = _first_inner(inner, inner.init(params), alone)
+            first = init_each(inner, alone)
             return LocalState(alone, first, self.outer.init(params), jnp.int32(0))
 
         def update(
@@ -127,7 +128,7 @@ class LocalSGD(Sharded):
         ) -> tuple[PyTree, LocalState]:
             if _ndims(updates) == _ndims(params):  # of all rows: for each replica
                 updates = _for_each(updates, state.replicas)
-            updates, inner_state = _by_replica(inner, state.inner, extra)(
+            updates, inner_state = update_each(inner, state.inner, extra)(
                 updates, state.inner, state.replicas
             )
             replicas = eqx.apply_updates(state.replicas, updates)
@@ -271,47 +272,6 @@ class _Replica(AxisCollectives):
         """Of the mean over the replicas' mean number of rows: means of replicas'
         gradients are then means over all rows."""
         return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
-
-
-def _first_inner(inner: Any, state: PyTree, alone: PyTree) -> PyTree:
-    """The state of the optimizer `inner` for one replica, `(1, ...)`.
-
-    Its scalars are taken to be the same in all replicas, which learning rates must be
-    to be set; unless an update makes them of gradients.
-    """
-    shared = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else jnp.asarray(x), state)
-    try:
-        extra = offered(inner.update, jnp.float32(0), alone, _refuse)
-        jax.eval_shape(_by_replica(inner, shared, extra), alone, shared, alone)
-    except ValueError:  # of vmap, which finds that a scalar differs
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
-    return shared
-
-
-def _by_replica(
-    inner: Any, state: PyTree, extra: Mapping[str, Any]
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`inner.update` for stacks of gradients, states like `state`, and weights."""
-    axes = jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
-
-    functions = {"value_fn", "grad_fn"} & extra.keys()
-    own = {**extra, **dict.fromkeys(functions, _refuse)}
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        if "grad" in own:
-            own["grad"] = grads
-        return inner.update(grads, state, params, **own)
-
-    return jax.vmap(update, in_axes=(0, axes, 0), out_axes=(0, axes))
-
-
-def _refuse(*_: Any) -> Any:
-    """In the place of the loss, which is one of all replicas' rows."""
-    raise ValueError(
-        "`strategy`: LocalSGD trains replicas by themselves, and `optimizer` evaluates"
-        " the loss, as optax.lbfgs does, which is that of all rows. Take an optimizer"
-        " that needs gradients alone, such as optax.adamw, or the strategy Sharded()."
-    )
 
 
 def _change(outer: Array, replicas: Array) -> Array:

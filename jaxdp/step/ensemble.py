@@ -1,0 +1,193 @@
+"""Many models in one step: the leading axis of every array of a model is the member."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from ..basics.arguments import check_count
+from ..basics.tree import leaf_path
+from .each import init_each, update_each
+from .model_call import call_model
+from .objective import Objective, Values
+from .row_keys import MaskAndKeys
+
+
+class Ensemble:
+    """How many models `Trainer(ensemble=...)` trains, and in what they differ.
+
+    Args:
+        size: how many. The leading axis of every array of the model has this size.
+        values: by name, a value for each member, `(size,)`, of what
+            `optax.inject_hyperparams` holds: `learning_rate=[1e-3, 3e-4]`.
+    """
+
+    def __init__(self, size: int, **values: Any):
+        check_count("size", size, or_else=" (members of the ensemble)")
+        self.size = int(size)
+        self.values = {name: np.asarray(value) for name, value in values.items()}
+        for name, array in self.values.items():
+            if array.shape != (self.size,):
+                raise ValueError(
+                    f"`{name}` must have a value for each of the {self.size} members;"
+                    f" got an array of shape {array.shape}."
+                )
+
+    def __repr__(self) -> str:
+        values = "".join(f", {k}={v.tolist()}" for k, v in self.values.items())
+        return f"Ensemble({self.size}{values})"
+
+    def check(self, argument: str, tree: PyTree) -> None:
+        """Raises for an array that has no axis of members in front."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                if leaf.shape[:1] != (self.size,):
+                    raise ValueError(
+                        f"`ensemble`: {self.size} members, but {leaf_path(path)} of"
+                        f" `{argument}` has the shape {leaf.shape}, whose first axis is"
+                        " not theirs. Make the model by eqx.filter_vmap(make)(keys),"
+                        f" with keys = jax.random.split(key, {self.size})."
+                    )
+
+    def member_of(self, model: PyTree, index: int) -> PyTree:
+        """One member, an ordinary model."""
+        if not -self.size <= index < self.size:
+            raise IndexError(f"`index`={index}: there are {self.size} members.")
+        arrays, static = eqx.partition(model, eqx.is_array)
+        return eqx.combine(jax.tree.map(lambda leaf: leaf[index], arrays), static)
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """One that updates each member by itself, of gradients of their mean loss."""
+        inner = optax.with_extra_args_support(optimizer)
+
+        def init(params: PyTree) -> PyTree:
+            return self._with_values(init_each(inner, params))
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        ) -> tuple[PyTree, PyTree]:
+            own = jax.tree.map(lambda leaf: leaf * self.size, updates)
+            return update_each(inner, state, extra)(own, state, params)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def _with_values(self, state: PyTree) -> PyTree:
+        """The state of an optimizer with the members' own hyperparameters."""
+        missing = set(self.values)
+
+        def is_injected(node: Any) -> bool:
+            return isinstance(node, tuple) and hasattr(node, "hyperparams")
+
+        def own(node: Any) -> Any:
+            if not is_injected(node):
+                return node
+            found = dict(node.hyperparams)
+            for name in found.keys() & self.values.keys():
+                dtype = jnp.asarray(found[name]).dtype
+                found[name] = jnp.asarray(self.values[name], dtype)
+                missing.discard(name)
+            return node._replace(hyperparams=found)
+
+        state = jax.tree.map(own, state, is_leaf=is_injected)
+        if missing:
+            raise ValueError(
+                f"`ensemble`: members were to have their own {sorted(missing)}, which"
+                " the optimizer's state does not hold. Make the optimizer by"
+                " optax.inject_hyperparams, as in"
+                " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+            )
+        return state
+
+
+class OfMembers:
+    """An objective of all members: means over them, and the values of each.
+
+    `"loss"` is the mean over members, `"loss[3]"` that of one, and so for metrics.
+    """
+
+    def __init__(self, objective: Objective, size: int):
+        self.objective = objective
+        self.size = size
+        self.takes_key = objective.takes_key
+
+    def __call__(
+        self,
+        model: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        rows: MaskAndKeys,
+        bound_axes: tuple[str, ...],
+    ) -> Values:
+        traced: list[Values] = []
+
+        def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
+            found = self.objective(model, state, batch, own, bound_axes)
+            traced[:] = [found]
+            return found.values, found.weights, found.model_state
+
+        values, weights, new_state = over_members(
+            of_one, self.size, model, model_state, rows
+        )
+        (one,) = traced
+        return one._replace(
+            values=self._named(values, one.values),
+            weights=self._named(weights, one.weights),
+            model_state=new_state,
+        )
+
+    def _named(
+        self, stacks: Mapping[str, Array], names: Iterable[str]
+    ) -> dict[str, Array]:
+        """In the order of `names`, which dicts lose on their way through JAX."""
+        means = {name: stacks[name].mean(0) for name in names}
+        return means | {
+            f"{name}[{member}]": stacks[name][member]
+            for name in means
+            for member in range(self.size)
+        }
+
+
+def call_members(
+    size: int,
+    model: PyTree,
+    model_state: PyTree,
+    x: PyTree,
+    rows: MaskAndKeys,
+    bound_axes: tuple[str, ...],
+) -> PyTree:
+    """Predictions of all members, `(rows, members, ...)`."""
+
+    def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
+        return call_model(model, state, x, own, bound_axes)[0]
+
+    found = over_members(of_one, size, model, model_state, rows)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), found)
+
+
+def over_members(
+    function: Callable[[PyTree, PyTree, MaskAndKeys], Any],
+    size: int,
+    model: PyTree,
+    model_state: PyTree,
+    rows: MaskAndKeys,
+) -> Any:
+    """`function` of each member and its state; keys differ by member."""
+    arrays, static = eqx.partition((model, model_state), eqx.is_array)
+
+    def of_one(arrays: PyTree, member: Array) -> Any:
+        model, state = eqx.combine(arrays, static)
+        fold = jax.random.fold_in
+        own = rows._replace(
+            keys=jax.vmap(fold, (0, None))(rows.keys, member),
+            key=fold(rows.key, member),
+        )
+        return function(model, state, own)
+
+    return jax.vmap(of_one)(arrays, jnp.arange(size))

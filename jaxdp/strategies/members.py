@@ -1,0 +1,58 @@
+"""The members of an ensemble on devices of their own."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from ..distributed import RowBlocks
+from ..step import TrainState
+from .base import Devices, find_devices, mesh_on
+from .sharded import Layout, Sharded
+
+MEMBERS: Final = "members"
+"""Name of the axis that members are split over."""
+
+
+class Members(Sharded):
+    """The models of `Trainer(ensemble=...)` split over the devices.
+
+    Each device trains its own members on whole batches. Devices exchange the losses
+    and metrics, a few bytes, and nothing else. The number of members must be a multiple
+    of the number of devices.
+
+    Args:
+        devices: how many, or which; all by default.
+    """
+
+    row_axes = ()
+
+    def __init__(self, devices: Devices = None):
+        found = find_devices(devices)
+        self.mesh = mesh_on(found, {MEMBERS: len(found)})
+        self.num_shards = 1
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return PartitionSpec(MEMBERS)
+
+    def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        return PartitionSpec()
+
+    def reason(self, path: str, leaf: Array) -> str:
+        return "by members"
+
+    def row_blocks(self) -> RowBlocks:
+        return RowBlocks()
+
+    def on(self, devices: Sequence[Any]) -> "Members":
+        other = copy.copy(self)
+        other.mesh = mesh_on(devices, {MEMBERS: len(devices)})
+        return other
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        by_members = Layout(PartitionSpec(MEMBERS), "by members")
+        of_state = jax.tree.map(lambda _: by_members, state.model_state)
+        return super()._layouts(state)._replace(model_state=of_state)

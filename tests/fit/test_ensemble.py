@@ -1,0 +1,260 @@
+"""Many models in one step, each as if it were trained alone."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches, make_small
+
+from jaxdp import (
+    FSDP,
+    Callback,
+    Ensemble,
+    Members,
+    Part,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Trainer,
+)
+from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+
+SIZE = 4
+KEYS = jax.random.split(jax.random.key(7), SIZE)
+RATES = [1e-3, 3e-3, 1e-2, 3e-2]
+DATA = batches(16, 16, 13, 5)
+
+
+def make(key):
+    return eqx.nn.MLP(4, 3, 8, 1, key=key)
+
+
+def stack(maker=make):
+    return eqx.filter_vmap(maker)(KEYS)
+
+
+class Losses(Callback):
+    """Every step's loss: of all members, or of the only model."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        names = [f"loss[{member}]" for member in range(SIZE)]
+        names = names if names[0] in metrics else ["loss"]
+        self.losses.append([float(metrics[name]) for name in names])
+
+
+def fitted(model, optimizer, *, epochs=2, **options):
+    recorder = Losses()
+    options = {"loss": "cross_entropy", "metrics": ["accuracy"]} | options
+    callbacks = [recorder, *options.pop("callbacks", ())]
+    trainer = make_small(model, optimizer, callbacks=callbacks, **options)
+    trainer.fit(DATA, DATA[:2], max_epochs=epochs)
+    return trainer, np.array(recorder.losses).T
+
+
+def adam(**values):
+    """Adam whose learning rate is in its state, and the members' own."""
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+    return optimizer, Ensemble(SIZE, **values)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each member's own fit: its losses, and the trainer."""
+    found = []
+    for key, rate in zip(KEYS, RATES, strict=True):
+        trainer, losses = fitted(
+            make(key),
+            optax.adam(rate),
+            strategy=SingleDevice(),
+            gradient_clip_val=0.5,
+        )
+        found.append((losses[0], trainer))
+    return found
+
+
+STRATEGIES = {
+    "one": SingleDevice,
+    "Sharded": Sharded,
+    "Pmap": Pmap,
+    "FSDP": FSDP,
+    "Members": lambda: Members(4),
+    "two each": lambda: Members(2),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_members_run_is_its_own_fit(alone, name):
+    optimizer, ensemble = adam(learning_rate=RATES)
+    trainer, losses = fitted(
+        stack(),
+        optimizer,
+        strategy=STRATEGIES[name](),
+        ensemble=ensemble,
+        gradient_clip_val=0.5,
+    )
+    means = trainer.validate(DATA)
+    predictions = trainer.predict(DATA)
+    for member, (expected, own) in enumerate(alone):
+        np.testing.assert_allclose(losses[member], expected, rtol=1e-5)
+        for key, value in own.validate(DATA).items():
+            assert means[f"{key}[{member}]"] == pytest.approx(value, rel=1e-5)
+            logged = trainer.history[f"{key}[{member}]"]
+            assert logged == pytest.approx(own.history[key], rel=1e-5)
+        theirs = own.predict(DATA)
+        np.testing.assert_allclose(predictions[:, member], theirs, atol=1e-5)
+        x = DATA[0][0][0]
+        np.testing.assert_allclose(
+            trainer.member(member)(x), own.model(x), rtol=1e-4, atol=1e-5
+        )
+    of_members = [means[f"val_loss[{member}]"] for member in range(SIZE)]
+    assert means["val_loss"] == pytest.approx(np.mean(of_members), rel=1e-6)
+    assert list(trainer.hyperparams["learning_rate"]) == pytest.approx(RATES)
+
+
+def test_members_on_devices_of_their_own_send_their_losses_alone():
+    trainer = make_small(stack(), strategy=Members(4), ensemble=SIZE)
+    plan = trainer.plan(DATA)
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.params))
+    # Of each row and member the loss, and once more where single ones are taken out.
+    assert sum(each.operand_bytes for each in plan.traffic) <= 16 * SIZE * 4 * 2
+    assert plan.memory.parameters * 4 == parameters
+
+
+def test_keys_differ_by_member():
+    same = jax.tree.map(
+        lambda leaf: np.stack([leaf] * SIZE) if eqx.is_array(leaf) else leaf,
+        Mlp(jax.random.key(0)),
+    )
+    _, losses = fitted(same, optax.sgd(0.0), ensemble=SIZE, epochs=1)
+    assert len({*losses[:, 0]}) == SIZE  # dropout alone
+
+
+def test_loss_fn_micro_batches_and_several_steps_per_dispatch(alone):
+    def loss_fn(model, x, y, keys):
+        logits = jax.vmap(model)(x)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return each, {"accuracy": logits.argmax(1) == y}
+
+    options = {
+        "loss": None,
+        "metrics": (),
+        "loss_fn": loss_fn,
+        "accumulate_grad_batches": 2,
+        "strategy": SingleDevice(),
+    }
+    one, expected = fitted(make(KEYS[1]), optax.adam(1e-2), **options)
+    many, losses = fitted(
+        stack(), optax.adam(1e-2), ensemble=SIZE, steps_per_execution=2, **options
+    )
+    np.testing.assert_allclose(losses[1], expected[0], rtol=1e-5)
+    for name in ("val_accuracy", "accuracy"):
+        assert many.history[f"{name}[1]"] == pytest.approx(one.history[name])
+
+
+def test_models_with_state(alone):
+    def with_state(key):
+        return eqx.nn.make_with_state(NormNet)(key)
+
+    options = {"strategy": Sharded(2), "epochs": 1}
+    models, states = eqx.filter_vmap(with_state)(KEYS)
+    trainer, losses = fitted(
+        models, optax.adam(1e-2), state=states, ensemble=SIZE, **options
+    )
+    model, state = with_state(KEYS[2])
+    own, expected = fitted(model, optax.adam(1e-2), state=state, **options)
+    np.testing.assert_allclose(losses[2], expected[0], rtol=1e-5)
+    assert trainer.validate(DATA)["val_loss[2]"] == pytest.approx(
+        own.validate(DATA)["val_loss"], rel=1e-5
+    )
+
+
+def test_a_resume_goes_on_to_the_bit_and_values_of_members_are_monitored(tmp_path):
+    optimizer, ensemble = adam(learning_rate=RATES)
+    options = {"ensemble": ensemble, "strategy": Members(4)}
+    whole, _ = fitted(stack(), optimizer, epochs=3, **options)
+    folder = tmp_path / "run"
+    saver = ModelCheckpoint(folder, monitor="val_loss[2]")
+    stopper = EarlyStopping("val_accuracy[1]", patience=9, mode="max")
+    logger = CSVLogger(tmp_path)
+    fitted(stack(), optimizer, callbacks=[saver, stopper, logger], **options)
+
+    again = make_small(
+        stack(),
+        optimizer,
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        callbacks=[ModelCheckpoint(folder, monitor="val_loss[2]")],
+        **options,
+    )
+    again.fit(DATA, DATA[:2], max_epochs=3, ckpt_path="last")
+    for own, expected in zip(
+        jax.tree.leaves(again.state), jax.tree.leaves(whole.state), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(expected))
+    header = next(tmp_path.rglob("*.csv")).read_text().splitlines()[0]
+    assert "loss[3]" in header.split(",")
+
+
+def test_the_history_names_the_best_member(alone):
+    optimizer, ensemble = adam(learning_rate=RATES)
+    trainer, _ = fitted(stack(), optimizer, ensemble=ensemble)
+    history = trainer.history
+    last = [history[f"val_loss[{member}]"][-1] for member in range(SIZE)]
+    assert history.best("val_loss") == int(np.argmin(last))
+    assert history.best("val_loss", mode="max") == int(np.argmax(last))
+    assert "[0]" not in repr(history)
+    with pytest.raises(KeyError, match="there are no values of members"):
+        alone[0][1].history.best("val_loss")
+    with pytest.raises(KeyError, match="nothing of that name"):
+        history.best("val_f1")
+
+
+def test_more_values_than_other_trainers_may_have():
+    size = 40
+    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), size))
+    trainer = make_small(
+        models, loss="cross_entropy", metrics=["accuracy"], ensemble=size
+    )
+    history = trainer.fit(DATA[:1])
+    losses = [history[f"loss[{member}]"][0] for member in range(size)]
+    assert len({*losses}) == size
+    assert history["loss"][0] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+# --- errors -------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"layers\[0\]\.weight.*\(8, 4\).*filter_vmap"):
+        make_small(ensemble=SIZE)
+    with pytest.raises(TypeError, match=r"`ensemble` must be an int.*or a jaxdp"):
+        make_small(stack(), ensemble="4")
+    with pytest.raises(ValueError, match=r"`learning_rate`.*each of the 4.*\(2,\)"):
+        Ensemble(4, learning_rate=[0.1, 0.2])
+    with pytest.raises(ValueError, match="Pipeline splits the first axis"):
+        make_small(stack(), ensemble=SIZE, strategy=Pipeline(2, 2))
+    part = Part("layers", lambda model, x, y: 0.0, optax.adam(1e-3), name="all")
+    with pytest.raises(ValueError, match="`ensemble` can't stand beside a list"):
+        make_small(stack(), [part], ensemble=SIZE)
+    trainer = make_small(
+        stack(), optax.adam(1e-3), ensemble=Ensemble(SIZE, learning_rate=RATES)
+    )
+    with pytest.raises(ValueError, match=r"\['learning_rate'\].*inject_hyperparams"):
+        trainer.fit(DATA)
+    with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
+        make_small(stack(), optax.lbfgs(), ensemble=SIZE).fit(DATA)
+    with pytest.raises(ValueError, match="not divisible by 8"):
+        make_small(stack(), ensemble=SIZE, strategy=Members()).fit(DATA)
+
+
+def test_a_member_is_asked_for_by_its_number():
+    with pytest.raises(ValueError, match="`member` is of trainers with `ensemble`"):
+        make_small().member(0)
+    trainer = Trainer(stack(), ensemble=SIZE)
+    with pytest.raises(IndexError, match="there are 4 members"):
+        trainer.member(4)
