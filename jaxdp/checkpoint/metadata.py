@@ -73,13 +73,16 @@ FORM: Final = fields(
         "after": maybe(whole()),
         "epoch_ended": truth(),
         "val_metrics": by_name(number()),
-        "logged": by_name(number()),
         "validated_at": whole(),
         "padded_rows": row(maybe(whole()), by_name(whole()), whole(1)),
         "identities": by_name(text()),
         "strategy": text(),
         "devices": whole(1),
-    }
+    },
+    {  # which those of before do not have
+        "logged": by_name(number()),
+        "compiler_options": by_name(text()),
+    },
 )
 
 
