@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint import load_model, save_model
+from .fit import PassMetric
 from .history import History
 from .step import Ensemble, Part, TrainState
 from .strategies import (
@@ -44,6 +45,7 @@ __all__ = [
     "LocalSGD",
     "Members",
     "Part",
+    "PassMetric",
     "Pipeline",
     "Plan",
     "Pmap",

@@ -135,7 +135,7 @@ def find_metrics(
             f" of names ({', '.join(sorted(METRICS))}) or {{name: callable}}."
         )
     named: Mapping[Any, Any] = metrics if isinstance(metrics, Mapping) else {}
-    named = named or {_metric_name(metric): metric for metric in metrics}
+    named = named or {name_of(metric): metric for metric in metrics}
     for name in named:
         check_metric_name("`metrics`", name)
     return {n: _find(f"`metrics`: {n!r}", m, METRICS) for n, m in named.items()}
@@ -151,11 +151,7 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
             f"{argument}: got {given!r} of type {type(given).__name__}; pass a known"
             f" name ({names}) or a callable (prediction, target) -> (batch,)."
         )
-    if type(given).__module__.startswith("torch"):
-        raise TypeError(
-            f"{argument} is torch's {type(given).__name__}, which can't compute on JAX"
-            f" arrays; pass a name ({names}) or an optax loss."
-        )
+    check_package(argument, given, "torch", "sklearn")
 
     # A function, that takes two arguments.
     try:
@@ -170,6 +166,22 @@ def _find(argument: str, given: Any, known: Mapping[str, Criterion]) -> Any:
             f" {error}. For a function of (model, *batch) use `loss_fn`."
         ) from None
     return given
+
+
+def check_package(argument: str, given: Any, *packages: str) -> None:
+    """Raises for a function or an object of packages that can't compute here."""
+    module = getattr(given, "__module__", None) or type(given).__module__
+    if not str(module).startswith(packages):
+        return
+    name = getattr(given, "__name__", type(given).__name__)
+    package = module.partition(".")[0]
+    remedy = "a name, an optax loss or, over a whole set in NumPy, jaxdp.PassMetric(fn)"
+    if package == "sklearn":
+        remedy = f"jaxdp.PassMetric({name}), which gives it a whole validation"
+    raise TypeError(
+        f"{argument} is {package}'s {name}, which can't compute on JAX arrays inside a"
+        f" step; pass {remedy}."
+    )
 
 
 def check_metric_name(argument: str, name: Any) -> None:
@@ -240,7 +252,8 @@ def broadcasts_silently(criterion: Criterion, prediction: Any, target: Any) -> A
     return grown if made in str(jaxpr) else None
 
 
-def _metric_name(metric: str | Criterion) -> str:
+def name_of(metric: str | Criterion) -> str:
+    """What a metric that comes without a name is called."""
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", None)
     if name is None or name == "<lambda>":
         raise TypeError(

@@ -14,7 +14,7 @@ from .basics.console import warn
 from .callbacks import Callback
 from .callbacks.defaults import with_defaults
 from .engine import hyperparams
-from .fit import Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
+from .fit import Metric, Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
 from .history import History
 from .step import Ensemble, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -57,7 +57,7 @@ class Trainer:
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; of a scalar the mean over batches is taken, weighted
-            by their rows, and more values per row are refused.
+            by their rows. `PassMetric(fn)` is of a whole validation or test at once.
         strategy: where things live and how the step is compiled; `Sharded()`, all
             devices, by default.
         callbacks: called in list order.
@@ -96,7 +96,7 @@ class Trainer:
         *,
         loss: str | losses.Criterion | None = None,
         loss_fn: Callable[..., Any] | None = None,
-        metrics: Sequence[str] | Mapping[str, losses.Criterion] = (),
+        metrics: Sequence[str | Metric] | Mapping[str, Metric] = (),
         strategy: DataParallel | None = None,
         callbacks: Sequence[Callback] = (),
         state: eqx.nn.State | None = None,

@@ -234,4 +234,6 @@ step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[accumulating]
 step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[zero]
 step/test_parts.py::test_resuming_inside_an_epoch_gives_the_same_bits[SingleDevice(cpu:0)]
 step/test_parts.py::test_a_part_may_evaluate_its_loss
+fit/test_pass_metrics.py::test_it_is_given_the_rows_that_came_in_their_order[scalar]
+fit/test_pass_metrics.py::test_it_is_given_the_rows_that_came_in_their_order[one]
 """.strip().split("\n")

@@ -69,3 +69,13 @@ def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
             " be a folder of the disk here. Mount what is meant and pass that path, or"
             " copy the files there."
         )
+
+
+def as_number(value: Any) -> float | None:
+    """A single number of any kind as a float; None for anything else.
+
+    Waits for the device if it is there.
+    """
+    array = np.asarray(value)
+    is_number = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
+    return float(array) if is_number and array.ndim == 0 else None

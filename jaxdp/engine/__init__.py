@@ -1,11 +1,13 @@
 """The placed state of a run, and compiled steps taken on it."""
 
 from .engine import Engine, wait
+from .fetching import Fetching
 from .hyperparams import RATES
 from .programs import Kind, StepOptions
 
 __all__ = [
     "Engine",
+    "Fetching",
     "Kind",
     "RATES",
     "StepOptions",

@@ -30,9 +30,9 @@ from ..step import (
     means_of,
 )
 from ..strategies import DataParallel
-from ..strategies.base import replicated
 from .dispatch_size import DispatchSize
 from .eager import Debugging, Uncompiled, Watched, debugging
+from .fetching import Fetching
 from .held_state import HeldState, placed_first, shapes_of_first
 from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
 from .row_counts import Counts
@@ -350,46 +350,45 @@ class Engine:
         return jax.tree.leaves(self.held.evaluated.weights)
 
     def evaluate(
-        self, weights: list[Array], batch: Batch, totals: Any, batch_idx: int
+        self,
+        weights: list[Array],
+        batch: Batch,
+        totals: Any,
+        batch_idx: int,
+        outputs: Fetching,
     ) -> Any:
-        """`totals` with those of `batch` added; start from `Steps.new_totals()`."""
+        """`totals` with those of `batch` added; start from `Steps.new_totals()`.
+
+        Predictions and targets, if they are kept, are added to `outputs`.
+        """
         with _in_batch(batch_idx):
             dispatch, compiled = self.prepare("evaluate", batch)
             self._check_labels("evaluate", dispatch)
             groups = self._placed("evaluate", dispatch, compiled)
-            totals, means = compiled(weights, totals, np.int32(batch_idx), groups)
+            totals, means, *kept = compiled(
+                weights, totals, np.int32(batch_idx), groups
+            )
         self.in_flight.add(means)
+        for each in kept:
+            outputs.add(each, batch)
         return totals
 
-    def predict(
-        self, inputs: Iterable[PyTree], *, gather: bool = True
-    ) -> Iterator[PyTree]:
-        """Predictions of each of `inputs` as NumPy arrays, without padding.
+    def predict(self, inputs: Iterable[PyTree], *, gather: bool = True) -> PyTree:
+        """Predictions of `inputs` as NumPy arrays, without padding; None if no batches.
 
         With several processes of all their rows, or without `gather` of this one's.
         """
-        waiting: collections.deque[tuple[PyTree, PyTree]] = collections.deque()
-        packer = self.packers["predict"]
-
-        def rows(leaf: Array, x: Any) -> np.ndarray:
-            return packer.real_rows(leaf, x, own=not gather)
-
-        def fetch() -> PyTree:
-            prediction, x = waiting.popleft()
-            # Waits for the device, `IN_FLIGHT` batches late.
-            return jax.tree.map(lambda leaf: rows(leaf, x), prediction)
-
-        weights = self.weights()
+        found, weights = self.fetching("predict", gather=gather), self.weights()
         for number, x in enumerate(inputs):
             with _in_batch(number):
                 dispatch, compiled = self.prepare("predict", x)
                 groups = self._placed("predict", dispatch, compiled)
-                prediction = compiled(weights, groups)
-            waiting.append((replicated(prediction) if gather else prediction, x))
-            if len(waiting) > IN_FLIGHT:
-                yield fetch()
-        while waiting:
-            yield fetch()
+                found.add(compiled(weights, groups), x)
+        return found.rows()
+
+    def fetching(self, kind: Kind, *, gather: bool = True) -> Fetching:
+        """Takes what steps of a kind give for each row to the host."""
+        return Fetching(self.packers[kind], gather=gather)
 
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""

@@ -301,15 +301,17 @@ class Programs:
             batch_idx: Array,
             groups: list[Group],
         ) -> Any:
-            totals, metrics = self.steps.evaluate(
+            totals, metrics, outputs = self.steps.evaluate(
                 collectives, treedef.unflatten(leaves), totals, batch_idx, *groups
             )
             self.facts["evaluate"] = metrics.facts
-            return totals, metrics.means
+            return totals, metrics.means, *([outputs] if keeps else [])
 
+        keeps = self.steps.keeps_outputs
         roles = "state", "whole", "whole", "groups"
         arguments = leaves, self.steps.new_totals(), np.int32(0), groups
-        return _Step(evaluate, arguments, roles, ("whole", "whole"))
+        results: tuple[Role, ...] = ("whole", "whole", "rows")
+        return _Step(evaluate, arguments, roles, results if keeps else results[:2])
 
     def _predict(self, weights: Weights, groups: list[Group]) -> _Step:
         leaves, treedef = jax.tree.flatten(weights)

@@ -28,6 +28,7 @@ from ..step import (
 )
 from ..strategies import DataParallel, Pipeline, Sharded
 from ..strategies.bitwise import Bitwise
+from .pass_metrics import split_metrics
 
 
 def checked(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     if found["reproducible"]:
         strategy = Bitwise(strategy)
     check_processes(strategy, found["data"], found["reproducible"])
+    check_pass_metrics(found)
     if several:
         check_parts(found)
     return found
@@ -128,6 +130,25 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             f"`reproducible`={arguments['reproducible']!r} can't be kept with a list of"
             " parts, whose programs round otherwise on other device counts; leave it"
             " out: on the same devices the bits are the same anyway."
+        )
+
+
+def check_pass_metrics(arguments: Mapping[str, Any]) -> None:
+    """Raises where a `PassMetric` would not know which predictions are meant."""
+    of_passes = split_metrics(arguments["metrics"])[1]
+    if not of_passes:
+        return
+    here = f"`metrics`: the PassMetric {next(iter(of_passes))!r} can't stand beside"
+    if arguments["ensemble"] is not None:
+        raise ValueError(
+            f"{here} `ensemble`, where each member has predictions of its own. Compute"
+            " it from what `predict` returns, (rows, members, ...), of each member."
+        )
+    if is_several(arguments["optimizer"]):
+        raise ValueError(
+            f"{here} a list of parts in the place of `optimizer`, where each part calls"
+            " the model as it likes. Compute it in a callback's `on_validation_end`,"
+            " and log it by `trainer.log`."
         )
 
 
@@ -360,13 +381,13 @@ def check_state(model: PyTree, state: Any) -> None:
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
     """The objective that the arguments name; None is decided by the first batch."""
     loss, loss_fn = arguments["loss"], arguments["loss_fn"]
-    state, criteria = arguments["state"], losses.find_metrics(arguments["metrics"])
+    criteria, of_passes = split_metrics(arguments["metrics"])
+    state, keeps = arguments["state"], bool(of_passes)
     if loss_fn is None:
-        return (
-            None
-            if loss is None
-            else CriterionObjective(losses.find_loss(loss), criteria)
-        )
+        if loss is None:
+            return None
+        criterion = losses.find_loss(loss)
+        return CriterionObjective(criterion, criteria, keeps_outputs=keeps)
 
     # A whole loss: nothing else may say what to compute.
     if loss is not None:
@@ -385,7 +406,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
         )
 
-    objective = LossFnObjective(loss_fn)
+    objective = LossFnObjective(loss_fn, keeps_outputs=keeps)
     if state is not None and not objective.takes_state:
         raise ValueError(
             "`state` was given, but `loss_fn` has no parameter named `state`; add one,"

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from .. import distributed
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of
+from ..engine import Fetching
 from ..step import means_of
+from .pass_metrics import add_pass_values
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -76,9 +77,11 @@ def evaluate(
             totals[prefix] = _totals(trainer, source, prefix, limit, hooks, done)
 
     metrics, facts = {}, run.engine.facts["evaluate"]
-    names_of(sources, facts.names)
-    for prefix, each in totals.items():
+    for prefix, (each, outputs) in totals.items():
         means = means_of(np.asarray(each), facts)  # waits for the device
+        if run.pass_metrics:
+            add_pass_values(means, run.pass_metrics, outputs.rows())
+        names_of(sources, means)
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
     metrics |= logged
     with run.logged.into(metrics):
@@ -93,8 +96,9 @@ def _totals(
     limit: int | None,
     hooks: Hooks,
     done: Iterator[int],
-) -> Any:
-    """The sums over a pass, on the device; `done` counts the batches of all passes."""
+) -> tuple[Any, Fetching]:
+    """The sums over a pass, and what is kept of its rows; `done` counts the batches of
+    all passes."""
     run, batch_idx = trainer.run, -1
     totals = run.engine.programs.steps.new_totals()
     with (
@@ -104,15 +108,15 @@ def _totals(
         run.engine.as_settled(),
     ):
         engine = run.engine
-        weights = engine.weights()
+        weights, outputs = engine.weights(), engine.fetching("evaluate")
         for batch_idx, batch in enumerate(_pass(trainer, source, prefix, limit)):
             run.engine_for(batch)
-            totals = engine.evaluate(weights, batch, totals, batch_idx)
+            totals = engine.evaluate(weights, batch, totals, batch_idx, outputs)
             hooks.on_validation_batch_end(trainer, next(done))
 
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())
-    return totals
+    return totals, outputs
 
 
 def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
@@ -150,26 +154,11 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
         run.engine.as_settled(),
     ):
         inputs = (inputs_of(batch) for batch in _pass(trainer, source, "predict"))
-        done: list[Any] = []
-        for each in run.engine.predict(inputs, gather=gather):
-            _check_rows(done[0] if done else each, each, len(done))
-            done.append(each)
+        found = run.engine.predict(inputs, gather=gather)
 
-    if not done:
+    if found is None:
         raise ValueError(source.gave_nothing())
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
-
-
-def _check_rows(first: Any, found: Any, number: int) -> None:
-    """Raises unless the predictions of a batch can be joined to those of the first."""
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(found), strict=True):
-        if one.shape[1:] != other.shape[1:]:
-            raise ValueError(
-                f"`predict`: the prediction for a row is {one.shape[1:]} in batch 0 and"
-                f" {other.shape[1:]} in batch {number}, and no array can hold both."
-                " Predict batches of one shape at a time, or have the model return one"
-                " shape for all."
-            )
+    return found
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:

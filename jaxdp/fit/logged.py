@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
+from ..basics.arguments import as_number
 from ..distributed import Processes
 from ..step import Metrics
 from .progress import Progress
@@ -91,11 +90,10 @@ class Logged:
 
 
 def _number(name: str, value: Any) -> float:
-    """A number as a float. Waits for the device if it is there."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16" or array.ndim:
+    number = as_number(value)
+    if number is None:
         raise TypeError(
             f"`log`: the value of {name!r} must be one number; got {value!r} of type"
             f" {type(value).__name__}."
         )
-    return float(array)
+    return number

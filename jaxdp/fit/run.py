@@ -32,6 +32,7 @@ from ..strategies.bitwise import Bitwise
 from ..strategies.compiler_options import spelled_here
 from . import checks
 from .logged import Logged
+from .pass_metrics import split_metrics
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Run:
         stopwatch: measures the phases of a fit, if a callback has asked for it.
         last_values: what is logged once more at the end of a fit, by name.
         padded_rows: what a checkpoint says of how batches were padded.
+        pass_metrics: metrics over whole passes, by name.
         metric_names: of the metrics of a step.
         logged_names: these, and those of validation.
         num_val_batches: batches of a validation, None if not known.
@@ -102,7 +104,7 @@ class Run:
         several = self._several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
         self._parts = checks.split_model(self.model, trained)
-        self._criteria = losses.find_metrics(arguments["metrics"])
+        self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own
         self._precision = find_precision(arguments["precision"])
@@ -311,4 +313,6 @@ class Run:
     def _inferred(self, batch: Batch) -> Objective:
         name, reason = losses.infer_loss(split_batch(shown(batch))[1])
         say(f"`loss` is not given: {name!r}, because {reason}")
-        return CriterionObjective(losses.LOSSES[name], self._criteria)
+        keeps = bool(self.pass_metrics)
+        loss = losses.LOSSES[name]
+        return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)

@@ -35,6 +35,8 @@ class Values(NamedTuple):
     """What the user is to be told of the values, once."""
     weights: Mapping[str, Array] = {}
     """`(rows,)`, of the values that have weights, which are multiplied by them."""
+    outputs: PyTree = None
+    """`(predictions, targets)` where they are kept, leaves `(rows, ...)`."""
 
 
 class CriterionObjective:
@@ -43,13 +45,20 @@ class CriterionObjective:
     Args:
         loss: a criterion, see `jaxdp.losses`.
         metrics: criteria by name.
+        keeps_outputs: whether it gives predictions and targets, too.
     """
 
     takes_key = False
     """Whether it draws for a whole batch at once, and not row by row."""
 
-    def __init__(self, loss: losses.Criterion, metrics: Mapping[str, losses.Criterion]):
-        self.loss = loss
+    def __init__(
+        self,
+        loss: losses.Criterion,
+        metrics: Mapping[str, losses.Criterion],
+        *,
+        keeps_outputs: bool = False,
+    ):
+        self.loss, self.keeps_outputs = loss, keeps_outputs
         self.criteria = {"loss": loss, **metrics}
 
     def __call__(
@@ -87,14 +96,17 @@ class CriterionObjective:
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         num_classes = prediction.shape[-1] if labelled else None
-        return Values(values, model_state, num_classes, notes, _weights_in(found))
+        weights, outputs = _weights_in(found), None
+        if self.keeps_outputs:
+            outputs = _checked_outputs((prediction, target), len(rows.mask))
+        return Values(values, model_state, num_classes, notes, weights, outputs)
 
 
 class LossFnObjective:
     """The user's whole `loss_fn(model, *batch)`, given what it names."""
 
-    def __init__(self, loss_fn: Callable[..., Any]):
-        self.loss_fn = loss_fn
+    def __init__(self, loss_fn: Callable[..., Any], *, keeps_outputs: bool = False):
+        self.loss_fn, self.keeps_outputs = loss_fn, keeps_outputs
         self.signature = inspect.signature(loss_fn)
         # What functools.partial has filled is not ours to give.
         self.filled = getattr(loss_fn, "keywords", {})
@@ -134,14 +146,17 @@ class LossFnObjective:
             result = result[0] if len(result) == 1 else tuple(result)
 
         loss, metrics = _loss_and_metrics(result)
-        num_rows = len(rows.mask)
+        num_rows, outputs = len(rows.mask), None
+        if self.keeps_outputs:
+            metrics, outputs = _outputs_in(metrics)
+            outputs = _checked_outputs(outputs, num_rows)
         found = {"loss": _of_loss_fn("loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
             found[name] = _of_loss_fn(name, value, num_rows)
         values = {name: value for name, (value, _) in found.items()}
         notes = _notes_on_scalars("`loss_fn`: metric", values)
-        return Values(values, model_state, None, notes, _weights_in(found))
+        return Values(values, model_state, None, notes, _weights_in(found), outputs)
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
@@ -360,6 +375,34 @@ def _weighted(
     weights = jax.lax.stop_gradient(weights).astype(wide)
     products = values.astype(wide) * weights
     return products.reshape(rows, -1).sum(axis=1), weights.reshape(rows, -1).sum(axis=1)
+
+
+_OUTPUTS = "predictions", "targets"
+
+
+def _outputs_in(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
+    """The metrics of a `loss_fn` without its predictions and targets, and these."""
+    if missing := [name for name in _OUTPUTS if name not in metrics]:
+        raise ValueError(
+            f"`metrics` has a PassMetric, and `loss_fn` does not return {missing}; it"
+            " must return (loss, {'predictions': ..., 'targets': ...}), with whatever"
+            f" else, and has returned metrics {list(metrics)}."
+        )
+    others = {name: value for name, value in metrics.items() if name not in _OUTPUTS}
+    return others, tuple(metrics[name] for name in _OUTPUTS)
+
+
+def _checked_outputs(outputs: PyTree, rows: int) -> PyTree:
+    """Predictions and targets, all of whose leaves have the rows."""
+    for name, output in zip(_OUTPUTS, outputs, strict=True):
+        for leaf in jax.tree.leaves(output):
+            if jnp.shape(leaf)[:1] != (rows,):
+                raise ValueError(
+                    f"`metrics` has a PassMetric, and the {name} have"
+                    f" {_describe(leaf)} for a batch of {rows} rows; it must have the"
+                    f" rows, ({rows}, ...)."
+                )
+    return outputs
 
 
 def _is_pair(value: Any) -> bool:

@@ -246,13 +246,13 @@ class StepsOfParts(Steps):
         weights: Weights,
         batch_idx: Int[Array, ""],
         group: Group,
-    ) -> Sums:
+    ) -> tuple[Sums, PyTree]:
         summed = [
-            self._of(part).evaluated(collectives, weights, batch_idx, group)
+            self._of(part).evaluated(collectives, weights, batch_idx, group)[0]
             for part in self.parts
         ]
         always = [jnp.array(True)] * len(self.parts)
-        return _joined(self.parts, always, summed, count_rows([group]))[0]
+        return _joined(self.parts, always, summed, count_rows([group]))[0], None
 
     def _of(self, part: FoundPart) -> Steps:
         """The plain steps of a part."""

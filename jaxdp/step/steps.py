@@ -100,6 +100,11 @@ class Steps(NamedTuple):
             return objective
         return OfMembers(objective, self.ensemble.size)
 
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether `evaluate` gives predictions and targets."""
+        return self.objective is not None and self.objective.keeps_outputs
+
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
@@ -193,13 +198,17 @@ class Steps(NamedTuple):
         totals: Float[Array, "2 metrics"],
         batch_idx: Int[Array, ""],
         group: Group,
-    ) -> tuple[Float[Array, "2 metrics"], Metrics]:
-        """`totals` with the sums of one batch added, in inference mode."""
-        summed = self.evaluated(collectives, weights, batch_idx, group)
+    ) -> tuple[Float[Array, "2 metrics"], Metrics, PyTree]:
+        """`totals` with the sums of one batch added, in inference mode.
+
+        Beside them the predictions and targets of its rows, if the objective keeps
+        them, padding included.
+        """
+        summed, outputs = self.evaluated(collectives, weights, batch_idx, group)
         total = group.counts.sum().astype(jnp.float32)
         sums, facts = summed.in_order(), summed.facts
         means = summed.means(total) if facts.weighted else sums / total
-        return add_to_totals(totals, total, sums), Metrics(facts, means, {})
+        return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs
 
     def evaluated(
         self,
@@ -207,10 +216,13 @@ class Steps(NamedTuple):
         weights: Weights,
         batch_idx: Int[Array, ""],
         group: Group,
-    ) -> Sums:
-        """The sums of one batch, in inference mode."""
+    ) -> tuple[Sums, PyTree]:
+        """The sums of one batch, in inference mode, and what is kept of its rows."""
         inputs = weights, batch_idx
-        return collectives.over_rows(self._sums, inputs, [group], "whole")
+        if self.keeps_outputs:
+            results = "whole", "rows"
+            return collectives.over_rows(self._sums, inputs, [group], results)
+        return collectives.over_rows(self._sums, inputs, [group], "whole"), None
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -308,8 +320,8 @@ class Steps(NamedTuple):
         collectives: Collectives,
         inputs: tuple[Weights, Int[Array, ""]],
         groups: Sequence[Group],
-    ) -> Sums:
-        """Sums over all rows of a batch, in inference mode."""
+    ) -> Any:
+        """Sums over all rows in inference mode, and what is kept of each row."""
         objective = self._objective_of_all
         weights, batch_idx = inputs
         if objective.takes_key:
@@ -332,7 +344,8 @@ class Steps(NamedTuple):
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        return collectives.sum(sums_of(found, rows.mask, facts))
+        summed = collectives.sum(sums_of(found, rows.mask, facts))
+        return (summed, found.outputs) if self.keeps_outputs else summed
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]

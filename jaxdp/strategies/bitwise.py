@@ -144,8 +144,8 @@ class Bitwise(DataParallel):
 
         def program(*arguments: Any) -> Any:
             found = mapped(*arguments)
-            if split and results == "rows":  # (turns, devices * rows, ...)
-                found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+            if split:  # (turns, devices * rows, ...)
+                found = _of_rows(lambda x: x.reshape(-1, *x.shape[2:]), found, results)
             return found
 
         everywhere = NamedSharding(self.mesh, whole)
@@ -249,28 +249,26 @@ class VirtualShards(Collectives):
             once = jaxpr_as_fun(traced)
             return _loop(1, turn, zero, lambda turn, _: once(turn), found)
 
-        if results == "rows":
-            kept = [jnp.zeros((self.turns, *x.shape), x.dtype) for x in leaves]
-
-            def keep(turn: Array, carry: Any) -> Any:
-                kept, found = carry
-                found = run(turn, found)
-                pairs = zip(kept, found, strict=True)
-                return [k.at[turn].set(x) for k, x in pairs], found
-
-            kept, _ = _loop(self.turns, jnp.int32(0), zero, keep, (kept, found))
-            return treedef.unflatten(kept)
-        sums = [_Sum(leaf, self.devices) for leaf in leaves]
+        of_rows = _of_rows(lambda _: True, shapes, results, others=False)
+        are_rows = jax.tree.leaves(of_rows)
+        sums = [
+            _Kept(leaf, self.turns) if is_rows else _Sum(leaf, self.devices)
+            for leaf, is_rows in zip(leaves, are_rows, strict=True)
+        ]
 
         def add(turn: Array, carry: Any) -> Any:
             totals, found = carry
             found = run(turn, found)
             each = zip(sums, totals, found, strict=True)
-            return [sum.add(total, one) for sum, total, one in each], found
+            return [sum.add(total, one, turn) for sum, total, one in each], found
 
         totals = [each.zero() for each in sums]
         first = jnp.int32(0)
         totals, found = _loop(self.turns, first, zero, add, (totals, found))
+        if all(are_rows):
+            return treedef.unflatten(totals)
+        pairs = zip(are_rows, totals, found, strict=True)
+        found = [total if is_rows else one for is_rows, total, one in pairs]
 
         def gather(_: Array, __: list[Array]) -> list[Array]:
             # In a loop again: what comes after it sees the same on any device count.
@@ -293,15 +291,13 @@ class VirtualShards(Collectives):
 
         groups = [Group(jax.tree.map(gathered, g.batch), g.counts) for g in groups]
         found = function(Collectives(), inputs, groups)
-        if results != "rows":
-            return found
         device = jax.lax.axis_index(_AXIS)
 
         def own(leaf: Array) -> Array:
             cut = leaf.reshape(self.turns, self.devices, -1, *leaf.shape[1:])
             return cut[:, device]
 
-        return jax.tree.map(own, found)
+        return _of_rows(own, found, results)
 
 
 class _OneShard(Collectives):
@@ -337,7 +333,7 @@ class _Sum:
         shape = (self.part,) if self.is_shared else self.like.shape
         return jnp.zeros(shape, self.like.dtype)
 
-    def add(self, total: Array, found: Array) -> Array:
+    def add(self, total: Array, found: Array, turn: Array) -> Array:
         """`total` with what each device `found` in this turn, device by device."""
         if self.is_shared:
             missing = self.part * self.devices - self.size
@@ -354,6 +350,41 @@ class _Sum:
             return total
         parts = jax.lax.all_gather(total, _AXIS, tiled=True)
         return parts[: self.size].reshape(self.like.shape)
+
+
+class _Kept:
+    """The rows of all shards of a device, of one array, in the place of their sum."""
+
+    def __init__(self, like: Any, turns: int):
+        self.like, self.turns = like, turns
+
+    def zero(self) -> Array:
+        return jnp.zeros((self.turns, *self.like.shape), self.like.dtype)
+
+    def add(self, total: Array, found: Array, turn: Array) -> Array:
+        """`total` with what was found in this turn."""
+        return total.at[turn].set(found)
+
+    def whole(self, total: Array) -> Array:
+        return total
+
+
+def _of_rows(
+    function: Callable[[Any], Any], found: Any, results: Any, others: Any = None
+) -> Any:
+    """Results with a function applied to those that are values of rows.
+
+    The leaves of the rest stay as they are, or become `others` where that is given.
+    """
+
+    def one(part: Any, kind: str) -> Any:
+        if kind == "rows":
+            return jax.tree.map(function, part)
+        return part if others is None else jax.tree.map(lambda _: others, part)
+
+    if isinstance(results, str):
+        return one(found, results)
+    return tuple(map(one, found, results))
 
 
 def _merge_equal_operations(lowered: jax.stages.Lowered) -> None:

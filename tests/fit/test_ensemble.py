@@ -13,6 +13,7 @@ from jaxdp import (
     Ensemble,
     Members,
     Part,
+    PassMetric,
     Pipeline,
     Pmap,
     Sharded,
@@ -241,6 +242,8 @@ def test_wrong_arguments_are_named():
     part = Part("layers", lambda model, x, y: 0.0, optax.adam(1e-3), name="all")
     with pytest.raises(ValueError, match="`ensemble` can't stand beside a list"):
         make_small(stack(), [part], ensemble=SIZE)
+    with pytest.raises(ValueError, match="'area' can't stand .*`ensemble`.*`predict`"):
+        make_small(stack(), ensemble=SIZE, metrics={"area": PassMetric(sum)})
     trainer = make_small(
         stack(), optax.adam(1e-3), ensemble=Ensemble(SIZE, learning_rate=RATES)
     )

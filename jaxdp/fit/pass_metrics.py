@@ -1,0 +1,134 @@
+"""Metrics that are no means over rows: of all predictions and targets of a pass."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import losses
+from ..basics.arguments import as_number
+
+
+class PassMetric:
+    """A metric over a whole set, such as AUROC, F1 or a calibration error.
+
+        from sklearn.metrics import roc_auc_score
+
+        Trainer(model, metrics={"auroc": PassMetric(roc_auc_score)})
+
+    It is computed once per pass of `validate`, `test` and the validations of a fit, and
+    not in training. It is given exactly the rows that came, in their order, with the
+    predictions that the loss has had; those of all processes, in each of them. The host
+    holds them all. With `loss_fn` they are what it returns as `"predictions"` and
+    `"targets"` among its metrics.
+
+    Args:
+        fn: `(predictions, targets)`, NumPy arrays shaped `(rows, ...)` or trees of
+            them, to a number, or a dict of numbers, which are logged as
+            `val_<name>_<key>`. A function whose first argument is called `y_true`, as
+            scikit-learn's are, is called with `(targets, predictions)`.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        losses.check_package("`PassMetric`", fn, "torch")
+        if not callable(fn):
+            raise TypeError(
+                "`PassMetric`: `fn` must be a callable (predictions, targets) -> a"
+                f" number or a dict of numbers; got {fn!r}."
+            )
+        self.fn = fn
+        try:
+            first = next(iter(inspect.signature(fn).parameters), None)
+        except ValueError:  # some built-in callables have none
+            first = None
+        self._wants_targets_first = first == "y_true"
+
+    def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
+        """The value of the metric called `name`, or several by their names."""
+        given = jax.tree.map(_widened, (predictions, targets))
+        try:
+            found = self.fn(*given[::-1] if self._wants_targets_first else given)
+        except Exception as exception:
+            shapes = [[leaf.shape for leaf in jax.tree.leaves(each)] for each in given]
+            exception.add_note(
+                f"in `metrics`: {name!r}, called with predictions of shape"
+                f" {_listed(shapes[0])} and targets of shape {_listed(shapes[1])}"
+            )
+            raise
+        named = found if isinstance(found, Mapping) else {"": found}
+        values = {f"{name}_{key}".rstrip("_"): value for key, value in named.items()}
+        numbers = {key: as_number(value) for key, value in values.items()}
+        for key, number in numbers.items():
+            if number is None:
+                value = values[key]
+                raise TypeError(
+                    f"`metrics`: {key!r} is {value!r} of type {type(value).__name__};"
+                    " the function of a PassMetric must return a number, or a dict of"
+                    " numbers."
+                )
+        return numbers
+
+    def __repr__(self) -> str:
+        return f"PassMetric({getattr(self.fn, '__name__', self.fn)})"
+
+
+Metric = losses.Criterion | PassMetric
+"""What `Trainer(metrics=...)` may have by a name."""
+
+
+def split_metrics(
+    metrics: Any,
+) -> tuple[dict[str, losses.Criterion], dict[str, PassMetric]]:
+    """`Trainer(metrics=...)` as metrics of rows, and metrics of passes, by name."""
+    if isinstance(metrics, PassMetric):
+        metrics = [metrics]
+    if not isinstance(metrics, Iterable) or isinstance(metrics, str):
+        return losses.find_metrics(metrics), {}
+    of_passes: dict[str, PassMetric] = {}
+    if isinstance(metrics, Mapping):
+        of_passes = {n: m for n, m in metrics.items() if isinstance(m, PassMetric)}
+        others: Any = {n: m for n, m in metrics.items() if n not in of_passes}
+    else:
+        others = []
+        for metric in metrics:
+            if isinstance(metric, PassMetric):
+                of_passes[losses.name_of(metric.fn)] = metric
+            else:
+                others.append(metric)
+    for name in of_passes:
+        losses.check_metric_name("`metrics`", name)
+    return losses.find_metrics(others), of_passes
+
+
+def add_pass_values(
+    means: dict[str, float],
+    metrics: Mapping[str, PassMetric],
+    outputs: tuple[PyTree, PyTree],
+) -> None:
+    """Adds what metrics of passes are to the means of a pass, by name.
+
+    Args:
+        means: which they are added to.
+        metrics: by name.
+        outputs: the predictions and targets of all rows of the pass.
+    """
+    for name, metric in metrics.items():
+        values = metric(name, *outputs)
+        if clash := {*values} & {*means}:
+            raise ValueError(
+                f"`metrics`: there are two values named {sorted(clash)}, one of them of"
+                f" the PassMetric {name!r}; rename it."
+            )
+        means |= values
+
+
+def _widened(leaf: np.ndarray) -> np.ndarray:
+    """Numbers that NumPy has arithmetic for: no bfloat16."""
+    return leaf.astype(np.float32) if leaf.dtype.name == "bfloat16" else leaf
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes))
