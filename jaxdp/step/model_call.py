@@ -7,7 +7,7 @@ rows or one device's; here every one that is asked for does.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -49,6 +49,21 @@ def call_model(
 
     prediction, new_state = _with_axes(others, all_rows)
     return prediction, as_plain_state(new_state)
+
+
+@contextlib.contextmanager
+def told_of_dicts(x: PyTree) -> Iterator[None]:
+    """What the model was called on is said, if it is a dict and the model fails."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if not isinstance(x, Mapping):
+            raise
+        raise TypeError(
+            f"`predict` called the model on a dict with the keys {list(x)}, a row of"
+            f" each, and it failed: {error}. If the model takes one of them, pass"
+            " [b[KEY] for b in loader], with its key."
+        ) from error
 
 
 def call_loss_fn(

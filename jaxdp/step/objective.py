@@ -231,6 +231,13 @@ Objective = CriterionObjective | LossFnObjective
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """`(x, y, weight)` of a batch, the last None where it has none."""
+    if isinstance(batch, Mapping):
+        raise TypeError(
+            "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
+            f" {_describe(batch)}. Pass [(b[X], b[Y]) for b in loader], with two of"
+            " these keys; or, instead of `loss`,"
+            " loss_fn=lambda model, b: criterion(jax.vmap(model)(b[X]), b[Y])."
+        )
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"

@@ -26,7 +26,7 @@ from .metrics import (
     check_count,
     new_totals,
 )
-from .model_call import call_model
+from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
 from .precision import (
     PRECISIONS,
@@ -356,9 +356,10 @@ class Steps(NamedTuple):
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
         given = self._inference(model), weights.model_state, micro.batch, rows
-        if self.ensemble is not None:
-            return call_members(self.ensemble.size, *given, collectives.axis_names)
-        return call_model(*given, collectives.axis_names)[0]
+        with told_of_dicts(micro.batch):
+            if self.ensemble is not None:
+                return call_members(self.ensemble.size, *given, collectives.axis_names)
+            return call_model(*given, collectives.axis_names)[0]
 
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names, weighted = tuple(found.values), tuple(found.weights)

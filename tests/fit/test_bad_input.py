@@ -130,7 +130,8 @@ Y = np.zeros(8, np.int32)
         ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
         ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
         ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
-        ({}, [{"x": X, "y": Y}], TypeError, "got a dict with keys"),
+        ({}, [{"x": X, "y": Y}], TypeError,
+         r"a dict with keys \['x', 'y'\]. Pass \[\(b\[X\], b\[Y\]\) for b in loader"),
         ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
         ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of sha"),
         ({"loss": "cross_entropy"}, x_y(X, Y[:, None]), ValueError, "one axis more"),
@@ -163,6 +164,33 @@ def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
     with pytest.raises(error, match=message):
         trainer.fit(loader)
     trainer.model(jnp.ones(4))
+
+
+def test_what_to_write_for_dicts_does():
+    dicts = [{"x": X, "y": Y}]
+    trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
+    with pytest.raises(
+        TypeError, match=r"keys \['x', 'y'\].*it failed.* \[b\[KEY\] for"
+    ):
+        trainer.predict(dicts)
+    history = trainer.fit([(b["x"], b["y"]) for b in dicts])
+    assert other.fit(dicts)["loss"] == pytest.approx(history["loss"])
+    found = trainer.predict([b["x"] for b in dicts])
+    np.testing.assert_allclose(found, jax.vmap(trainer.model)(X), rtol=1e-5)
+
+    class OfDicts(eqx.Module):
+        inner: eqx.nn.MLP = eqx.field(default_factory=mlp)
+
+        def __call__(self, row):
+            return self.inner(row["x"])
+
+    found = make(OfDicts()).predict(dicts)
+    np.testing.assert_allclose(found, jax.vmap(mlp())(X), rtol=1e-5)
+
+
+def loss_of_dicts(model, b):
+    criterion = optax.softmax_cross_entropy_with_integer_labels
+    return criterion(jax.vmap(model)(b["x"]), b["y"])
 
 
 @pytest.mark.parametrize("criterion", [
