@@ -372,7 +372,14 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
             )
 
     # Any iterable, but not what iterates over something else.
-    if hasattr(loader, "dtype") or isinstance(loader, str | bytes | dict):
+    if hasattr(loader, "dtype"):
+        raise TypeError(
+            f"`{argument}` is an array of shape {np.shape(loader)}, not an iterable"
+            " of batches. Of arrays x and y pass one loader of both:"
+            " [(x[i : i + 32], y[i : i + 32]) for i in range(0, len(x), 32)];"
+            " of x alone, [x]."
+        )
+    if isinstance(loader, str | bytes | dict):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
             " pass a DataLoader, a list or a generator of (x, y) batches."

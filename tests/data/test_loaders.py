@@ -406,7 +406,7 @@ def test_errors_say_where_in_the_data_they_arose():
     "loader, message",
     [
         (Squares(), "a torch Dataset, which gives single examples; wrap it"),
-        (np.ones(3), "not an iterable of batches"),
+        (np.ones(3), r"array of shape \(3,\), not an iterable of batches. Of arrays"),
         ({"x": 1}, "not an iterable of batches"),
         (3, "can't be iterated"),
     ],

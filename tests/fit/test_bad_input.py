@@ -166,6 +166,19 @@ def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
     trainer.model(jnp.ones(4))
 
 
+def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
+    trainer, one = make(), "Of arrays x and y pass one loader of both: "
+    x = jnp.asarray(X)
+    for arguments, name in ((X, Y), "train_loader"), (([(X, Y)], x), "val_loader"):
+        with pytest.raises(TypeError, match=f"`{name}` is an array of shape .*{one}"):
+            trainer.fit(*arguments)
+    with pytest.raises(
+        TypeError, match=r"shape \(8, 4\).*themselves, pass \[\(x, y\)\]"
+    ):
+        trainer.fit((X, Y))
+    assert trainer.global_step == 0
+
+
 def test_what_to_write_for_dicts_does():
     dicts = [{"x": X, "y": Y}]
     trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
