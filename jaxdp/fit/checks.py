@@ -26,7 +26,7 @@ from ..step import (
     check_remat,
     find_parts,
 )
-from ..strategies import DataParallel, Pipeline, Sharded
+from ..strategies import DataParallel, Members, Pipeline, Sharded
 from ..strategies.bitwise import Bitwise
 from .pass_metrics import split_metrics
 
@@ -45,12 +45,12 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
 
     # Each by itself.
     several = is_several(found["optimizer"])
+    if not several:
+        check_optimizer(found["optimizer"])
     has_own_loss = several or found["loss_fn"] is not None
     check_model(found["model"], must_be_callable=not has_own_loss)
     check_state(found["model"], found["state"])
     found["ensemble"] = checked_ensemble(found)
-    if not several:
-        check_optimizer(found["optimizer"])
     check_strategy_argument(found["strategy"])
     check_choice("reproducible", found["reproducible"], (None, "bitwise"))
     check_choice("offload", found["offload"], (None, "optimizer"))
@@ -162,13 +162,18 @@ def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
 
 def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
     """What `ensemble` means, if the model is one."""
-    ensemble = arguments["ensemble"]
+    ensemble, strategy = arguments["ensemble"], arguments["strategy"]
     if ensemble is None:
+        if isinstance(strategy, Members):
+            raise ValueError(
+                "`strategy`: Members splits the models of an ensemble, and `ensemble`"
+                " was not given; pass it, or use Sharded()."
+            )
         return None
     if not isinstance(ensemble, Ensemble):
         check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
         ensemble = Ensemble(ensemble)
-    if isinstance(arguments["strategy"], Pipeline):
+    if isinstance(strategy, Pipeline):
         raise ValueError(
             "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which are"
             " its blocks and, in an ensemble, the members. Use Members() or Sharded()."
@@ -177,6 +182,17 @@ def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
         raise ValueError(
             "`ensemble` can't stand beside a list of parts in the place of `optimizer`:"
             " train one model with parts, or an ensemble with one loss."
+        )
+    if isinstance(strategy, Members) and ensemble.size % strategy.mesh.size:
+        raise ValueError(
+            f"`ensemble`: {ensemble.size} members can't be split over the"
+            f" {strategy.mesh.size} devices of Members(); pass a number of devices that"
+            " divides them."
+        )
+    if arguments["precision"] == "16-mixed":
+        raise ValueError(
+            "`precision`='16-mixed' scales the loss of all members alike, so that one"
+            " that diverges would stop the others; use 'bf16-mixed' with `ensemble`."
         )
     ensemble.check("model", arguments["model"])
     ensemble.check("state", arguments["state"])
@@ -225,6 +241,10 @@ def check_optimizer(optimizer: Any) -> None:
             " gradient_transformation() returns, or use `accumulate_grad_batches`."
         )
     kind = type(optimizer).__name__
+    if isinstance(optimizer, Part):
+        raise TypeError(
+            "`optimizer` is a jaxdp.Part; pass a list of them: [Part(...)]."
+        )
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls.__module__.startswith("torch"):
         kind = cls.__name__

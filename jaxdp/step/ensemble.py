@@ -42,6 +42,10 @@ class Ensemble:
         values = "".join(f", {k}={v.tolist()}" for k, v in self.values.items())
         return f"Ensemble({self.size}{values})"
 
+    def names(self, name: str) -> list[str]:
+        """What the values of each member are called."""
+        return [f"{name}[{member}]" for member in range(self.size)]
+
     def check(self, argument: str, tree: PyTree) -> None:
         """Raises for an array that has no axis of members in front."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -68,13 +72,16 @@ class Ensemble:
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> PyTree:
-            return self._with_values(init_each(inner, params))
+            return self._with_values(init_each(inner, params, own_losses=True))
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, PyTree]:
             own = jax.tree.map(lambda leaf: leaf * self.size, updates)
-            return update_each(inner, state, extra)(own, state, params)
+            if "value" in extra:
+                extra["value"] = jnp.broadcast_to(extra["value"], (self.size,))
+            update = update_each(inner, state, extra, own_losses=True)
+            return update(own, state, params)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -112,9 +119,10 @@ class OfMembers:
     `"loss"` is the mean over members, `"loss[3]"` that of one, and so for metrics.
     """
 
-    def __init__(self, objective: Objective, size: int):
+    def __init__(self, objective: Objective, ensemble: Ensemble):
         self.objective = objective
-        self.size = size
+        self.size = ensemble.size
+        self.names = ensemble.names
         self.takes_key = objective.takes_key
 
     def __call__(
@@ -132,13 +140,26 @@ class OfMembers:
             traced[:] = [found]
             return found.values, found.weights, found.model_state
 
-        values, weights, new_state = over_members(
-            of_one, self.size, model, model_state, rows
-        )
+        try:
+            values, weights, new_state = over_members(
+                of_one, self.size, model, model_state, rows, (0, None, 0)
+            )
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            raise ValueError(
+                "`ensemble`: the loss or a metric returned (values, weights) whose"
+                " weights differ by member, so that there is no mean over members: they"
+                " are made of predictions or of keys. Make them of the batch alone."
+            ) from None
         (one,) = traced
         return one._replace(
             values=self._named(values, one.values),
-            weights=self._named(weights, one.weights),
+            weights={
+                name: weights[of]
+                for of in one.weights
+                for name in (of, *self.names(of))
+            },
             model_state=new_state,
         )
 
@@ -148,9 +169,9 @@ class OfMembers:
         """In the order of `names`, which dicts lose on their way through JAX."""
         means = {name: stacks[name].mean(0) for name in names}
         return means | {
-            f"{name}[{member}]": stacks[name][member]
+            own: stacks[name][member]
             for name in means
-            for member in range(self.size)
+            for member, own in enumerate(self.names(name))
         }
 
 
@@ -177,6 +198,7 @@ def over_members(
     model: PyTree,
     model_state: PyTree,
     rows: MaskAndKeys,
+    out_axes: Any = 0,
 ) -> Any:
     """`function` of each member and its state; keys differ by member."""
     arrays, static = eqx.partition((model, model_state), eqx.is_array)
@@ -190,4 +212,4 @@ def over_members(
         )
         return function(model, state, own)
 
-    return jax.vmap(of_one)(arrays, jnp.arange(size))
+    return jax.vmap(of_one, out_axes=out_axes)(arrays, jnp.arange(size))

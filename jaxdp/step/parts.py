@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
@@ -128,9 +129,18 @@ def _is_trainable(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+_NO_MASK: Final = (
+    "`Part`: `params` must be a path pattern, a list of them, or a pytree of bools that"
+    " is a prefix of the model."
+)
+
+
 def _mask(params: PyTree, model: PyTree) -> PyTree:
     """Bools in the structure of `model`."""
     patterns = [params] if isinstance(params, str) else params
+    kinds = {type(leaf) for leaf in jax.tree.leaves(params)}
+    if not kinds <= {str, bool, np.bool_}:
+        raise TypeError(_NO_MASK + f" It has {', '.join(k.__name__ for k in kinds)}.")
     is_patterns = isinstance(patterns, list | tuple)
     if not is_patterns or not all(isinstance(each, str) for each in patterns):
         try:
@@ -138,10 +148,7 @@ def _mask(params: PyTree, model: PyTree) -> PyTree:
                 lambda on, below: jax.tree.map(lambda _: bool(on), below), params, model
             )
         except ValueError as error:
-            raise ValueError(
-                "`Part`: `params` must be a path pattern, a list of them, or a pytree"
-                " of bools that is a prefix of the model."
-            ) from error
+            raise ValueError(_NO_MASK) from error
 
     def names_of(path: Sequence[Any]) -> Iterator[str]:
         return (leaf_path(path[: end + 1]) for end in range(len(path)))

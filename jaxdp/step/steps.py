@@ -98,7 +98,7 @@ class Steps(NamedTuple):
         assert objective is not None
         if self.ensemble is None:
             return objective
-        return OfMembers(objective, self.ensemble.size)
+        return OfMembers(objective, self.ensemble)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -123,6 +123,9 @@ class Steps(NamedTuple):
         grads, model_state, summed = self._mean_gradients(collectives, state, groups)
         total = count_rows(groups)
         loss = summed.means(total)[0]
+        if self.ensemble is not None:  # each member's
+            places = [summed.facts.names.index(n) for n in self.ensemble.names("loss")]
+            loss = summed.means(total)[jnp.array(places)]
         state = state._replace(params=collectives.like_gradients(state.params))
         with jax.named_scope("update"):
 
@@ -163,6 +166,8 @@ class Steps(NamedTuple):
 
         inside: dict[str, Array] = {}
         seen = collectives.mean_gradients(grads)
+        if (ensemble := self.ensemble) is not None:  # they are of the mean loss
+            seen = jax.tree.map(lambda leaf: leaf * ensemble.size, seen)
         for hook in self.inside:
             values = hook(seen, updates, new)
             if not isinstance(values, dict):

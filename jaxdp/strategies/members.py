@@ -20,9 +20,9 @@ MEMBERS: Final = "members"
 class Members(Sharded):
     """The models of `Trainer(ensemble=...)` split over the devices.
 
-    Each device trains its own members on whole batches. Devices exchange the losses
-    and metrics, a few bytes, and nothing else. The number of members must be a multiple
-    of the number of devices.
+    Each device trains its own members on whole batches. Devices exchange the loss and
+    metrics of every row, and nothing else. The number of members must be a multiple of
+    the number of devices.
 
     Args:
         devices: how many, or which; all by default.

@@ -227,6 +227,63 @@ def test_more_values_than_other_trainers_may_have():
     assert history["loss"][0] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
+def test_an_optimizer_that_takes_the_loss_is_given_that_of_each_member(alone):
+    def plateau():
+        return optax.chain(
+            optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
+        )
+
+    options = {"strategy": SingleDevice(), "epochs": 4}
+    _, losses = fitted(stack(), plateau(), ensemble=SIZE, **options)
+    for member in (0, 2):
+        _, expected = fitted(make(KEYS[member]), plateau(), **options)
+        np.testing.assert_allclose(losses[member], expected[0], rtol=1e-5)
+
+
+def test_learning_rates_are_one_number_whatever_the_model_has():
+    """Also of a model with a parameter that is a scalar, and so has scalar moments."""
+
+    class Scaled(eqx.Module):
+        inner: eqx.nn.MLP
+        scale: jax.Array
+
+        def __call__(self, x):
+            return self.scale * self.inner(x)
+
+    def scaled(key):
+        return Scaled(make(key), jax.numpy.ones(()))
+
+    optimizer, ensemble = adam()
+    trainer, losses = fitted(stack(scaled), optimizer, ensemble=ensemble, epochs=1)
+    assert trainer.hyperparams["learning_rate"] == pytest.approx(1e-3)
+    trainer.set_hyperparams(learning_rate=1e-2)
+    _, expected = fitted(scaled(KEYS[3]), optax.adam(1e-3), epochs=1)
+    np.testing.assert_allclose(losses[3], expected[0], rtol=1e-5)
+
+
+def test_weights_are_the_same_for_all_members(alone):
+    def loss_fn(model, x, y, weights):
+        logits = jax.vmap(model)(x)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return each, weights
+
+    def weighted(model, x, y):
+        return loss_fn(model, x, y, 1.0 + y)
+
+    options = {"loss": None, "metrics": (), "loss_fn": weighted}
+    trainer, losses = fitted(stack(), optax.adam(1e-2), ensemble=SIZE, **options)
+    own, expected = fitted(make(KEYS[1]), optax.adam(1e-2), **options)
+    np.testing.assert_allclose(losses[1], expected[0], rtol=1e-5)
+    assert trainer.history["val_loss[1]"] == pytest.approx(own.history["val_loss"])
+
+    def by_member(model, x, y):
+        return loss_fn(model, x, y, jax.nn.sigmoid(jax.vmap(model)(x)[:, 0]))
+
+    trainer = make_small(stack(), loss_fn=by_member, ensemble=SIZE)
+    with pytest.raises(ValueError, match="weights differ by member"):
+        trainer.fit(DATA)
+
+
 # --- errors -------------------------------------------------------------------------
 
 
@@ -251,8 +308,12 @@ def test_wrong_arguments_are_named():
         trainer.fit(DATA)
     with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
         make_small(stack(), optax.lbfgs(), ensemble=SIZE).fit(DATA)
-    with pytest.raises(ValueError, match="not divisible by 8"):
-        make_small(stack(), ensemble=SIZE, strategy=Members()).fit(DATA)
+    with pytest.raises(ValueError, match="4 members can't be split over the 8 devices"):
+        make_small(stack(), ensemble=SIZE, strategy=Members())
+    with pytest.raises(ValueError, match="`ensemble` was not given"):
+        make_small(strategy=Members())
+    with pytest.raises(ValueError, match="scales the loss of all members alike"):
+        make_small(stack(), ensemble=SIZE, precision="16-mixed")
 
 
 def test_a_member_is_asked_for_by_its_number():

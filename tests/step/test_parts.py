@@ -318,6 +318,8 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([one(name="val")], {}, "'val_' and 'test_'"),
         ([one(NOTHING, name="none")], {}, "no floating"),
         ([one({"critic": True}, name="x")], {}, "a prefix of the model"),
+        ([one(lambda gan: gan, name="x")], {}, "bools.*It has function"),
+        (one(), {}, r"a jaxdp.Part; pass a list"),
         ([one(every=0)], {}, "`every`"),
         ([one(gradient_clip_val=-1)], {}, "`gradient_clip_val`"),
         ([one(optimizer=optax.adam)], {}, "`optimizer` must be an optax"),
