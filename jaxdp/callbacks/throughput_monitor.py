@@ -129,7 +129,12 @@ class ThroughputMonitor(Callback):
         if shapes not in self._flops:
             flops, is_first = self.flops_per_example, not self._flops
             if flops is None:
-                flops = trainer.run.flops_per_example(batch)
+                try:
+                    flops = trainer.run.flops_per_example(batch)
+                except Exception:
+                    if is_first:
+                        raise
+                    return  # the step will say what is wrong with this shape
             self._flops[shapes] = flops
             if is_first:
                 self._peak = self._find_peak(trainer)
