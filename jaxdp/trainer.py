@@ -419,10 +419,7 @@ class Trainer:
             return self.start_saving(path).finish()
 
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
-        """Like `save`, but goes on in the background; call `finish` on what it returns.
-
-        The state is that of now, and the next step may overwrite it.
-        """
+        """Like `save`, but in the background; call `finish` on what it returns."""
         return snapshot.start_saving(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
