@@ -46,7 +46,9 @@ def values_mix_rows(jaxpr: Any) -> bool:
     """Whether in a traced program some value of a row depends on other rows."""
     jaxpr = opened(jaxpr)
     if any(_is_mark(equation, _VALUES) for equation in jaxpr.eqns):
-        return _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values
+        if _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values:
+            return True
+    # There may be others inside: a part of a model that not every step trains.
     return any(
         values_mix_rows(inner)
         for equation in jaxpr.eqns
@@ -103,7 +105,7 @@ class _Followed(NamedTuple):
 def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
     """What is known of a program's results if this is what is known of its inputs."""
     known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
-    mixed_values = False
+    mixed_values = has_values = False
 
     def find(var: Any) -> _Known:
         return None if hasattr(var, "val") else known.get(var)
@@ -111,10 +113,16 @@ def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
     for equation in jaxpr.eqns:
         operands = [find(var) for var in equation.invars]
         if _is_mark(equation, _ROWS):
+            if has_values:
+                # The loss is computed once more, for another part or by an optimizer
+                # that evaluates it. All rows had a part in where it is computed.
+                known, has_values = {}, False
             known[equation.outvars[0]] = _Along(0, 1)
             continue
 
-        mixed_values |= _is_mark(equation, _VALUES) and operands[0] == _MIXED
+        if _is_mark(equation, _VALUES):
+            has_values = True
+            mixed_values |= operands[0] == _MIXED
         if any(each is not None for each in operands):
             try:
                 results = _results(equation, operands)

@@ -170,6 +170,30 @@ def test_parts_have_the_numbers_of_a_loop_by_hand(options):
     assert len(trainer.run.engine.programs._of_training) == 1
 
 
+def test_a_part_may_follow_on_what_another_has_learned_of_all_rows():
+    """Its loss depends on them through the parameters, and yet its rows are apart."""
+    ragged, seen = [*DATA[:3], (DATA[3][0][:5],)], Values()
+    trainer = fit(parts(every=1), seen, data=ragged, strategy=Sharded(8))
+
+    assert not trainer.run.engine.facts["train"].rows_interact
+    assert len(trainer.run.engine.programs._of_training) == 1
+    expected = [step["loss"] for step in by_hand(ragged, 2, 1)[1]]
+    np.testing.assert_allclose(seen.of("loss"), expected, rtol=1e-5)
+
+
+def test_rows_that_interact_are_found_in_a_part_that_not_every_step_trains():
+    def by_all(gan, x, keys):
+        scores = jax.vmap(gan.critic)(x)[:, 0]
+        return (scores - scores.mean()) ** 2
+
+    of_parts = [
+        Part("generator", generator_loss, GENERATOR),
+        Part("critic", by_all, CRITIC, every=2),
+    ]
+    trainer = fit(of_parts, data=[(x[:5],) for (x,) in DATA], strategy=Sharded(8))
+    assert trainer.run.engine.facts["train"].rows_interact
+
+
 def test_validation_runs_every_part_on_every_row():
     trainer = fit(parts(), strategy=Sharded(8))
     ragged = [DATA[0], (DATA[1][0][:5],)]
