@@ -214,7 +214,7 @@ def _at_unit_rate(opt_state: Any) -> Any:
 def _twin(trainer: Trainer, optimizer: Any) -> Trainer:
     """A trainer of the same model, which shares nothing that changes."""
     fresh = not trainer.run.has_engine
-    model = trainer.model if fresh else trainer.model_of(trainer.state)
+    model = trainer.model if fresh else trainer.run.model_of(trainer.state)
     changed = {
         "model": model,
         "state": trainer.model_state,

@@ -15,14 +15,15 @@ from .callbacks import Callback
 from .callbacks.defaults import with_defaults
 from .engine import hyperparams
 from .fit import Metric, Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
+from .fit.report import in_a_line, report, summary
 from .history import History
 from .step import Ensemble, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
-if TYPE_CHECKING:
-    # Imported where they are used: not every fit is planned, compared or reported on.
+if TYPE_CHECKING:  # imported where they are used
     from .comparison import Comparison
     from .plan import Hardware, Plan
+    from .reports import Summary
 
 
 class Trainer:
@@ -116,8 +117,7 @@ class Trainer:
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",
     ):
-        arguments = {k: v for k, v in locals().items() if k != "self"}
-        arguments = checks.checked(arguments)
+        arguments = checks.checked({k: v for k, v in locals().items() if k != "self"})
         several = jax.process_count() > 1
         self.callbacks = with_defaults(
             checks.check_callbacks(callbacks),
@@ -126,10 +126,10 @@ class Trainer:
         )
         if not several and (warning := distributed.forgotten()):
             warn(warning, stacklevel=2)
+        self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         """The engine, the counters and what else few callbacks need."""
 
-        self.strategy: DataParallel = arguments["strategy"]
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
         self.history = History()
@@ -138,6 +138,11 @@ class Trainer:
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.num_training_batches: int | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "run" in vars(self):
+            self.run.check_may_be_set(name)
+        super().__setattr__(name, value)
 
     def fit(
         self,
@@ -176,17 +181,15 @@ class Trainer:
             max_time: of this fit after compilation: "DD:HH:MM:SS", a timedelta, a dict
                 of its arguments, or seconds.
             ckpt_path: resume from this checkpoint: a path, or `"last"`, `"best"` or
-                `"auto"` of those that the `ModelCheckpoint` callback has saved.
-                `"auto"` starts afresh if there are none. A damaged one is reported,
-                and the next one taken.
+                `"auto"` of those that the `ModelCheckpoint` callback has saved; the
+                last word starts afresh if there are none. Damaged ones are passed over.
             limit_train_batches: batches per epoch, or as a float a share of them.
             limit_val_batches: the same for validation.
             check_val_every_n_epoch: which epochs end with a validation.
             val_check_interval: also validate every so many training batches, or as a
                 float after every such share of an epoch.
-            fast_dev_run: run one batch (or so many) of training and validation,
-                without loggers and checkpoints, to find mistakes. It is real training,
-                and counts as an epoch.
+            fast_dev_run: run one batch (or so many) of training and validation, without
+                loggers and checkpoints, to find mistakes. It counts as an epoch.
             overfit_batches: train on the first so many batches (or share of them) over
                 and over, to see whether the model can learn at all.
 
@@ -237,9 +240,16 @@ class Trainer:
         """
         return evaluation.validate(self, loader)
 
-    def test(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Like `validate`, with keys `test_loss` and so on, and without hooks."""
-        return evaluation.test(self, loader)
+    def test(
+        self, loader: Iterable[Any], ckpt_path: str | os.PathLike[str] | None = None
+    ) -> dict[str, float]:
+        """Like `validate`, with keys `test_loss` and so on, and without hooks.
+
+        With `ckpt_path` of the weights of a checkpoint: of a path, or of `"best"` or
+        `"last"` of those that the `ModelCheckpoint` callback has saved. The trainer
+        keeps its own; `load` is for going on with a checkpoint's.
+        """
+        return evaluation.test(self, loader, ckpt_path)
 
     def plan(
         self,
@@ -257,8 +267,7 @@ class Trainer:
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
         The step is compiled on shapes alone, and nothing runs. The model may be made of
-        shapes too, by `eqx.filter_eval_shape`. Its `to_html`, `scaling` and
-        `largest_batch` say more.
+        shapes too. The plan's `to_html`, `scaling` and `largest_batch` say more.
 
         Args:
             loader: as for `fit`; one batch of it is read, for its shapes.
@@ -268,8 +277,8 @@ class Trainer:
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.plan.Hardware`. That of the devices, if known, by default.
-            hosts: how many hosts, each a process, the devices are on in equal parts. A
-                topology knows, and so do the devices of a job of several processes.
+            hosts: how many hosts the devices are on, in equal parts. A topology knows,
+                and so do the devices of a job of several processes.
         """
         from .fit import previews
 
@@ -293,6 +302,18 @@ class Trainer:
         """
         return evaluation.predict(self, loader, gather=gather)
 
+    def __repr__(self) -> str:
+        return in_a_line(self)
+
+    def summary(self) -> "Summary":
+        """The layers of the model, their arrays, parameters and bytes, as a table.
+
+            print(trainer.summary())  # a notebook shows it without `print`
+
+        Nothing is placed or compiled for it; the model may be made of shapes.
+        """
+        return summary(self)
+
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
     ) -> "Comparison":
@@ -300,8 +321,7 @@ class Trainer:
 
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each starts from this trainer's present state, which stays, and is compared with
-        its own strategy. The host holds each step's state.
+        Each starts from this trainer's state, which stays. The host holds each step's.
 
         Args:
             loader: as for `fit`.
@@ -322,10 +342,6 @@ class Trainer:
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
         return self.run.member_of(self.model, index)
-
-    def model_of(self, state: TrainState) -> PyTree:
-        """The model with the weights of a placed `state`, as `model` gives it."""
-        return self.run.engine.held.model_of(state)[0]
 
     @property
     def model_state(self) -> eqx.nn.State | None:
@@ -387,11 +403,6 @@ class Trainer:
         return self.run.accumulate_grad_batches
 
     @property
-    def steps_per_execution(self) -> int | str:
-        """As passed; what "auto" has picked is said when it is."""
-        return self.run.steps_per_execution
-
-    @property
     def global_step(self) -> int:
         """Optimizer steps that were taken."""
         return self.run.progress.global_step
@@ -401,19 +412,13 @@ class Trainer:
         """The present epoch, counted from 0."""
         return self.run.progress.epoch
 
-    @property
-    def batch_idx(self) -> int:
-        """Optimizer steps done of the present epoch: the number of the next one."""
-        return self.run.batch_idx
-
     def save(self, path: str | os.PathLike[str]) -> str:
         """Writes the whole `TrainState` and the counters into the folder `path`.
 
         All processes must call it, with the same path in a file system that they share.
 
         Returns:
-            The absolute path, once all is on disk. Raises `FileExistsError` if
-            something is there already.
+            The absolute path, once all is on disk.
         """
         with self.run.interrupts.whole():
             return self.start_saving(path).finish()
@@ -425,23 +430,19 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        All of it or, if that can't be, nothing. Other callbacks keep their state, with
-        a warning.
+        All of it or nothing. Callbacks it does not know keep their state, and warn.
         """
         snapshot.load(self, path)
 
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
-        """Writes one HTML page about the run, which opens anywhere, also offline.
+        """Writes one HTML page about the run: its curves, and what it was made of.
 
-        It has the curves and what the run was made of; with a `CSVLogger` single steps,
-        with a `ThroughputMonitor` the throughput.
+        With a `CSVLogger` it has single steps, with a `ThroughputMonitor` the speed.
 
         Args:
             path: of the file, or a folder to write `report.html` into; returned.
             plan: what `trainer.plan` gave, to be shown instead of `running_plan`.
         """
-        from .fit.report import report
-
         return report(self, path, plan)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:

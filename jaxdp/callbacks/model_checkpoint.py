@@ -28,7 +28,8 @@ _SAVED = fields(
         "is_fresh": truth(),
         "is_due": truth(),
         "kept_for_resuming": maybe(whole()),
-    }
+    },
+    {"best_first": each(whole())},
 )
 
 
@@ -242,6 +243,7 @@ class ModelCheckpoint(Callback):
             "is_fresh": self._is_fresh,
             "is_due": self._is_due,
             "kept_for_resuming": self._kept_for_resuming,
+            "best_first": self._ranked(self._scores),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -444,6 +446,6 @@ def last_checkpoint(trainer: "Trainer", before: int) -> str | None:
 def is_at_epoch_end(trainer: "Trainer") -> bool:
     """Whether all steps of the epoch are done, and what ends it is still to come:
     validation, history, `on_train_epoch_end`."""
-    total, done = trainer.num_training_batches, trainer.batch_idx
+    total, done = trainer.num_training_batches, trainer.run.batch_idx
     is_over = total is not None and 0 < total <= done
     return is_over and not trainer.run.progress.epoch_ended

@@ -257,7 +257,7 @@ def _total(trainer: "Trainer") -> int | None:
     total, last = trainer.num_training_batches, trainer.max_steps
     if last is None:
         return total
-    left = trainer.batch_idx + max(last - trainer.global_step, 0)
+    left = trainer.run.batch_idx + max(last - trainer.global_step, 0)
     return left if total is None else min(total, left)
 
 

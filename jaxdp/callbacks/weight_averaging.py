@@ -79,7 +79,7 @@ class WeightAveraging(Callback):
 
     def averaged_model(self, trainer: "Trainer") -> PyTree:
         """The model with the average as its weights, live, on the default device."""
-        return trainer.model_of(_with_average(trainer.state))
+        return trainer.run.model_of(_with_average(trainer.state))
 
     def _take_in(self, params: PyTree, state: "Averaging") -> "Averaging":
         steps = state.steps + 1

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from ..basics.console import say
 from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
+from .folder import CheckpointDir
 from .leaves import differences, first_lines, plain, shape_in, shape_text, unplain
 from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
@@ -31,7 +32,9 @@ def load_model(
     The optimizer's state is not read, and which leaves were trained plays no part.
 
     Args:
-        path: a checkpoint's folder, or what `save_model` wrote.
+        path: a checkpoint's folder; a folder of them, of which the best by the
+            `ModelCheckpoint` that has saved them is taken, or without a `monitor` the
+            last; or what `save_model` wrote.
         like: a model of the same structure; only its structure, shapes and dtypes
             matter, so `eqx.filter_eval_shape(Model, ...)` will do.
         state: the `eqx.nn.State` to fill too; checkpoints alone have one.
@@ -61,7 +64,7 @@ def load_model(
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
         stored, read = _open_safetensors(path)
     else:
-        stored, read = _open_checkpoint(path)
+        stored, read = _open_checkpoint(path := _one_checkpoint(path))
         if state is not None:
             wanted |= {f"model_state: {n}": x for n, x in _arrays(state).items()}
     found = {
@@ -170,6 +173,40 @@ def _report(
 
 
 Reader = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _one_checkpoint(path: str) -> str:
+    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
+    folder = CheckpointDir(path)
+    steps = folder.steps()
+    if not steps or os.path.lexists(os.path.join(path, "meta")):
+        return path
+    last = steps[-1]
+    best_first = _record(folder, read_meta(folder.path_of(last)))
+    chosen = next((step for step in best_first if step in steps), last)
+    what = "the last" if chosen == last else "the best"
+    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {len(steps)} checkpoints")
+    return folder.path_of(chosen)
+
+
+def _record(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
+    """The steps of a folder, best first, as its `ModelCheckpoint` had them.
+
+    Of several the one that had this folder, or one of the same name, if it was moved.
+    """
+    whose = meta["identities"]
+
+    def is_of(name: str) -> tuple[bool, bool]:
+        own = whose.get(name, "")
+        base = os.path.basename
+        return own == folder.path, base(own) == base(folder.path)
+
+    records = {
+        name: state["best_first"]
+        for name, state in meta["callbacks"].items()
+        if isinstance(state.get("best_first"), list)
+    }
+    return records[max(records, key=is_of)] if records else []
 
 
 def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:

@@ -2,17 +2,20 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import distributed
+from ..basics.console import say
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of
 from ..engine import Fetching
 from ..step import means_of
 from .pass_metrics import add_pass_values
+from .resume import taken
+from .snapshot import weights_at
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -57,6 +60,7 @@ def evaluate(
     sources: Loaders,
     limits: Mapping[str, int | None],
     hooks: Hooks,
+    weights: list[Any] | None = None,
 ) -> dict[str, float]:
     """Exact means over the rows of a pass over each, as `{"val_loss": ..., ...}`.
 
@@ -67,6 +71,7 @@ def evaluate(
         sources: of the batches.
         limits: how many batches of each, where not all.
         hooks: to be called.
+        weights: other ones than those of the trainer's state.
     """
     run, totals = trainer.run, {}
     with run.logged.into({}) as logged:
@@ -74,7 +79,9 @@ def evaluate(
         done = itertools.count()
         for prefix, source in sources.items():
             limit = limits.get(prefix)
-            totals[prefix] = _totals(trainer, source, prefix, limit, hooks, done)
+            totals[prefix] = _totals(
+                trainer, source, prefix, limit, hooks, done, weights
+            )
 
     metrics, facts = {}, run.engine.facts["evaluate"]
     for prefix, (each, outputs) in totals.items():
@@ -96,6 +103,7 @@ def _totals(
     limit: int | None,
     hooks: Hooks,
     done: Iterator[int],
+    weights: list[Any] | None,
 ) -> tuple[Any, Fetching]:
     """The sums over a pass, and what is kept of its rows; `done` counts the batches of
     all passes."""
@@ -108,7 +116,8 @@ def _totals(
         run.engine.as_settled(),
     ):
         engine = run.engine
-        weights, outputs = engine.weights(), engine.fetching("evaluate")
+        weights = engine.weights() if weights is None else weights
+        outputs = engine.fetching("evaluate")
         for batch_idx, batch in enumerate(_pass(trainer, source, prefix, limit)):
             run.engine_for(batch)
             totals = engine.evaluate(weights, batch, totals, batch_idx, outputs)
@@ -127,20 +136,36 @@ def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
     return _evaluate(trainer, loader, "validate", "val", hooks)
 
 
-def test(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
-    """`Trainer.test`."""
-    return _evaluate(trainer, loader, "test", "test", Hooks(()))
+def test(trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any) -> dict[str, float]:
+    """`Trainer.test`, of the trainer's weights or of a checkpoint's."""
+
+    def weights() -> list[Any] | None:
+        found = ckpt_path is not None and taken(
+            trainer, ckpt_path, lambda path: weights_at(trainer, path)
+        )
+        if not found:
+            return None
+        path, (step, weights) = found
+        say(f"`test` has the weights of step {step}, from {path}")
+        return weights
+
+    return _evaluate(trainer, loader, "test", "test", Hooks(()), weights)
 
 
 def _evaluate(
-    trainer: "Trainer", loader: Any, method: str, prefix: str, hooks: Hooks
+    trainer: "Trainer",
+    loader: Any,
+    method: str,
+    prefix: str,
+    hooks: Hooks,
+    weights: Callable[[], list[Any] | None] = lambda: None,
 ) -> dict[str, float]:
     trainer.run.settled_engine(f"`{method}`")
     with contextlib.ExitStack() as stack:
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
-        return evaluate(trainer, sources, {}, hooks)
+        return evaluate(trainer, sources, {}, hooks, weights())
 
 
 def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Which checkpoint a fit goes on from: `fit(..., ckpt_path=...)`."""
+"""Which checkpoint is meant by `fit(..., ckpt_path=...)`, and by that of `test`."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from ..checkpoint import CheckpointCorrupt
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
-WORDS = ("last", "best", "auto")
+WORDS: Final = ("last", "best", "auto")
 
 _OF_CONTENTS: Final = (
     ValueError,
@@ -31,30 +31,60 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
 
     Args:
         trainer: takes it up.
-        where: a checkpoint's folder, or a word for some of those that the
-            `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, `"best"`
-            by their monitor, or `"auto"`, the last one if there is any.
+        where: as for `taken`; or `"auto"`, the last one if there is any.
 
     Raises:
-        FileNotFoundError: if there is none (but for `"auto"`).
+        FileNotFoundError, CheckpointCorrupt, ValueError: as `taken`.
+    """
+    found = taken(trainer, where, trainer.load, WORDS)
+    if found is None:
+        return
+    path, _ = found
+    step = trainer.global_step
+    if path != where and os.path.basename(path) != str(step):
+        warn(
+            f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
+            " another name.",
+            stacklevel=4,
+        )
+    say(f"resumed step {step} (epoch {trainer.current_epoch}) from {path}")
+
+
+def taken(
+    trainer: "Trainer",
+    where: Any,
+    take: Callable[[str], Any],
+    words: tuple[str, ...] = ("last", "best"),
+) -> tuple[str, Any] | None:
+    """What `take` makes of the checkpoint that `where` means, and its path.
+
+    Args:
+        trainer: whose.
+        where: a checkpoint's folder, or a word for some of those that the
+            `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, or
+            `"best"` by their monitor. Damaged ones are passed over, with a warning.
+        take: given a path.
+        words: those that may be used.
+
+    Raises:
+        FileNotFoundError: if there is none (but for `"auto"`, which gives None).
         CheckpointCorrupt: if there are some, and none is whole.
         ValueError: for a word that asks for what there can't be; or if a checkpoint
             is of another model or optimizer.
     """
     if isinstance(where, bool) or not isinstance(where, str | os.PathLike):
         raise TypeError(
-            f"`ckpt_path` must be the path of a checkpoint or one of {WORDS}; got"
+            f"`ckpt_path` must be the path of a checkpoint or one of {words}; got"
             f" {where!r}."
         )
-    if where not in WORDS or not isinstance(where, str):
+    if where not in words or not isinstance(where, str):
         if not os.path.lexists(where):
             raise FileNotFoundError(
-                f"`ckpt_path`={os.fspath(where)!r} is none of {WORDS}, and there is"
+                f"`ckpt_path`={os.fspath(where)!r} is none of {words}, and there is"
                 f" nothing at {os.path.abspath(where)}."
             )
-        trainer.load(where)
-        say(f"resumed {_place(trainer)} from {os.path.abspath(where)}")
-        return
+        path = os.path.abspath(where)
+        return path, take(path)
 
     # A word: what the callbacks have saved.
     savers = savers_of(trainer)
@@ -73,12 +103,13 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
 
     # One process looks, and all try the same ones.
     paths, faults = trainer.run.processes.first(
-        "which checkpoint to resume from",
+        "which checkpoint is meant",
         lambda: _paths(trainer, where, savers),
         CheckpointCorrupt,
     )
-    if paths or faults:
-        _load_first_whole(trainer, where, paths, faults)
+    if not paths and not faults:
+        return None
+    return _first_whole(where, take, paths, faults)
 
 
 @contextlib.contextmanager
@@ -142,25 +173,16 @@ def _paths(
     return [[folder.path_of(step) for step, folder in found], faults]
 
 
-def _load_first_whole(
-    trainer: "Trainer", where: str, paths: list[str], faults: list[str]
-) -> None:
+def _first_whole(
+    where: str, take: Callable[[str], Any], paths: list[str], faults: list[str]
+) -> tuple[str, Any]:
     for path in paths:
         try:
-            trainer.load(path)
+            return path, take(path)
         except (CheckpointCorrupt, FileNotFoundError) as error:
             text = str(error).removeprefix("`path`: ")
             faults.append(text)
-            warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=4)
-            continue
-        if os.path.basename(path) != str(trainer.global_step):
-            warn(
-                f"`ckpt_path`={where!r}: {path} is the checkpoint of step"
-                f" {trainer.global_step}, under another name.",
-                stacklevel=4,
-            )
-        say(f"resumed {_place(trainer)} from {path}")
-        return
+            warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=6)
     raise CheckpointCorrupt(
         f"`ckpt_path`={where!r}: there are checkpoints, and none is whole:\n  "
         + "\n  ".join(faults)
@@ -197,7 +219,3 @@ def _ranks(
     who = f"the callback {name_of(trainer, saver)}"
     with taking_up(path, who, saver.ranked_in):
         return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
-
-
-def _place(trainer: "Trainer") -> str:
-    return f"step {trainer.global_step} (epoch {trainer.current_epoch})"

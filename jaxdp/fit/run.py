@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
@@ -38,6 +38,9 @@ from .progress import Progress
 if TYPE_CHECKING:
     from ..plan import Plan
 
+_LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
+"""Arguments of a trainer that are looked at anew by every fit."""
+
 
 class Run:
     """The engine of a trainer, how far it is, and what it hears.
@@ -66,6 +69,8 @@ class Run:
         pass_metrics: metrics over whole passes, by name.
         metric_names: of the metrics of a step.
         logged_names: these, and those of validation.
+        parts: the model as (trained leaves, other arrays, the rest), as it was given.
+        several: the parts in the place of the optimizer, if there are some.
         num_val_batches: batches of a validation, None if not known.
     """
 
@@ -101,9 +106,9 @@ class Run:
         self.logged_names: tuple[str, ...] = ()
 
         # What an engine is made of, once one is needed.
-        several = self._several = checks.parts_of(arguments)
+        several = self.several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
-        self._parts = checks.split_model(self.model, trained)
+        self.parts = checks.split_model(self.model, trained)
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own
@@ -140,16 +145,16 @@ class Run:
     def new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
         return Engine(
-            self._parts,
+            self.parts,
             self.model_state,
-            (StepsOfParts if self._several else Steps)(
-                self._parts[2],
+            (StepsOfParts if self.several else Steps)(
+                self.parts[2],
                 self._objective,
                 self.optimizer_for(strategy),
                 self.hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
-                parts=self._several,
+                parts=self.several,
                 ensemble=self.ensemble,
             ),
             strategy,
@@ -161,6 +166,29 @@ class Run:
             abstract=abstract,
         )
 
+    def shapes(self) -> tuple[Any, Any, Any]:
+        """Trained leaves, other arrays and the model's state, as shapes.
+
+        With their shardings, before they are placed too, where the strategy tells.
+        """
+        try:
+            if self._engine is not None:
+                state = self._engine.held.shapes()
+            else:
+                strategy = self.as_asked(self.strategy)
+                state = self.new_engine(strategy, abstract=True).state
+        except NotImplementedError:  # a strategy of the user's, which does not
+            return *self.parts[:2], self.model_state
+        return state.params, state.buffers, state.model_state
+
+    def model_of(self, state: Any) -> Any:
+        """The model with the weights of a placed `state`, as `trainer.model` gives it.
+
+        `trainer.state` has the weights that are trained, which with `WeightAveraging`
+        are not those of `trainer.model`.
+        """
+        return self.engine.held.model_of(state)[0]
+
     def member_of(self, model: Any, index: int) -> Any:
         """One model of those that `model` holds."""
         if self.ensemble is None:
@@ -171,8 +199,8 @@ class Run:
         self, strategy: DataParallel
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
-        if self._several:
-            optimizer = optimizer_of(self._several)
+        if self.several:
+            optimizer = optimizer_of(self.several)
         else:
             optimizer = checks.with_clipping(self.arguments)
         if self.ensemble is not None:
@@ -230,6 +258,15 @@ class Run:
             raise RuntimeError(
                 f"`{method}` was called while a fit of the same trainer is running,"
                 " from a callback perhaps; use a Trainer of its own."
+            )
+
+    def check_may_be_set(self, name: str) -> None:
+        """Raises for an argument of the trainer that nothing would look at again."""
+        if name in self.arguments and name not in _LIVE:
+            raise AttributeError(
+                f"`trainer.{name}` can't be set: it is an argument of `Trainer`, and"
+                " steps are made of it. For another value make another Trainer, which"
+                " may `load` what this one saves."
             )
 
     def renew_hooks(self, callbacks: Sequence[Callback]) -> None:

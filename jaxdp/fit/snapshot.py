@@ -52,6 +52,23 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
             )
 
 
+def weights_at(
+    trainer: "Trainer", path: str | os.PathLike[str]
+) -> tuple[int, list[Any]]:
+    """The step of a checkpoint, and its weights as a pass evaluates them.
+
+    The trainer's own state stays, and all else of the trainer. Where callbacks have
+    others evaluated, an average say, these are that checkpoint's.
+    """
+    run = trainer.run
+    with run.interrupts.whole():
+        held, strategy = run.engine.held, run.engine.strategy
+        state, meta = checkpoint.restore(
+            path, lambda shapes: strategy.as_saved(held.state, shapes)
+        )
+        return meta["global_step"], held.weights_of(strategy.place(state))
+
+
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run

@@ -3,9 +3,12 @@
 from .figures import Curve, draw, member_curves, metric_curves, save_figure, to_png
 from .page import write_comparison, write_report
 from .runs import comparison, differences, in_words, read_run, run_of_history
+from .summary import Layer, Summary, summarize
 
 __all__ = [
     "Curve",
+    "Layer",
+    "Summary",
     "comparison",
     "differences",
     "draw",
@@ -15,6 +18,7 @@ __all__ = [
     "read_run",
     "run_of_history",
     "save_figure",
+    "summarize",
     "to_png",
     "write_comparison",
     "write_report",

@@ -92,7 +92,7 @@ def test_validation_and_prediction_take_the_average(strategy):
     history = trainer.fit(batches(*[8] * 12), [(x, y)])
     model = trainer.model
     loss = float(cross_entropy(model, jnp.asarray(x), jnp.asarray(y)))
-    live = trainer.model_of(trainer.state)
+    live = trainer.run.model_of(trainer.state)
     assert abs(loss - float(cross_entropy(live, x, y))) > 1e-3
     assert history["val_loss"] == [pytest.approx(loss, abs=1e-5)]
     assert trainer.test([(x, y)])["test_loss"] == pytest.approx(loss, abs=1e-5)

@@ -286,12 +286,6 @@ class Watching(Callback):
         self.seen.append("end")
 
 
-@pytest.mark.parametrize("name", ["accumulate_grad_batches", "steps_per_execution"])
-def test_what_a_trainer_was_compiled_for_is_not_set_later(name):
-    with pytest.raises(AttributeError, match=f"'{name}'.*no setter"):
-        setattr(make(), name, 2)
-
-
 def test_an_optimizer_with_parameters_of_its_own_kind_is_explained():
     lookahead = optax.lookahead(optax.sgd(0.1), 2, 0.5)
     with pytest.raises(AttributeError) as caught:
@@ -311,7 +305,7 @@ def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
     with pytest.raises(RuntimeError, match=f"`{method}` was called while a fit of the"):
         trainer.fit(batches(8, 8, 8), max_epochs=2)
     assert (trainer.global_step, trainer.num_training_batches) == (2, 3)
-    assert (trainer.max_epochs, trainer.batch_idx) == (2, 2)
+    assert (trainer.max_epochs, trainer.run.batch_idx) == (2, 2)
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "predict"])

@@ -243,7 +243,7 @@ def test_callbacks_inside_the_step_see_all_parts():
 
     class Follow(Callback):
         def on_train_batch_end(self, trainer, metrics, batch_idx):
-            weights = arrays(trainer.model_of(trainer.state))
+            weights = arrays(trainer.run.model_of(trainer.state))
             old = averages[-1] if averages else weights
             pairs = zip(old, weights, strict=True)
             averages.append([o + (1 - decay) * (w - o) for o, w in pairs])

@@ -1,0 +1,214 @@
+"""A model layer by layer: its arrays, how large they are, and what trains them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..basics.console import columns
+from ..basics.tree import at_path, leaf_path
+from ..plan.leaves import nbytes
+from ..plan.text import in_bytes
+
+
+class Layer(NamedTuple):
+    """A module with arrays of its own, without those of the modules in it."""
+
+    path: str
+    """As a user writes it, `layers[0]`; empty for the model itself."""
+    kind: str
+    """The name of its class."""
+    arrays: dict[str, tuple[int, ...]]
+    """Shapes by name."""
+    parameters: int
+    """How many numbers these have."""
+    trained: int
+    """How many of them an optimizer changes."""
+    bytes: int
+    bytes_per_device: int
+    by: str = ""
+    """The parts that train it, of a trainer that has several."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Summary:
+    """What `Trainer.summary` gives: a table when printed, or shown in a notebook.
+
+    Attributes:
+        name: of the model.
+        layers: the modules that have arrays, in the order of the model.
+        state: numbers in the `eqx.nn.State`, and their bytes.
+        members: models of an ensemble, which the layers have all together, or None.
+        strategy: where the model lives.
+        devices: how many devices that are.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    state: tuple[int, int]
+    members: int | None
+    strategy: str
+    devices: int
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the arrays of the model have, trained or not."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def trained(self) -> int:
+        """How many of them are trained."""
+        return sum(layer.trained for layer in self.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the model, wherever they are."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of it that each device holds."""
+        return sum(layer.bytes_per_device for layer in self.layers)
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), *self._table(), *self._totals()])
+
+    def _title(self) -> str:
+        title = f"{self.name}: {_count(self.parameters)}, {in_bytes(self.bytes)}"
+        if self.members is None:
+            return title
+        each = self.parameters // self.members
+        return f"{title}, of {self.members} members with {each:,} each"
+
+    def _table(self) -> list[str]:
+        is_split = self.bytes_per_device != self.bytes
+        rows = [("layer", "class", "arrays", "parameters", "bytes", "trained")]
+        rows += [
+            (
+                layer.path or "(model)",
+                layer.kind,
+                ", ".join(f"{name} {shape}" for name, shape in layer.arrays.items()),
+                f"{layer.parameters:,}",
+                in_bytes(layer.bytes),
+                _trained(layer),
+            )
+            for layer in self.layers
+        ]
+        if is_split:
+            own = [in_bytes(layer.bytes_per_device) for layer in self.layers]
+            per_device = ["per device", *own]
+            rows = [
+                (*row[:-1], each, row[-1])
+                for row, each in zip(rows, per_device, strict=True)
+            ]
+        return [f"  {line}" for line in columns(_numbers_right(rows))]
+
+    def _totals(self) -> list[str]:
+        frozen = self.parameters - self.trained
+        lines = [f"trained: {_count(self.trained)}; not trained: {_count(frozen)}"]
+        if self.state[0]:
+            numbers, size = self.state
+            lines.append(f"state beside the model: {numbers:,} numbers, in {size:,} B")
+        if self.devices > 1:
+            own = in_bytes(self.bytes_per_device)
+            lines.append(f"each of {self.devices} devices holds {own}: {self.strategy}")
+        return lines
+
+
+def summarize(
+    model: PyTree,
+    shapes: Mapping[str, Any],
+    trained: Mapping[str, str],
+    *,
+    model_state: PyTree,
+    members: int | None,
+    strategy: Any,
+    devices: int,
+) -> Summary:
+    """The summary of a model.
+
+    Args:
+        model: its structure.
+        shapes: of its arrays by path, with shardings where these are known.
+        trained: the parts that train them by path, or "", of those that are.
+        model_state: its `eqx.nn.State`, or None.
+        members: models in it, if it is an ensemble.
+        strategy, devices: where it lives, and how many devices that are.
+    """
+    layers: dict[str, Layer] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        name = leaf_path(path)
+        if name not in shapes:
+            continue
+        leaf, owner = shapes[name], path[: _depth_of_owner(model, path)]
+        here = leaf_path(owner)
+        if here not in layers:
+            kind = type(at_path(model, owner)).__name__
+            layers[here] = Layer(here, kind, {}, 0, 0, 0, 0)
+
+        own = getattr(leaf, "sharding", None)
+        shard = leaf.shape if own is None else own.shard_shape(leaf.shape)
+        found = layers[here]
+        by = dict.fromkeys(filter(None, (*found.by.split(", "), trained.get(name))))
+        layers[here] = found._replace(
+            arrays=found.arrays | {_name_in(path[len(owner) :], leaf): leaf.shape},
+            parameters=found.parameters + math.prod(leaf.shape),
+            trained=found.trained + (name in trained) * math.prod(leaf.shape),
+            bytes=found.bytes + nbytes(leaf),
+            bytes_per_device=found.bytes_per_device + nbytes(leaf, shard),
+            by=", ".join(by),
+        )
+
+    beside = [leaf for leaf in jax.tree.leaves(model_state) if hasattr(leaf, "dtype")]
+    state = sum(math.prod(leaf.shape) for leaf in beside), sum(map(nbytes, beside))
+    name = type(model).__name__
+    return Summary(
+        name, tuple(layers.values()), state, members, repr(strategy), devices
+    )
+
+
+def _depth_of_owner(model: PyTree, path: Sequence[Any]) -> int:
+    """How much of a leaf's path leads to the innermost module around it.
+
+    In trees without modules, to what holds the leaf.
+    """
+    for depth in range(len(path) - 1, -1, -1):
+        if isinstance(at_path(model, path[:depth]), eqx.Module):
+            return depth
+    return max(len(path) - 1, 0)
+
+
+def _name_in(path: Sequence[Any], leaf: Any) -> str:
+    """What a layer calls an array, with its dtype if that is an unusual one."""
+    name, dtype = leaf_path(path) or "value", str(leaf.dtype)
+    return name if dtype == "float32" else f"{name} {dtype}"
+
+
+def _trained(layer: Layer) -> str:
+    if not layer.trained:
+        return "no"
+    if layer.trained < layer.parameters:
+        share = f"{layer.trained:,}"
+        return f"{share} by {layer.by}" if layer.by else share
+    return f"by {layer.by}" if layer.by else "yes"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters:,} parameter{'s' * (parameters != 1)}"
+
+
+def _numbers_right(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows of the table, with the columns of numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    return [
+        [
+            cell.rjust(width) if 3 <= place < last else cell
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]

@@ -1,0 +1,185 @@
+"""`test(ckpt_path=...)` and `load_model(folder)`: which weights, and nothing else."""
+
+import os
+import re
+import shutil
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches, quiet
+
+import jaxdp
+from jaxdp import FSDP, SingleDevice
+from jaxdp.callbacks import ModelCheckpoint, WeightAveraging
+
+TRAIN, VAL, TEST = batches(16, 16, 5), batches(16, seed=1), batches(16, 9, seed=2)
+
+
+class Weights(ModelCheckpoint):
+    """Keeps a copy of the weights of every epoch, too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.models = {}
+
+    def on_train_epoch_end(self, trainer, metrics):
+        super().on_train_epoch_end(trainer, metrics)
+        self.models[trainer.global_step] = trainer.model
+
+
+def saver(folder, **options):
+    return Weights(folder, monitor="val_loss", save_top_k=-1, **options)
+
+
+def downhill_then_up():
+    rates = optax.constant_schedule(0.5), optax.constant_schedule(-2.0)
+    return optax.sgd(optax.join_schedules(rates, [6]))
+
+
+def trained(folder, *others, strategy=None):
+    """A trainer whose best epoch is not its last."""
+    weights = saver(folder)
+    trainer = quiet(
+        Mlp(jax.random.key(0), rate=0.0),
+        downhill_then_up(),
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        strategy=strategy or SingleDevice(),
+        callbacks=[weights, *others],
+    )
+    trainer.fit(TRAIN, VAL, max_epochs=4)
+    return trainer, weights
+
+
+def by_hand(model):
+    """Mean loss and accuracy over the rows of `TEST`."""
+    x, y = (np.concatenate(each) for each in zip(*TEST, strict=True))
+    logits = jax.vmap(eqx.nn.inference_mode(model))(x)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    return [float(loss), float((logits.argmax(1) == y).mean())]
+
+
+def arrays(model):
+    return [
+        np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    ]
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), FSDP(min_size=1)], ids=repr)
+def test_it_tests_the_weights_of_a_checkpoint_and_keeps_its_own(tmp_path, strategy):
+    trainer, weights = trained(tmp_path, strategy=strategy)
+    best = trainer.history.epochs[int(np.argmin(trainer.history["val_loss"]))]
+    steps = sorted(weights.models)
+    assert best < 3 and steps == [3, 6, 9, 12]
+
+    now = trainer.test(TEST)
+    program = trainer.run.engine.programs._compiled
+    programs = dict(program)
+    before, progress = arrays(trainer.model), trainer.run.progress.state_dict
+    counted = progress(trainer.run.share("train"))
+
+    found = {
+        word: list(trainer.test(TEST, ckpt_path=word).values())
+        for word in ("best", "last", str(tmp_path / "3"))
+    }
+    wanted = {"best": steps[best], "last": 12, str(tmp_path / "3"): 3}
+    for word, step in wanted.items():
+        np.testing.assert_allclose(
+            found[word], by_hand(weights.models[step]), rtol=1e-5, err_msg=word
+        )
+    assert found["best"] != found["last"] == list(now.values())
+
+    # Nothing else has changed, and nothing was compiled again.
+    assert dict(program) == programs
+    assert trainer.global_step == 12 and progress(trainer.run.share("train")) == counted
+    for one, other in zip(before, arrays(trainer.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert trainer.test(TEST) == now
+
+
+def test_the_run_goes_on_as_if_it_had_not_been_tested(tmp_path):
+    one, _ = trained(tmp_path / "one")
+    other, _ = trained(tmp_path / "other")
+    one.test(TEST, ckpt_path="best")
+    for trainer in (one, other):
+        trainer.fit(TRAIN, VAL, max_epochs=5)
+    assert one.history["loss"] == other.history["loss"]
+    for a, b in zip(arrays(one.model), arrays(other.model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_fresh_trainer_tests_what_another_has_saved(tmp_path):
+    trainer, weights = trained(tmp_path, WeightAveraging(0.5))
+    average = weights.models[3]
+    again = quiet(
+        Mlp(jax.random.key(1), rate=0.0),
+        downhill_then_up(),
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        callbacks=[saver(tmp_path), WeightAveraging(0.5)],
+    )
+    found = again.test(TEST, ckpt_path=tmp_path / "3")  # of the average, on 8 devices
+    np.testing.assert_allclose(list(found.values()), by_hand(average), rtol=1e-5)
+    assert again.global_step == 0
+    assert again.test(TEST, "last") == pytest.approx(trainer.test(TEST), rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_there_must_be_some(tmp_path):
+    trainer, weights = trained(tmp_path)
+    os.remove(tmp_path / "12" / "files.json")
+    with pytest.warns(UserWarning, match=r"'last'.*12.*Skipped"):
+        found = trainer.test(TEST, "last")
+    np.testing.assert_allclose(
+        list(found.values()), by_hand(weights.models[9]), rtol=1e-5
+    )
+
+    with pytest.raises(FileNotFoundError, match="'auto' is none of"):
+        trainer.test(TEST, "auto")
+    with pytest.raises(ValueError, match="this trainer has none; add one, or pass"):
+        quiet(Mlp(jax.random.key(0))).test(TEST, "best")
+
+
+def test_load_model_takes_the_best_of_a_folder_by_its_record(tmp_path, caplog):
+    trainer, weights = trained(tmp_path / "run")
+    best = trainer.history.epochs[int(np.argmin(trainer.history["val_loss"]))]
+    folder = shutil.move(tmp_path / "run", tmp_path / "moved" / "run")
+    step = sorted(weights.models)[best]
+
+    def loaded():
+        return arrays(jaxdp.load_model(folder, like=Mlp(jax.random.key(1))))
+
+    for one, other in zip(loaded(), arrays(weights.models[step]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert f"{step}, the best of 4 checkpoints" in caplog.text
+
+    # The best that is still there.
+    shutil.rmtree(folder / str(step))
+    order = np.argsort(trainer.history["val_loss"])
+    second = sorted(weights.models)[order[1]]
+    for one, other in zip(loaded(), arrays(weights.models[second]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_load_model_takes_the_last_where_nothing_says_which_is_best(tmp_path, caplog):
+    trainer = quiet(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        callbacks=[ModelCheckpoint(tmp_path / "run", save_top_k=-1)],
+    )
+    trainer.fit(TRAIN, max_epochs=3)
+    for folder in (tmp_path / "run", tmp_path / "by hand"):
+        if not folder.exists():
+            trainer.callbacks = ()
+            trainer.save(folder / "9")
+        model = jaxdp.load_model(folder, like=Mlp(jax.random.key(1)))
+        for one, other in zip(arrays(model), arrays(trainer.model), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert re.search(r"9, the last of \d checkpoints", caplog.text)
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {empty}"):
+        jaxdp.load_model(empty, like=Mlp(jax.random.key(1)))

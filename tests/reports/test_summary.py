@@ -1,0 +1,143 @@
+"""The table of a model's layers, before and after it is placed, and `repr`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches, make_small, quiet
+
+from jaxdp import FSDP, Members, Part, Sharded, SingleDevice
+
+KEY = jax.random.key(0)
+
+
+def layer(summary, path):
+    return next(each for each in summary.layers if each.path == path)
+
+
+def test_it_has_the_arrays_of_each_module_with_what_is_trained_of_them():
+    spec = eqx.tree_at(
+        lambda m: m.first.bias, jax.tree.map(lambda _: True, Mlp(KEY)), 0
+    )
+    trainer = quiet(
+        Mlp(KEY), filter_spec=jax.tree.map(bool, spec), strategy=SingleDevice()
+    )
+    found = trainer.summary()
+
+    assert [(each.path, each.kind) for each in found.layers] == [
+        ("first", "Linear"),
+        ("last", "Linear"),
+        ("", "Mlp"),
+    ]
+    first = layer(found, "first")
+    assert first.arrays == {"weight": (16, 4), "bias": (16,)}
+    assert (first.parameters, first.trained, first.bytes) == (80, 64, 320)
+    assert layer(found, "").arrays == {"offsets int32": (3,), "flags bool": (2,)}
+    assert (found.parameters, found.trained) == (136, 64 + 51)
+    assert found.bytes == found.bytes_per_device == 4 * 134 + 2
+
+    # It is shown as it is printed, flush.
+    assert repr(found) == str(found)
+    title, header, *rows = str(found).splitlines()
+    assert title == "Mlp: 136 parameters, 538 B"
+    assert header.split() == "layer class arrays parameters bytes trained".split()
+    assert rows[0].split()[-3:] == ["320", "B", "64"]
+    assert rows[1].split()[-3:] == ["204", "B", "yes"]
+    assert rows[2].split()[-3:] == ["14", "B", "no"]
+    assert rows[-1] == "trained: 115 parameters; not trained: 21 parameters"
+
+
+def test_what_a_device_holds_is_known_before_the_model_is_placed():
+    trainer = quiet(Mlp(KEY), loss="cross_entropy", strategy=FSDP(min_size=1))
+    before = trainer.summary()
+    assert not trainer.run.has_engine
+    assert trainer.run.program_digests == ()
+
+    trainer.fit(batches(16))
+    after = trainer.summary()
+    assert after == before
+
+    state = trainer.state
+    held = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves((state.params, state.buffers))
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[0]
+    ]
+    assert after.bytes_per_device == sum(held) < after.bytes
+    assert f"each of 8 devices holds {sum(held)} B: FSDP" in str(after)
+    assert "per device" in str(after).splitlines()[1]
+
+
+def test_parts_and_members_and_state_are_told():
+    def loss(model, x, y):
+        return jnp.zeros(len(x))
+
+    parts = [
+        Part("first", loss, optax.sgd(1.0)),
+        Part(["last.bias"], loss, optax.sgd(1.0), name="head"),
+    ]
+    found = quiet(Mlp(KEY), parts).summary()
+    assert layer(found, "first").by == "first" and layer(found, "last").by == "head"
+    assert "  by first" in str(found) and "  3 by head" in str(found)
+    assert found.trained == 83
+
+    models = eqx.filter_vmap(Mlp)(jax.random.split(KEY, 8))
+    found = quiet(models, ensemble=8, strategy=Members()).summary()
+    assert "of 8 members with 136 each" in str(found)
+    assert found.bytes_per_device == found.bytes // 8
+
+    model, state = eqx.nn.make_with_state(NormNet)(KEY)
+    found = quiet(model, state=state, precision="bf16-true").summary()
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert found.state == (numbers, 4 * numbers)
+    assert layer(found, "first").bytes == 2 * 32  # as it is held, not as it came
+    assert "weight bfloat16 (8, 4)" in str(found)
+
+
+def test_shared_leaves_count_once_and_trees_without_modules_have_their_paths():
+    embedding = eqx.nn.Embedding(10, 4, key=KEY)
+    head = eqx.nn.Linear(4, 10, use_bias=False, key=KEY)
+    tied = eqx.nn.Shared(
+        (embedding, head), lambda x: x[1].weight, lambda x: x[0].weight
+    )
+    assert quiet(tied, loss_fn=lambda m, x: x.mean()).summary().parameters == 40
+
+    tree = {"a": jnp.ones((3, 4)), "b": [jnp.ones(3)]}
+    found = quiet(tree, loss_fn=lambda model, x: x.mean()).summary()
+    assert [each.path for each in found.layers] == ["", "['b']"]
+    assert found.parameters == 15
+
+
+def test_a_model_of_shapes_and_a_strategy_that_does_not_tell_its_layout():
+    shapes = eqx.filter_eval_shape(Mlp, KEY)
+    assert quiet(shapes).summary().bytes == 538
+
+    class Own(Sharded):
+        def state_shardings(self, state):
+            raise NotImplementedError
+
+    assert quiet(Mlp(KEY), strategy=Own()).summary().bytes == 538
+
+
+def test_a_trainer_says_in_a_line_what_it_is():
+    trainer = make_small(strategy=Sharded(8))
+    assert repr(trainer) == (
+        "Trainer(MLP, 67 parameters, Sharded({'data': 8}), step 0, epoch 0)"
+    )
+    trainer.fit(batches(8, 8))
+    assert repr(trainer).endswith("step 2, epoch 1)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["steps_per_execution", "accumulate_grad_batches", "seed", "strategy", "model"],
+)
+def test_what_steps_are_made_of_is_not_set_later(name):
+    trainer = make_small()
+    with pytest.raises(AttributeError, match=f"`trainer.{name}` can't be set"):
+        setattr(trainer, name, 2)
+    trainer.log_every_n_steps, trainer.callbacks = 3, ()
+    trainer.own_note = np.zeros(2)  # nobody else's
