@@ -64,7 +64,9 @@ class HeldState:
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
-            self._made[name] = make()
+            # Values, though a function of the user's be traced in which they are read.
+            with jax.ensure_compile_time_eval():
+                self._made[name] = make()
         return self._made[name]
 
     @property

@@ -128,7 +128,8 @@ class Run:
             checks.check_has_arrays(self.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            self._engine = self.new_engine(self.as_asked(self.strategy))
+            with jax.ensure_compile_time_eval():  # a user's function may be traced
+                self._engine = self.new_engine(self.as_asked(self.strategy))
         return self._engine
 
     def engine_for(self, batch: Batch) -> Engine:

@@ -17,7 +17,8 @@ from toys import (
     run,
 )
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import WeightAveraging
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, lambda: Sharded(1), Pmap])
@@ -76,6 +77,27 @@ def test_trainer_model_is_live_during_and_after_a_fit_and_after_an_error():
     assert not (weights[0] == weights[3]).all()
     np.testing.assert_array_equal(weights[3], weights[4])
     trainer.model(jnp.ones(4), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_trainer_model_has_values_inside_functions_that_jax_traces(is_fitted):
+    trainer = Trainer(
+        eqx.nn.Linear(4, 2, key=jax.random.key(0)), strategy=FSDP(min_size=1),
+        loss="mse", callbacks=[WeightAveraging(0.5)], enable_progress_bar=False,
+    )  # fmt: skip
+    x = np.ones((8, 4), np.float32)
+    if is_fitted:
+        trainer.fit([(x, x[:, :2])] * 2)
+
+    @jax.jit
+    def predict(x):
+        weights = trainer.state.params.weight
+        return jax.vmap(lambda row: trainer.model(row))(x), weights
+
+    found, weights = predict(x)
+    np.testing.assert_allclose(found, trainer.predict([x]), rtol=1e-6)
+    np.testing.assert_array_equal(weights, trainer.state.params.weight)
+    trainer.fit([(x, x[:, :2])], max_epochs=3)
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
