@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import distributed
 from ..basics.console import say
+from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of
 from ..engine import Fetching
@@ -161,7 +162,7 @@ def _evaluate(
     weights: Callable[[], list[Any] | None] = lambda: None,
 ) -> dict[str, float]:
     trainer.run.settled_engine(f"`{method}`")
-    with contextlib.ExitStack() as stack:
+    with UsersFramesFirst(), contextlib.ExitStack() as stack:
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
@@ -173,6 +174,7 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
     run = trainer.run
     run.settled_engine("`predict`")
     with (
+        UsersFramesFirst(),
         contextlib.closing(run.open(loader, "loader", "predict")) as source,
         run.interrupts,
         distributed.together("predict"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..basics.arguments import check_count
 from ..basics.console import say, warn
+from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks, RollBack
 from ..callbacks.stopwatch import NO_STOPWATCH
 from ..data import Dispatch, Source, read_only, shown
@@ -30,27 +31,28 @@ def fit(
 ) -> None:
     """`Trainer.fit`: a fit, and another one from a checkpoint for each roll-back."""
     left_out: frozenset[tuple[int, int]] = frozenset()
-    while True:
-        trainer.run.renew_hooks(trainer.callbacks)
-        if ckpt_path is not None:
-            resume.resume(trainer, ckpt_path)
-        trainer.run.progress.left_out |= left_out
+    with UsersFramesFirst():
+        while True:
+            trainer.run.renew_hooks(trainer.callbacks)
+            if ckpt_path is not None:
+                resume.resume(trainer, ckpt_path)
+            trainer.run.progress.left_out |= left_out
 
-        loop = Loop(trainer, train_loader, val_loader, wanted)
-        if loop.has_nothing_to_do():
-            return loop.clean_up() if ckpt_path is not None else None
+            loop = Loop(trainer, train_loader, val_loader, wanted)
+            if loop.has_nothing_to_do():
+                return loop.clean_up() if ckpt_path is not None else None
 
-        rolled_back = loop.run()
-        if rolled_back is None:
-            return None
-        if hasattr(train_loader, "__next__"):
-            raise RuntimeError(
-                "`train_loader` is an iterator, which can't go back to the batches"
-                f" after {rolled_back.path}; pass an iterable that can start"
-                " again, such as a DataLoader."
-            )
-        left_out, ckpt_path = rolled_back.left_out, rolled_back.path
-        wanted = wanted._replace(max_time=loop.limits.time_left())
+            rolled_back = loop.run()
+            if rolled_back is None:
+                return None
+            if hasattr(train_loader, "__next__"):
+                raise RuntimeError(
+                    "`train_loader` is an iterator, which can't go back to the batches"
+                    f" after {rolled_back.path}; pass an iterable that can start"
+                    " again, such as a DataLoader."
+                )
+            left_out, ckpt_path = rolled_back.left_out, rolled_back.path
+            wanted = wanted._replace(max_time=loop.limits.time_left())
 
 
 class Loop:
@@ -330,7 +332,7 @@ def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metric
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
-    with contextlib.closing(source), run.logged.of_own_loop():
+    with UsersFramesFirst(), contextlib.closing(source), run.logged.of_own_loop():
         run.progress.start_with(source)
         trainer.num_training_batches = run.padded_rows = None
         hooks = set_up(trainer, run.hooks)

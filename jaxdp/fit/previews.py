@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..basics.arguments import check_count
+from ..basics.tracebacks import UsersFramesFirst
 from ..data import open_loader, rows_of, shown, windows
 from ..engine import Engine
 from ..strategies import DataParallel, SingleDevice
@@ -57,17 +58,18 @@ def plan(
         engine.set_options(options)
         return engine
 
-    window = [batch] * run.accumulate_grad_batches
-    strategy = run.as_asked(run.strategy)
-    planner = Planner(engine_on, strategy, window, topology, hardware)
-    if hosts is not None:
-        check_count("hosts", hosts)
-        planner.spread(devices, hosts)
+    with UsersFramesFirst():
+        window = [batch] * run.accumulate_grad_batches
+        strategy = run.as_asked(run.strategy)
+        planner = Planner(engine_on, strategy, window, topology, hardware)
+        if hosts is not None:
+            check_count("hosts", hosts)
+            planner.spread(devices, hosts)
 
-    rows = None
-    if run.data == "local" and run.processes.count > 1:
-        rows = rows_of(batch) * run.processes.count  # each has other ones
-    return planner.plan(devices, rows)
+        rows = None
+        if run.data == "local" and run.processes.count > 1:
+            rows = rows_of(batch) * run.processes.count  # each has other ones
+        return planner.plan(devices, rows)
 
 
 @jax.disable_jit(False)
@@ -91,23 +93,24 @@ def compare(
     for strategy in strategies:
         checks.check_strategy_argument(strategy)
 
-    source = run.open(loader, "loader", "train")
-    with contextlib.closing(source):
-        batches = map(shown, source.epoch())
-        each = windows(batches, run.accumulate_grad_batches)
-        found = list(itertools.islice(each, steps))
-    if not found:
-        raise ValueError(source.gave_nothing())
+    with UsersFramesFirst():
+        source = run.open(loader, "loader", "train")
+        with contextlib.closing(source):
+            batches = map(shown, source.epoch())
+            each = windows(batches, run.accumulate_grad_batches)
+            found = list(itertools.islice(each, steps))
+        if not found:
+            raise ValueError(source.gave_nothing())
 
-    run.engine_for(found[0][0])
-    own = run.settled_engine("`compare`")
-    start = own.strategy.gather(own.state)
+        run.engine_for(found[0][0])
+        own = run.settled_engine("`compare`")
+        start = own.strategy.gather(own.state)
 
-    def trace(strategy: DataParallel) -> comparison.Trace:
-        engine = run.new_engine(run.as_asked(strategy))
-        engine.programs.steps = own.programs.steps._replace(inside=())
-        engine.state = engine.strategy.place(start)
-        return comparison.trace(engine, strategy, found)
+        def trace(strategy: DataParallel) -> comparison.Trace:
+            engine = run.new_engine(run.as_asked(strategy))
+            engine.programs.steps = own.programs.steps._replace(inside=())
+            engine.state = engine.strategy.place(start)
+            return comparison.trace(engine, strategy, found)
 
-    traces = [trace(each) for each in strategies or (SingleDevice(),)]
-    return comparison.compare(trace(run.strategy), traces)
+        traces = [trace(each) for each in strategies or (SingleDevice(),)]
+        return comparison.compare(trace(run.strategy), traces)

@@ -190,7 +190,7 @@ def test_indices_that_are_none_are_refused_at_their_batch(lists, error, match):
     next(batches)
     with pytest.raises(error, match=match) as caught:
         next(batches)
-    assert caught.value.__notes__ == ["in batch 1 of epoch 0 of `train_loader`"]
+    assert caught.value.__notes__[0] == "in batch 1 of epoch 0 of `train_loader`"
 
 
 def test_values_that_are_never_drawn_need_not_fit():
@@ -206,7 +206,7 @@ def test_values_that_are_never_drawn_need_not_fit():
                 Position(0)
             )
         )
-    assert caught.value.__notes__ == ["in batch 0 of epoch 0 of `loader`"]
+    assert caught.value.__notes__[0] == "in batch 0 of epoch 0 of `loader`"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -399,7 +399,7 @@ def test_errors_say_where_in_the_data_they_arose():
     source = open_loader(DataLoader(Broken(), 4), "train_loader", seed=0)
     with pytest.raises(RuntimeError, match="item nine is bad") as caught:
         list(source.epoch(Position(1)))
-    assert caught.value.__notes__ == ["in batch 2 of epoch 1 of `train_loader`"]
+    assert caught.value.__notes__[0] == "in batch 2 of epoch 1 of `train_loader`"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""Tracebacks of a user's mistakes, without the frames that are none of the user's.
+
+A mistake in a model stands behind some 25 frames of this package and of JAX, which say
+nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERING=off`
+(or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
+"""
+
+import sys
+from types import TracebackType
+from typing import Final
+
+import jax
+
+_OURS: Final = "jaxdp", "jax", "jaxlib", "equinox"
+_BETWEEN: Final = {
+    *("beartype", "jaxtyping", "numpy", "torch"),
+    *sys.stdlib_module_names,
+}
+"""Through which a user's code may be called."""
+
+_NOTE: Final = (
+    "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off shows them.)"
+)
+
+
+class UsersFramesFirst:
+    """A context around what calls a user's code, in a public method.
+
+    An exception that has come through some leaves it with the frames of that code and
+    of what it called, but for those of JAX and this package. Others leave as they are.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        is_wanted = jax.config.jax_traceback_filtering != "off"  # pyright: ignore
+        if not isinstance(error, Exception) or not is_wanted:
+            return
+        before = error.__traceback__
+
+        # Of what it was raised from, too, which is printed before it.
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            each.__traceback__ = _of_the_user(each.__traceback__)
+            chain.append(each)
+            each = each.__cause__ or each.__context__
+
+        notes = getattr(error, "__notes__", [])
+        is_told = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
+        if error.__traceback__ is not before and not is_told:
+            error.add_note(_NOTE)
+
+
+def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
+    """A user's frames and those after them that are not ours; all if there are none."""
+    entries: list[TracebackType] = []
+    entry = traceback
+    while entry is not None:
+        module = str(entry.tb_frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        # Equinox's layers say where in a model it was.
+        is_ours = package in _OURS and not module.startswith("equinox.nn.")
+        if not is_ours and (entries or package not in _BETWEEN):
+            entries.append(entry)
+        entry = entry.tb_next
+
+    found: TracebackType | None = None
+    for each in reversed(entries):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found or traceback
