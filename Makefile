@@ -1,7 +1,7 @@
 # make demo   train on real images over eight devices, and draw what happened
 # make test   format, lint, types, the documentation and the test suite
 # make test-all   with the slowest tests, too
-# make test-guards   those of them that CI runs too: bits, layouts and resuming
+# make test-guards   those of them that CI runs too: bits, layouts, resuming, recipes
 # make test-short   numbers, strategies and checkpoints alone, for another Python
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
@@ -44,7 +44,7 @@ test-all: lint
 
 test-guards: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow tests/strategies tests/engine \
-	  tests/fit/test_resume.py tests/fit/test_numbers.py
+	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py
 
 test-short: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \

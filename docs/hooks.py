@@ -7,12 +7,15 @@ ORDER = {
     "Coming from": ["from_pytorch", "from_equinox", "from_keras"],
     "Training": [
         "metrics",
+        "shapes",
+        "ensembles",
         "callbacks",
         "checkpoints",
         "reliability",
         "precision",
         "reproducibility",
     ],
+    "Recipes": [],
     "Devices": ["strategies", "plan", "speed"],
     "Several processes": ["distributed", "processes"],
     "Looking": ["watching", "command_line"],
@@ -26,11 +29,13 @@ def on_config(config):
         path.relative_to(folder).with_suffix("").as_posix()
         for path in folder.rglob("*.md")
     }
+    recipes = sorted(page for page in there if page.startswith("recipes/"))
+    order = ORDER | {"Recipes": sorted(recipes, key="recipes/index".__ne__)}
     nav = [
         {title: [f"{page}.md" for page in pages if page in there]}
-        for title, pages in ORDER.items()
+        for title, pages in order.items()
     ]
-    rest = sorted(there - {page for pages in ORDER.values() for page in pages})
+    rest = sorted(there - {page for pages in order.values() for page in pages})
     nav.append({"More": [f"{page}.md" for page in rest]})
     config.nav = [section for section in nav if any(section.values())]
     return config

@@ -1,6 +1,7 @@
 """The code in the documentation runs as it stands."""
 
 import importlib.util
+import os
 import pathlib
 import re
 
@@ -10,8 +11,13 @@ import pytest
 from jaxdp.cli import commands
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
+RECIPES = sorted(p for p in DOCS.glob("recipes/*.md") if p.stem != "index")
 # What can't run here is marked "py", and a comment above it says why.
 PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text()]
+
+
+def _name(page):
+    return page.relative_to(DOCS.parent).as_posix()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -28,6 +34,35 @@ def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys)
         if printed := _printed_after(block, page.read_text()):
             said = capsys.readouterr().out
             assert _agree(printed, said), f"{page.name} shows:\n{printed}\nnow:\n{said}"
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path):
+    draw_recipes = _script("draw_recipes")
+    code = draw_recipes.code_of(page)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
+    for package in re.findall(r"^(?:import|from) (\w+)", code, re.M):
+        pytest.importorskip(package)
+
+    own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
+    done = draw_recipes.run(page, tmp_path, env=os.environ | own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for picture in re.findall(r"\]\((\S+\.png)\)", page.read_text()):
+        assert (page.parent / picture).is_file()
+        assert (tmp_path / pathlib.Path(picture).name).is_file()
+
+
+def test_the_index_of_recipes_names_each():
+    text = (DOCS / "recipes" / "index.md").read_text()
+    assert sorted(re.findall(r"\((\w+)\.md\)", text)) == [p.stem for p in RECIPES]
+
+
+def _script(name):
+    """A module of the folder of the documentation."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def _printed_after(block, text):
@@ -58,17 +93,17 @@ def _agree(shown, said):
     return comparable(shown) == comparable(said.splitlines())
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=_name)
 def test_a_code_block_that_does_not_run_says_why(page):
     text = page.read_text()
     said = re.findall(r"^<!-- not run here: [^>]+ -->\n```py$", text, re.M)
     assert len(said) == len(re.findall(r"^```py$", text, re.M))
 
 
-TEXTS = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+TEXTS = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=_name)
 def test_commands_of_a_page_are_there(page, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
     text = page.read_text()
@@ -85,9 +120,7 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_code():
-    spec = importlib.util.spec_from_file_location("draw_rooms", DOCS / "draw_rooms.py")
-    draw_rooms = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw_rooms)
+    draw_rooms = _script("draw_rooms")
     assert draw_rooms.picture() == draw_rooms.PICTURE.read_text(), (
         "the rooms have changed: run python docs/draw_rooms.py"
     )
