@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from .random_states import seed_generators
+from .sessions import context_of_session, has_no_file
 from .torch_sending import sharing_arrays
 
 PIPE_BYTES = 2**20
@@ -34,8 +35,9 @@ _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 WORKER_RULES = (
     "Workers are started by 'forkserver', since a fork of JAX's threads can deadlock."
     " So the dataset, `collate_fn` and `worker_init_fn` must be importable: no"
-    " lambdas, nothing defined in a function or a notebook; files and locks must be"
-    " opened in the worker, when first used; and a script must train"
+    " lambdas, nothing defined in a function (in a notebook they may be, with"
+    " cloudpickle); files and locks must be opened in the worker, when first used; and"
+    " a script must train"
     ' under `if __name__ == "__main__":`. Otherwise use num_workers=0 or, if no worker'
     ' touches JAX, multiprocessing_context="fork". Workers that run out of memory are'
     " killed, too."
@@ -193,7 +195,8 @@ def safe_workers(loader: Any) -> Iterator[None]:
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     available = "forkserver" in multiprocessing.get_all_start_methods()
     if users[0] is None and default == "fork" and available:
-        context = multiprocessing.get_context("forkserver")
+        usual = multiprocessing.get_context("forkserver")
+        context = context_of_session() if has_no_file() else usual
         parts = loader.dataset, loader.collate_fn, loader.worker_init_fn
         modules = frozenset(["__main__", *map(_module_of, parts)])
         context.set_forkserver_preload([__name__, *_libraries(modules)])

@@ -151,7 +151,7 @@ class Interrupts:
 
     def _exception(self, number: int) -> BaseException:
         if number == signal.SIGINT:
-            stop = KeyboardInterrupt()
+            stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
             return stop
         exception = Preempted(signal.Signals(number).name)

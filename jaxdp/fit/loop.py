@@ -10,7 +10,7 @@ from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks, RollBack
 from ..callbacks.stopwatch import NO_STOPWATCH
 from ..data import Dispatch, Source, read_only, shown
-from ..distributed import Preempted, tell
+from ..distributed import Preempted, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
 from .feed import Feed, place
@@ -288,6 +288,8 @@ class Loop:
             with _noting(exception):
                 self._end_fit(hooks)
             tell(exception)
+            if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
+                exception.args = (resume.how_to_go_on(trainer),)
             if not (isinstance(exception, Preempted) and run.returns_when_preempted):
                 raise
         else:

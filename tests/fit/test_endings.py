@@ -63,6 +63,27 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
     assert (trainer.global_step, trainer.current_epoch) == (13, 1)
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(tmp_path, saves):
+    saver = [ModelCheckpoint(tmp_path)] if saves else []
+    trainer = make(callbacks=[CtrlC(), *saver])
+    with pytest.raises(KeyboardInterrupt, match="after step 3, in epoch 0") as stopped:
+        trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
+    text = str(stopped.value)
+    assert (f"It is saved in {tmp_path / '3'}" in text) is saves
+    assert ("`trainer.save(path)` does" in text) is not saves
+    assert os.path.isdir(tmp_path / "3") is saves
+
+    # Both ways to go on that it names.
+    trainer.callbacks = trainer.callbacks[1:]
+    if saves:
+        again = make(callbacks=[ModelCheckpoint(tmp_path)])
+        again.fit(batches(*[8] * 10), max_steps=5, ckpt_path="last")
+        assert again.global_step == 5
+    trainer.fit(batches(*[8] * 10))
+    assert trainer.global_step == 10
+
+
 class CtrlCLate(Callback):
     def on_train_epoch_end(self, trainer, metrics):
         os.kill(os.getpid(), signal.SIGINT)
