@@ -1,6 +1,7 @@
-"""The position of a loader that tells it itself, by `state_dict`.
+"""The position of a loader that tells it itself, by `state_dict` or `get_state`.
 
-torchdata's `StatefulDataLoader` is one, or under torch's own a dataset of Hugging Face.
+torchdata's `StatefulDataLoader` is one, under torch's own a dataset of Hugging Face, or
+one of Grain's.
 A state holds for the moment it was asked for, and loaders are read ahead of the steps.
 So states are noted as batches are read; a resumed run loads the newest one before its
 position, and reads on. Its first batch is compared with what it was, because not every
@@ -68,7 +69,7 @@ class OwnState:
         if state is None:
             return
         try:
-            self.owner.load_state_dict(_decoded(state))
+            self._tell(_decoded(state))
         except Exception as error:  # of any type: the owner is the user's
             raise ValueError(
                 f"`{self.argument}`: {type(self.owner).__name__} can't take up the"
@@ -76,6 +77,9 @@ class OwnState:
                 " Pass a loader like that of the run that was saved."
             ) from error
         self._is_loaded = True
+
+    def began(self, batches: Any) -> None:
+        """Called with what the owner is iterated by, before it is asked for more."""
 
     def begin(self) -> None:
         """An epoch begins: notes of the last one are of no use."""
@@ -116,9 +120,15 @@ class OwnState:
                 }
         return None
 
+    def _told(self) -> Any:
+        return self.owner.state_dict()
+
+    def _tell(self, state: Any) -> None:
+        self.owner.load_state_dict(state)
+
     def _ask(self) -> Any:
         try:
-            return _encoded(self.owner.state_dict())
+            return _encoded(self._told())
         except _NotJson as error:
             _say_once(
                 f"`{self.argument}`: the state of {type(self.owner).__name__} has a"
@@ -135,6 +145,37 @@ class OwnState:
         self._is_loaded = False
 
 
+class StateOfIterators(OwnState):
+    """What the iterators of the `owner` say by `get_state`, and take up by `set_state`.
+
+    As Grain's do. An owner that is an iterator itself speaks for itself.
+    """
+
+    def __init__(self, owner: Any, argument: str):
+        super().__init__(owner, argument)
+        self._is_iterator = hasattr(owner, "__next__")
+        self._present: Any = owner
+        self._to_tell: Any = None
+
+    def present(self) -> Any:
+        return super().present() if self._is_iterator else None  # it starts over
+
+    def began(self, batches: Any) -> None:
+        self._present = batches
+        if self._to_tell is not None:
+            batches.set_state(self._to_tell)
+        self._to_tell = None
+
+    def _told(self) -> Any:
+        return self._present.get_state()
+
+    def _tell(self, state: Any) -> None:
+        if self._is_iterator:
+            self.owner.set_state(state)
+        else:
+            self._to_tell = state
+
+
 def own_state(loader: Any, argument: str) -> OwnState | None:
     """The `OwnState` of what a user passed as a loader, if it has one."""
     dataset = getattr(loader, "dataset", None)
@@ -144,6 +185,9 @@ def own_state(loader: Any, argument: str) -> OwnState | None:
     for owner in (dataset, loader) if at_hand else (loader,):
         if _can_tell(owner):
             return OwnState(owner, argument)
+    is_iterator = hasattr(loader, "__next__") and hasattr(loader, "set_state")
+    if is_iterator and hasattr(loader, "get_state") or _is_of_grain(loader):
+        return StateOfIterators(loader, argument)
     return None
 
 
@@ -193,6 +237,11 @@ def _can_tell(loader: Any) -> bool:
 
 def _is_of_huggingface(thing: Any) -> bool:
     return type(thing).__module__.startswith("datasets.") and _can_tell(thing)
+
+
+def _is_of_grain(thing: Any) -> bool:
+    classes = type(thing).__mro__
+    return any(cls.__module__.partition(".")[0] == "grain" for cls in classes)
 
 
 def _is_of_torchdata(thing: Any) -> bool:

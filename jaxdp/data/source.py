@@ -257,6 +257,8 @@ class Source:
         """Iterates the loader in its own way."""
         batches = iter(self.loader)
         self._goes_on = batches is self.loader
+        if self._own is not None:
+            self._own.began(batches)
         return batches
 
     def _positioned(self, position: Position) -> Iterator[Any]:

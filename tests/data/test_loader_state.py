@@ -301,3 +301,70 @@ def test_arrays_and_generators_survive_json():
     assert _decoded(_encoded(np.float32(1.5))).dtype == np.float32
     with pytest.raises(TypeError, match="Random"):
         _encoded(random.Random())
+
+
+class Iterations:
+    """Of the protocol of Grain's datasets: each iteration can tell where it is."""
+
+    __module__ = "grain.stand_in"
+    reads = 0
+
+    def __iter__(self):
+        return Iteration(self)
+
+
+class Iteration:
+    """An iteration, or a loader by itself."""
+
+    def __init__(self, counted=None, count=12):
+        self.at, self.count, self.counted = 0, count, counted or self
+        self.reads = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        self.counted.reads += 1
+        return DATA[(5 * self.at) % len(DATA)]
+
+    def get_state(self):
+        return {"next_index": self.at, "told": b"by bytes"}
+
+    def set_state(self, state):
+        assert state["told"] == b"by bytes"
+        self.at = state["next_index"]
+
+
+@pytest.mark.parametrize("kind", [Iterations, lambda: Iteration(count=24)])
+def test_iterators_with_get_state_are_not_replayed(tmp_path, kind):
+    settings = {} if kind is Iterations else {"limit_train_batches": 12}
+    check(tmp_path, kind, {1, 12, 13, 20}, reads=True, **settings)
+
+
+@pytest.mark.parametrize("kind", ["map", "iter", "iterator", "loader"])
+def test_grains_datasets_and_loaders_are_asked(tmp_path, kind):
+    grain = pytest.importorskip("grain")
+    x, y = rows(96)
+    items = [(x[i], y[i]) for i in range(96)]
+
+    def make_loader():
+        if kind == "loader":
+            sampler = grain.samplers.IndexSampler(
+                96, shuffle=True, seed=0, num_epochs=1
+            )
+            batch = grain.transforms.Batch(8)
+            return grain.DataLoader(
+                data_source=items, sampler=sampler, operations=[batch]
+            )
+        dataset = grain.MapDataset.source(items).shuffle(seed=1)
+        if kind == "map":
+            return dataset.batch(8)
+        if kind == "iter":
+            return dataset.to_iter_dataset().batch(8)
+        return iter(dataset.repeat().batch(8).to_iter_dataset())
+
+    settings = {"limit_train_batches": 12} if kind == "iterator" else {}
+    check(tmp_path, make_loader, {1, 12, 13, 20}, **settings)
