@@ -14,7 +14,7 @@ from .callbacks import Callback
 from .checkpoint import load_model, save_model
 from .fit import PassMetric
 from .history import History
-from .step import Ensemble, Part, TrainState
+from .step import Ensemble, Part, TrainState, Whole
 from .strategies import (
     FSDP,
     DataParallel,
@@ -55,6 +55,7 @@ __all__ = [
     "TensorParallel",
     "TrainState",
     "Trainer",
+    "Whole",
     "ZeRO",
     "callbacks",
     "distributed",

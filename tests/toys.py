@@ -128,6 +128,23 @@ class Recorder(Callback):
         self.losses.append(float(metrics["loss"]))
 
 
+def counting(kind):
+    """A strategy of a kind that counts what it compiles for training."""
+
+    class Counting(kind):
+        count = 0
+
+        def compile(self, step, arguments, roles, results, **options):
+            Counting.count += results == ("state", "whole")
+            return super().compile(step, arguments, roles, results, **options)
+
+    return Counting()
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
 def hand_written(model, optimizer, data, epochs, loss_of):
     """Plain JAX: the model, and the loss of every step.
 

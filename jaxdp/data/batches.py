@@ -1,6 +1,7 @@
 """A batch on the host, whole or one process's portion of it, and what is asked of it.
 
-Of one process a batch is a pytree of arrays shaped `(rows, ...)`. Of several each has a
+Of one process a batch is a pytree of arrays shaped `(rows, ...)`, but for those in a
+`Whole`, which have no rows and come to each process as they are. Of several each has a
 `Portion`: a batch's rows are cut into equal blocks, in order, and which of them a
 process loads, its devices decide (`RowBlocks`). A block has real rows first, then its
 padding.
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..step import Batch
+from ..step import Batch, with_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def counts_of(batch: Batch) -> tuple[int, ...]:
     """How many real rows each block of a batch has; there is one of a whole batch."""
     if isinstance(batch, Portion):
         return batch.counts
-    return (len(jax.tree.leaves(batch)[0]),)
+    leaves, treedef = jax.tree.flatten(batch)
+    return (len(leaves[with_rows(treedef).index(True)]),)
 
 
 def shown(batch: Batch) -> Batch:
@@ -47,7 +49,15 @@ def inputs_of(batch: Batch) -> Any:
     """What is predicted from: `x` of an `(x, y)` batch."""
     if isinstance(batch, Portion):
         return Portion(inputs_of(batch.own), batch.counts)
-    return batch[0] if isinstance(batch, tuple) else batch
+    x = batch[0] if isinstance(batch, tuple) else batch
+    has_rows = with_rows(jax.tree.structure(x))
+    if has_rows and not any(has_rows):
+        raise ValueError(
+            f"predictions are made of {leaf_name(batch, 0)} of a tuple, which is a"
+            " jaxdp.Whole, and there is one for each row. Put it with what has rows:"
+            " ((x, Whole(array)), y), and the model is given both."
+        )
+    return x
 
 
 def read_only(batch: Batch) -> Batch:

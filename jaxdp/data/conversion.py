@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..step import Batch
+from ..step import Batch, with_rows
 from .batches import Portion, leaf_name
 
 _NARROW = {
@@ -22,9 +22,10 @@ _NARROW = {
 def to_host(batch: Any, *, copy: bool = False) -> Batch:
     """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
 
-    Arrays on the CPU are not copied, unless narrowing does, or `copy` asks for it: for
-    sources that may write the next batch into the same place. A list is taken as a
-    tuple, since torch's default collate makes lists of tuples.
+    Those in a `Whole` need no rows, and stay in it. Arrays on the CPU are not copied,
+    unless narrowing does, or `copy` asks for it: for sources that may write the next
+    batch into the same place. A list is taken as a tuple, since torch's default collate
+    makes lists of tuples.
     """
     if isinstance(batch, Portion):  # of an earlier pass
         return batch
@@ -46,8 +47,9 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         arrays.append(array)
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
-    shapes = [array.shape[:1] for array in arrays]
-    if shapes.count(shapes[0]) != len(shapes) or not shapes[0] or not shapes[0][0]:
+    pairs = zip(arrays, with_rows(treedef), strict=True)
+    counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
+    if len(counts) != 1 or 0 in counts:
         named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays[:8])]
         more = f" and {len(arrays) - 8} more" if len(arrays) > 8 else ""
         remedy = (
@@ -59,6 +61,10 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 "A list of numbers is a leaf for each: make an array of it (np.asarray)"
                 " in the dataset or in the loader's `collate_fn`."
             )
+        if not counts:
+            remedy = "Each is in a jaxdp.Whole; take out what has rows."
+        elif len(counts) > 1:
+            remedy += " What is the same for every row goes into a jaxdp.Whole(array)."
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
             f" {', '.join(named)}{more}. {remedy}"

@@ -11,27 +11,46 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from ..step import Batch, Group
+from ..step import Batch, Group, joined, with_rows
 from .batches import leaf_name
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
-"""A form as it is compared: the structure, and each leaf's shape and dtype."""
+"""A form as it is compared: the structure, and each leaf's shape without its rows, and
+dtype."""
 
 _MOST_LEAVES: Final = 8
 """That a message lists."""
+
+Leaves = list[np.ndarray]
 
 
 class Form:
     """One form of batches, and the size that they are padded to."""
 
-    __slots__ = "full", "key", "size", "text", "usual"
+    __slots__ = "full", "key", "of_rows", "of_whole", "size", "text", "usual", "wholes"
 
     def __init__(self, key: Key):
         self.key = key
         self.text = _text(key)
+        treedef, _ = key
+        has_rows = with_rows(treedef)
+        # Which leaves have none, and the structures of both kinds.
+        self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
+        self.of_rows, self.of_whole = [
+            jax.tree.structure(
+                treedef.unflatten([rows == kind or None for rows in has_rows])
+            )
+            for kind in (True, False)
+        ]
         self.size = 0  # rows of a padded batch, of all processes
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
         self.usual: Any = None  # `Dispatch.shape` of one that is
+
+    def parted(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+        """The leaves that have rows, and those that have none."""
+        places = range(len(leaves))
+        rows = [leaves[place] for place in places if place not in self.wholes]
+        return rows, [leaves[place] for place in self.wholes]
 
 
 class Forms:
@@ -55,16 +74,18 @@ class Forms:
         self._num_shards, self._num_blocks = num_shards, num_blocks
         self._first: Key | None = None
         self._known: dict[Key, Form] = {}
-        self._key: Key | None = None  # of the batch before
+        self._key: Key | None = None  # of the batch before, if all leaves have rows
         self._form: Form
 
-    def find(self, batch: Batch) -> tuple[list[np.ndarray], Form]:
-        """The leaves of a batch, and its form."""
+    def find(self, batch: Batch) -> tuple[Leaves, Leaves, Form]:
+        """The leaves of a batch that have rows, those in a `Whole`, and its form."""
         leaves, treedef = jax.tree.flatten(batch)
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key != self._key:
-            self._turn_to(key, batch)
-        return leaves, self._form
+            self._turn_to(key_of(batch), batch)
+        if self._form.wholes:
+            return *self._form.parted(leaves), self._form
+        return leaves, [], self._form
 
     def size_of(self, key: Key) -> int:
         """The padded size of a form so far; 0 if it has none."""
@@ -100,9 +121,10 @@ class Forms:
             start += " differs from the first one in structure"
             return f"{start}: was {first}, is {treedef}."
 
+        each = zip(expected, found, with_rows(treedef), strict=True)
         differing = [
-            f"{leaf_name(batch, i)} was {_shown(*was)}, is {_shown(*now)}"
-            for i, (was, now) in enumerate(zip(expected, found, strict=True))
+            f"{leaf_name(batch, i)} was {_shown(*was, rows)}, is {_shown(*now, rows)}"
+            for i, (was, now, rows) in enumerate(each)
             if was != now
         ]
         more = len(differing) - _MOST_LEAVES
@@ -112,7 +134,8 @@ class Forms:
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""
-        batch = jax.tree.map(lambda leaf: leaf[0], group.batch)
+        stacked = joined(group.batch, group.whole)
+        batch = jax.tree.map(lambda leaf: leaf[0], stacked)
         if not (difference := self.difference(batch)):
             return ""
         return (
@@ -133,18 +156,21 @@ class Forms:
             form = self._known[key] = Form(key)
             size = self.sizes.pop("", 0)
             self.grow(form, self.sizes.get(form.text, size))
-        self._key, self._form = key, self._known[key]
+        self._form = self._known[key]
+        self._key = None if self._form.wholes else key
 
 
 def key_of(batch: Batch) -> Key:
     """The form of a batch, as it is compared."""
     leaves, treedef = jax.tree.flatten(batch)
-    return treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+    # A bool is the number of axes that rows have.
+    pairs = zip(leaves, with_rows(treedef), strict=True)
+    return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
 
 
 def shapes_of(batch: Batch) -> list[list[int]]:
     """The shape of each leaf without its rows; JSON."""
-    return [list(leaf.shape[1:]) for leaf in jax.tree.leaves(batch)]
+    return [list(shape) for shape, _ in key_of(batch)[1]]
 
 
 def _kind(key: Key) -> Any:
@@ -156,5 +182,7 @@ def _text(key: Key) -> str:
     return " ".join(f"{dtype}{list(shape)}" for shape, dtype in key[1])
 
 
-def _shown(shape: tuple[int, ...], dtype: Any) -> str:
+def _shown(shape: tuple[int, ...], dtype: Any, has_rows: bool) -> str:
+    if not has_rows:
+        return f"{dtype} {shape}"
     return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"

@@ -12,11 +12,10 @@ import numpy as np
 from ..distributed import RowBlocks
 from ..step import Batch, Group
 from .batches import Portion, counts_of, shown
-from .forms import Form, Forms, key_of
+from .forms import Form, Forms, Leaves, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
 
-_Leaves = list[np.ndarray]
 _Counts = tuple[int, ...]
 """How many real rows each block of a batch has."""
 
@@ -57,7 +56,7 @@ class Packer:
         what: str,
         blocks: RowBlocks = _ONE_BLOCK,
         in_order: bool = True,
-        collect: Callable[[_Leaves], _Leaves] = list,
+        collect: Callable[[Leaves], Leaves] = list,
     ):
         self.num_shards = num_shards
         self.what = what
@@ -80,30 +79,34 @@ class Packer:
         """
         batches = [batch for window in windows for batch in window]
         found = [self.forms.find(shown(batch)) for batch in batches]
-        counts = [counts_of(batch) for batch in batches]
+        counts = [
+            batch.counts if isinstance(batch, Portion) else (len(leaves[0]),)
+            for batch, (leaves, *_) in zip(batches, found, strict=True)
+        ]
         steps = len(windows)
         is_alone = slots == steps == 1
-        form = found[0][1]
+        leaves, whole, form = found[0]
         if is_alone and counts[0] == form.full and not self.rows_interact:
             # Most batches, and as quick as can be: small steps wait for this.
-            groups = [self._group([found[0][0]], counts, form)]
+            groups = [self._group([leaves], [whole], counts, form)]
             sizes, forms = [form.size], (form.text,)
             return Dispatch(windows, groups, True, sizes, forms, form.usual)
 
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
-        if any(other is not form for _, other in found):
+        if any(other is not form for *_, other in found):
             # By what a later process knows of them, too.
-            order = sorted(range(len(found)), key=lambda place: found[place][1].text)
+            order = sorted(range(len(found)), key=lambda place: found[place][2].text)
             found = [found[place] for place in order]
             counts = [counts[place] for place in order]
             sizes = [sizes[place] for place in order]
-        micros, forms = ([*each] for each in zip(*found, strict=True))
+        micros, wholes, forms = ([*each] for each in zip(*found, strict=True))
 
         split = True
         if not self.rows_interact:
             micros, counts = self._padded(micros, counts, forms, steps * slots)
-            forms += forms[-1:] * (len(micros) - len(forms))
+            missing = len(micros) - len(forms)
+            wholes, forms = wholes + wholes[-1:] * missing, forms + forms[-1:] * missing
             sizes = [form.size for form in forms]
         elif not all(map(self._fills_shards, counts)):
             split = False
@@ -113,7 +116,9 @@ class Packer:
         groups, shapes, start = [], [], 0
         for (form, size), run in itertools.groupby(zip(forms, sizes, strict=True)):
             stop = start + len(list(run))
-            groups.append(self._group(micros[start:stop], counts[start:stop], form))
+            here = slice(start, stop)
+            group = self._group(micros[here], wholes[here], counts[here], form)
+            groups.append(group)
             shapes.append((stop - start, size, form.text))
             start = stop
         texts = tuple(text for _, _, text in shapes)
@@ -169,11 +174,11 @@ class Packer:
 
     def _padded(
         self,
-        micros: list[_Leaves],
+        micros: list[Leaves],
         counts: list[_Counts],
         forms: list[Form],
         slots: int,
-    ) -> tuple[list[_Leaves], list[_Counts]]:
+    ) -> tuple[list[Leaves], list[_Counts]]:
         """Each of its form's size, and so many that all slots are full."""
         for form, each in zip(forms, counts, strict=True):
             self.forms.grow(form, max(each) * self.blocks.count)
@@ -185,7 +190,7 @@ class Packer:
         nothing, missing = (0,) * self.blocks.count, slots - len(micros)
         return padded + padded[-1:] * missing, counts + [nothing] * missing
 
-    def _with_padding(self, leaves: _Leaves, counts: _Counts, size: int) -> _Leaves:
+    def _with_padding(self, leaves: Leaves, counts: _Counts, size: int) -> Leaves:
         """The rows of this process's blocks, each block padded to `size`."""
         own = [counts[block] for block in self.blocks.own]
         if own == [size] * len(own):
@@ -207,7 +212,7 @@ class Packer:
         shards = self.num_shards // self.blocks.count
         return len(set(counts)) == 1 and counts[0] % shards == 0
 
-    def _whole(self, leaves: _Leaves, counts: _Counts) -> _Leaves:
+    def _whole(self, leaves: Leaves, counts: _Counts) -> Leaves:
         """The real rows of all processes: where rows interact and do not divide."""
         if self.blocks.count == 1:
             return leaves
@@ -219,14 +224,25 @@ class Packer:
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
 
-    def _group(self, micros: list[_Leaves], counts: list[_Counts], form: Form) -> Group:
+    def _group(
+        self,
+        micros: list[Leaves],
+        wholes: list[Leaves],
+        counts: list[_Counts],
+        form: Form,
+    ) -> Group:
         """Micro-batches of one shape, stacked."""
-        if len(micros) == 1:  # no copy
-            stacked = [leaf[None] for leaf in micros[0]]
-        else:
-            stacked = [np.stack(leaves) for leaves in zip(*micros, strict=True)]
-        batch = jax.tree.unflatten(form.key[0], stacked)
-        return Group(batch, _counts(tuple(counts), self._in_order))
+        batch = jax.tree.unflatten(form.of_rows, _stacked(micros))
+        whole = None
+        if form.wholes:
+            whole = jax.tree.unflatten(form.of_whole, _stacked(wholes))
+        return Group(batch, _counts(tuple(counts), self._in_order), whole)
+
+
+def _stacked(micros: list[Leaves]) -> Leaves:
+    if len(micros) == 1:  # no copy
+        return [leaf[None] for leaf in micros[0]]
+    return [np.stack(leaves) for leaves in zip(*micros, strict=True)]
 
 
 @functools.lru_cache

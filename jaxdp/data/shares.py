@@ -13,9 +13,10 @@ import numpy as np
 
 from ..basics.console import listed
 from ..distributed import Processes
-from ..step import Batch
+from ..step import Batch, map_rows, with_rows
 from .batches import Portion, rows_of
 from .forms import Key, key_of, shapes_of
+from .loader_state import checksum
 from .padding import Packer
 
 _AT_ONCE: Final = 8
@@ -71,7 +72,7 @@ class GlobalShare(Share):
         for batch in batches:
             counts, places = cut(rows_of(batch), key_of(batch))
             own = functools.partial(_taken, places=places)
-            yield Portion(jax.tree.map(own, batch), counts)
+            yield Portion(map_rows(own, batch), counts)
 
     def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
         cut = _Cut(self._packer())
@@ -115,7 +116,7 @@ class LocalShare(Share):
 
     Before the next batch they tell each other how many rows they have. One that has run
     out goes on with no rows until the last one has. All batches of a turn have one
-    shape.
+    shape, and the same in a `Whole`.
     """
 
     def __init__(self, processes: Processes):
@@ -139,21 +140,29 @@ class LocalShare(Share):
                     filler = _first_row(peek())
 
             # What all have.
-            mine = [sizes, list(map(shapes_of, taken)), filler is not None]
+            here = taken + [filler] * missing
+            mine = [
+                sizes,
+                list(map(shapes_of, taken)),
+                filler is not None,
+                list(map(_sum_of_whole, here)),
+            ]
             told = self._processes.all("the next batches", mine)
-            if not any(any(sizes) for sizes, _, _ in told):
+            if not any(any(sizes) for sizes, *_ in told):
                 return
-            if empty := [i for i, (_, _, has_rows) in enumerate(told) if not has_rows]:
+            if empty := [i for i, (*_, has_rows, _) in enumerate(told) if not has_rows]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
                     f" {listed('process', empty)}, while others have some. Each needs"
                     " one at least."
                 )
-            for place, own in enumerate(taken + [filler] * missing):
-                counts = tuple([sizes[place] for sizes, _, _ in told])
+            for place, own in enumerate(here):
+                counts = tuple([sizes[place] for sizes, *_ in told])
                 if not any(counts):
                     return
-                shapes = _only_shapes([each[place : place + 1] for _, each, _ in told])
+                shapes = _only_shapes([each[place : place + 1] for _, each, *_ in told])
+                if len({each[place] for *_, each in told}) > 1:
+                    raise ValueError(_WHOLES_DIFFER)
                 yield Portion(own if sizes[place] else _like(own, shapes), counts)
 
             # An iterator must not be asked for more than is trained on.
@@ -218,14 +227,31 @@ def _only_shapes(told: list[list[Any]]) -> list[list[int]]:
 def _like(row: Batch, shapes: list[list[int]]) -> Batch:
     """A row of such shapes, with the values of `row`."""
     leaves, treedef = jax.tree.flatten(row)
-    resized = [
-        np.resize(leaf, (1, *shape)) for leaf, shape in zip(leaves, shapes, strict=True)
-    ]
-    return treedef.unflatten(resized)
+    each = zip(leaves, shapes, with_rows(treedef), strict=True)
+    return treedef.unflatten(
+        np.resize(leaf, (1, *shape) if has_rows else shape)
+        for leaf, shape, has_rows in each
+    )
+
+
+def _sum_of_whole(batch: Batch | None) -> int | None:
+    """Tells what a batch has in `Whole`s from something else."""
+    leaves, treedef = jax.tree.flatten(batch)
+    pairs = zip(leaves, with_rows(treedef), strict=True)
+    whole = [leaf for leaf, has_rows in pairs if not has_rows]
+    return checksum(whole) if whole else None
+
+
+_WHOLES_DIFFER: Final = (
+    "`data`='local': what the processes have in a jaxdp.Whole differs in the same step,"
+    " and it must be the same for every row. Draw it by a generator that has the same"
+    " seed in all. (One that has run out of batches before the others goes on with the"
+    " Whole that it had: if that changes, give all as many batches.)"
+)
 
 
 def _first_row(batch: Batch) -> Batch:
-    return jax.tree.map(lambda leaf: np.array(leaf[:1]), batch)
+    return jax.tree.map(np.array, map_rows(lambda leaf: leaf[:1], batch))
 
 
 def _taken(leaf: np.ndarray, places: list[range]) -> np.ndarray:

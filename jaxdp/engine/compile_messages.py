@@ -10,6 +10,7 @@ import jax
 
 from ..basics.console import say, warn
 from ..data import Dispatch, leaf_name
+from ..step import joined, with_rows
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -21,7 +22,7 @@ _MOST_LEAVES: Final = 4
 """That a message lists."""
 
 _Shapes = tuple[tuple[int, ...], ...]
-"""Of the leaves of a batch, rows included."""
+"""Of the leaves of a batch, rows included where they have some."""
 
 
 class _Form(NamedTuple):
@@ -33,6 +34,7 @@ class _Form(NamedTuple):
     form however many steps and slots there are."""
     names: tuple[str, ...]
     """Of the leaves."""
+    has_rows: tuple[bool, ...]
 
 
 class Compilations:
@@ -106,7 +108,7 @@ class Compilations:
 
 
 def _form(packed: Dispatch) -> _Form:
-    batches = [group.batch for group in packed.groups]
+    batches = [joined(group.batch, group.whole) for group in packed.groups]
     groups = [
         (len(group.counts), tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch)))
         for group, batch in zip(packed.groups, batches, strict=True)
@@ -115,7 +117,8 @@ def _form(packed: Dispatch) -> _Form:
         groups = [(0, groups[0][1])]
     count = len(groups[0][1])
     names = tuple(leaf_name(batches[0], place) for place in range(count))
-    return _Form(packed.split, tuple(groups), names)
+    has_rows = with_rows(jax.tree.structure(batches[0]))
+    return _Form(packed.split, tuple(groups), names, has_rows)
 
 
 def _why(form: _Form, before: list[_Form]) -> str:
@@ -132,7 +135,9 @@ def _why(form: _Form, before: list[_Form]) -> str:
     was = before[-1].groups[-1][1]
     now = (new or [shapes for _, shapes in form.groups])[-1]
     pairs = list(zip(form.names, was, now, strict=True))
-    differing = [each for each in pairs if each[1][1:] != each[2][1:]] or pairs[:1]
+    ends = zip(_ends(was, form), _ends(now, form), strict=True)
+    differing = [pair for pair, (a, b) in zip(pairs, ends, strict=True) if a != b]
+    differing = differing or [pairs[form.has_rows.index(True)]]
     listed = [
         f"{name} was {old} and is {new}" for name, old, new in differing[:_MOST_LEAVES]
     ]
@@ -141,4 +146,10 @@ def _why(form: _Form, before: list[_Form]) -> str:
 
 
 def _without_rows(form: _Form) -> frozenset[_Shapes]:
-    return frozenset(tuple(shape[1:] for shape in shapes) for _, shapes in form.groups)
+    return frozenset(_ends(shapes, form) for _, shapes in form.groups)
+
+
+def _ends(shapes: _Shapes, form: _Form) -> _Shapes:
+    """Without the axis of rows, where there is one."""
+    each = zip(shapes, form.has_rows, strict=True)
+    return tuple(shape[rows:] for shape, rows in each)

@@ -36,12 +36,13 @@ class Counts:
         if len(placed) > _MOST_COUNTS:
             placed.clear()
         found = []
-        for place, (batch, counts) in enumerate(groups):
+        for place, group in enumerate(groups):
+            counts = group.counts
             key = place, counts.tobytes()
             if key not in placed:
                 positional, _ = step.input_shardings
                 sharding = positional[-1][place].counts
                 # None where the step has no use for them, as prediction has not.
                 placed[key] = counts if sharding is None else put(counts, sharding)
-            found.append(Group(batch, placed[key]))
+            found.append(group._replace(counts=placed[key]))
         return found

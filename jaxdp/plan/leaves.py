@@ -37,15 +37,21 @@ def leaves_of(
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
     (_, groups), _ = compiled.args_info
+    paths = jax.tree_util.tree_leaves_with_path(groups)
     batch = [
         ("batch", leaf_path(path[1:] if len(groups) == 1 else path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(groups)
+        for path, leaf in paths
     ]
 
     # Of a leaf that nothing depends on JAX does not say how it is split: as others.
     (_, split), _ = compiled.input_shardings
     usual = [*jax.tree.leaves(split), named[0][2].sharding][0]
-    of_batch = jax.tree.leaves(split, is_leaf=lambda each: each is None)
+    of_batch = [
+        sharding or (split[0].counts if path[1].name == "whole" else usual)
+        for sharding, (path, _) in zip(
+            jax.tree.structure(groups).flatten_up_to(split), paths, strict=True
+        )
+    ]
 
     # The program lacks the arguments that nothing depends on, and numbers the rest.
     first = max(places) + 1  # of the batch
@@ -59,7 +65,7 @@ def leaves_of(
             for each, place in zip(named, places, strict=True)
         ],
         [
-            _leaf(*each, usual if sharding is None else sharding, place in overwritten)
+            _leaf(*each, sharding, place in overwritten)
             for each, sharding, place in zip(
                 batch, of_batch, arguments[first:], strict=True
             )

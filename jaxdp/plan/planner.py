@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_number
-from ..step import Batch
+from ..step import Batch, map_rows
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
@@ -222,8 +222,8 @@ def _notes(
     if reading.flops is not None:
         exact.append("matrix operations, of products and convolutions as traced")
 
-    batch = [leaf for leaf in reading.leaves if leaf.group == "batch"]  # counts last
-    shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:-1][:4])
+    batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
+    shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:4])
     indicative = [
         f"the step is that of the first batch's shape, {shapes}: batches of other"
         " shapes have programs of their own",
@@ -284,7 +284,8 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
     """A batch like `batch` that takes no memory, perhaps with so many rows."""
 
     def zeros(leaf: Any) -> Any:
-        shape = leaf.shape if rows is None else (rows, *leaf.shape[1:])
-        return np.broadcast_to(np.zeros((), leaf.dtype), shape)
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
+    if rows is not None:
+        batch = map_rows(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch)
     return jax.tree.map(zeros, batch)

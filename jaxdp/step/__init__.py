@@ -25,6 +25,7 @@ from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .value_fn import closed_over, offered, updates_in
+from .whole import Whole, joined, map_rows, with_rows
 
 __all__ = [
     "AxisCollectives",
@@ -51,6 +52,7 @@ __all__ = [
     "StepsOfParts",
     "TrainState",
     "Weights",
+    "Whole",
     "as_own",
     "as_raised",
     "as_stored",
@@ -66,6 +68,8 @@ __all__ = [
     "has_own_loop",
     "init_each",
     "is_recomputed",
+    "joined",
+    "map_rows",
     "matmul_flops",
     "means_of",
     "new_totals",
@@ -82,4 +86,5 @@ __all__ = [
     "updates_in",
     "values_mix_rows",
     "with_call",
+    "with_rows",
 ]

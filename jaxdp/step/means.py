@@ -102,7 +102,7 @@ def over_micro_batches(
         counts = group.counts.sum(axis=1)
         before = rows_before + jnp.cumsum(counts) - counts
         rows_before = rows_before + counts.sum()
-        micros = MicroBatch(group.batch, group.counts, before)
+        micros = MicroBatch(*group, before)
 
         if len(group.counts) == 1:
             micro = jax.tree.map(lambda x: x[0], micros)

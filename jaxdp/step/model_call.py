@@ -17,6 +17,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .collectives import DATA
 from .row_keys import MaskAndKeys
+from .whole import is_whole, plain
 
 
 def call_model(
@@ -28,10 +29,11 @@ def call_model(
 ) -> tuple[PyTree, PyTree]:
     """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
 
-    The model is vmapped, and given a key where its `__call__` has a `key`. The axis
-    is named as its BatchNorm layers want it.
+    The model is vmapped, but for what of `x` is in a `Whole`, and given a key where its
+    `__call__` has a `key`. The axis is named as its BatchNorm layers want it.
     """
     names = _axis_names(model)
+    axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
     own = next((name for name in names if name not in bound_axes), None)
     others = [name for name in names if name not in (own, *bound_axes)]
     given_state = _as_given(model_state)
@@ -39,12 +41,13 @@ def call_model(
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = {"key": key} if keyed else {}
+        row = plain(row)
         if model_state is None:
             return model(row, **keywords), None
         return model(row, given_state, **keywords)
 
     def all_rows() -> Any:
-        batched = jax.vmap(one_row, out_axes=(0, None), axis_name=own)
+        batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=own)
         return batched(x, rows.keys)
 
     prediction, new_state = _with_axes(others, all_rows)

@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from .model_call import as_plain_state, call_loss_fn, call_model
 from .row_keys import MaskAndKeys
+from .whole import is_whole, plain
 
 _OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels
 """Criteria that make integer targets labels of the prediction's classes."""
@@ -69,7 +70,8 @@ class CriterionObjective:
         rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
     ) -> Values:
-        x, target, weight = split_batch(batch)
+        x, given, weight = split_batch(batch)
+        target = plain(given)
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
         found = {
             name: _of_criterion(
@@ -98,7 +100,7 @@ class CriterionObjective:
         num_classes = prediction.shape[-1] if labelled else None
         weights, outputs = _weights_in(found), None
         if self.keeps_outputs:
-            outputs = _checked_outputs((prediction, target), len(rows.mask))
+            outputs = _checked_outputs((prediction, given), len(rows.mask))
         return Values(values, model_state, num_classes, notes, weights, outputs)
 
 
@@ -122,6 +124,7 @@ class LossFnObjective:
         rows: MaskAndKeys,
         bound_axes: tuple[str, ...],
     ) -> Values:
+        batch = plain(batch)
         given = batch if isinstance(batch, tuple) else (batch,)
 
         def call(state: PyTree) -> Any:
@@ -246,6 +249,12 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " given the whole batch."
         )
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
+    if is_whole(y):
+        raise TypeError(
+            "the second element of a batch (x, y) is a Whole, which has no rows, and"
+            " `loss` and `metrics` compare a target with the prediction of each row."
+            " Pass `loss_fn(model, *batch)`, which is given the array itself."
+        )
     if weight is not None and not eqx.is_array_like(weight):
         raise TypeError(
             "the third element of a batch (x, y, weight) must be an array (rows,) or"
@@ -402,8 +411,8 @@ def _outputs_in(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], PyTree]:
 def _checked_outputs(outputs: PyTree, rows: int) -> PyTree:
     """Predictions and targets, all of whose leaves have the rows."""
     for name, output in zip(_OUTPUTS, outputs, strict=True):
-        for leaf in jax.tree.leaves(output):
-            if jnp.shape(leaf)[:1] != (rows,):
+        for leaf in jax.tree.leaves(output, is_leaf=is_whole):
+            if is_whole(leaf) or jnp.shape(leaf)[:1] != (rows,):
                 raise ValueError(
                     f"`metrics` has a PassMetric, and the {name} have"
                     f" {_describe(leaf)} for a batch of {rows} rows; it must have the"

@@ -13,7 +13,7 @@ from .metrics import MAX_METRICS, new_totals
 from .precision import PRECISIONS, Precision, first_scale
 
 Batch = PyTree
-"""Leaves shaped `(rows, ...)`, on the host."""
+"""Leaves shaped `(rows, ...)`, but for those in a `Whole`, on the host."""
 
 
 class TrainState(NamedTuple):
@@ -64,6 +64,9 @@ class Group(NamedTuple):
     """int32 `(micro_batches, row_blocks)`: real rows in each equal block of a
     micro-batch's rows. Such a block is what one process loaded, its real rows first,
     then its padding."""
+    whole: PyTree = None
+    """What has no rows, leaves `(micro_batches, ...)`; None in `batch`, where it goes.
+    See `whole.joined`."""
 
 
 class MicroBatch(NamedTuple):
@@ -71,13 +74,14 @@ class MicroBatch(NamedTuple):
 
     batch: PyTree
     counts: Int[Array, " row_blocks"]
+    whole: PyTree
     rows_before: Int[Array, ""]
 
 
 def only_micro_batch(group: Group) -> MicroBatch:
     """The micro-batch of a group that has one."""
-    batch, counts = jax.tree.map(lambda x: x[0], tuple(group))
-    return MicroBatch(batch, counts, jnp.int32(0))
+    only = jax.tree.map(lambda x: x[0], group)
+    return MicroBatch(only.batch, only.counts, only.whole, jnp.int32(0))
 
 
 def first_state(

@@ -49,6 +49,7 @@ from .state import (
     only_micro_batch,
 )
 from .value_fn import offered
+from .whole import joined
 
 
 class Taken(NamedTuple):
@@ -281,7 +282,7 @@ class Steps(NamedTuple):
                 # The model, as it is called here.
                 model = remat_submodules(self._model(params, buffers), self.remat)
                 model = collectives.arrange(model)
-                batch = cast_batch(model, mark_rows(micro.batch), self.precision)
+                batch = self._batch(model, micro)
                 model = computing(model, self.precision)
                 rows = mask_and_keys(
                     collectives, step_key, micro, weights.step, training=True
@@ -337,7 +338,7 @@ class Steps(NamedTuple):
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
 
         model = self._whole_model(collectives, weights)
-        batch = cast_batch(model, mark_rows(micro.batch), self.precision)
+        batch = self._batch(model, micro)
         found = objective(
             self._inference(model),
             weights.model_state,
@@ -360,8 +361,9 @@ class Steps(NamedTuple):
         model = self._whole_model(collectives, weights)
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
-        given = self._inference(model), weights.model_state, micro.batch, rows
-        with told_of_dicts(micro.batch):
+        x = joined(micro.batch, micro.whole)
+        given = self._inference(model), weights.model_state, x, rows
+        with told_of_dicts(x):
             if self.ensemble is not None:
                 return call_members(self.ensemble.size, *given, collectives.axis_names)
             return call_model(*given, collectives.axis_names)[0]
@@ -402,6 +404,11 @@ class Steps(NamedTuple):
                 " used."
             )
             raise
+
+    def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
+        """What the objective is given, its rows marked."""
+        batch = joined(mark_rows(micro.batch), micro.whole)
+        return cast_batch(model, batch, self.precision)
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:
         return eqx.combine(params, buffers, self.static)

@@ -417,7 +417,7 @@ def put_rows(
         shapes = blocks.whole(group, axis) if split else group
         layouts = shardings(shapes).batch
         batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
-        placed.append(Group(batch, group.counts))
+        placed.append(group._replace(batch=batch))
     return placed
 
 

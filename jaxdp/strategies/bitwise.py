@@ -119,10 +119,10 @@ class Bitwise(DataParallel):
         split: bool = True,
     ) -> jax.stages.Compiled:
         whole, rows = PartitionSpec(), PartitionSpec(None, _AXIS)
-        group_spec = Group(whole, whole)
+        group_spec = Group(whole, whole, whole)
         collectives = Collectives()
         if split:
-            group_spec = Group(PartitionSpec(None, None, _AXIS), whole)
+            group_spec = Group(PartitionSpec(None, None, _AXIS), whole, whole)
             collectives = VirtualShards(self.mesh.size)
             *others, groups = arguments
             arguments = *others, list(map(self._cut, groups))
@@ -180,7 +180,7 @@ class Bitwise(DataParallel):
                 return jax.ShapeDtypeStruct(shape, leaf.dtype)
             return leaf.reshape(shape)
 
-        return Group(jax.tree.map(cut, group.batch), group.counts)
+        return group._replace(batch=jax.tree.map(cut, group.batch))
 
     def __repr__(self) -> str:
         return f"Bitwise({self.strategy!r})"
@@ -235,7 +235,7 @@ class VirtualShards(Collectives):
         def one_shard(turn: Array) -> Any:
             picked = jax.tree.map(lambda x: x[turn], stacks)
             mine = [
-                Group(batch, group.counts)
+                group._replace(batch=batch)
                 for batch, group in zip(picked, groups, strict=True)
             ]
             return function(_OneShard(shards[turn]), inputs, mine)
@@ -289,7 +289,7 @@ class VirtualShards(Collectives):
             everything = jax.lax.all_gather(leaf, _AXIS, axis=2, tiled=True)
             return everything.reshape(len(leaf), -1, *leaf.shape[4:])
 
-        groups = [Group(jax.tree.map(gathered, g.batch), g.counts) for g in groups]
+        groups = [g._replace(batch=jax.tree.map(gathered, g.batch)) for g in groups]
         found = function(Collectives(), inputs, groups)
         device = jax.lax.axis_index(_AXIS)
 

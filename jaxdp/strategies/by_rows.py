@@ -141,7 +141,7 @@ class ByRows(Collectives):
             mesh=self.mesh,
             in_specs=(
                 _specs_of(inputs, shards),
-                [Group(PartitionSpec(None, self.row_axes), whole)] * len(groups),
+                [Group(PartitionSpec(None, self.row_axes), whole, whole)] * len(groups),
             ),
             out_specs=tuple(spec_of[role] for role in roles),
             axis_names=set(self.row_axes),

@@ -255,7 +255,7 @@ class _ByReplica(ByRows):
             mesh=self.mesh,
             in_specs=(
                 _split_params(inputs),
-                [Group(rows if self.apart else whole, whole)] * len(groups),
+                [Group(rows if self.apart else whole, whole, whole)] * len(groups),
             ),
             out_specs=tuple(_SPLIT if each else whole for each in are_stacks),
             check_vma=False,

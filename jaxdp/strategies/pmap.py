@@ -66,7 +66,7 @@ class Pmap(Sharded):
             roles,
             results,
             lambda role: rows if role == "rows" else whole,
-            lambda _: Group(PartitionSpec(None, DATA), whole),
+            lambda _: Group(PartitionSpec(None, DATA), whole, whole),
         )
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         per_device = jax.shard_map(

@@ -290,7 +290,8 @@ class Sharded(DataParallel):
             spec = PartitionSpec(None, *self.batch_spec(_one_batch(leaf)))
             return NamedSharding(self.mesh, spec)
 
-        return Group(jax.tree.map(leaf_sharding, group.batch), self._whole)
+        batch = jax.tree.map(leaf_sharding, group.batch)
+        return Group(batch, self._whole, self._whole)
 
     def _held(self, path: str, leaf: Any) -> PartitionSpec:
         return self._check_spec("param_spec", self.param_spec(path, leaf), path, leaf)

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import together
+import wholes
 from crew import LIMIT
 
 SIZES = [41, 13]
@@ -342,3 +343,18 @@ def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local)
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
         if local:
             assert "rows of [[2, 4], []] in process 0, of [[3, 4], []]" in each["wrong"]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
+    wholes.train(local)
+    (expected,) = told([capsys.readouterr().out])[0]
+    job = crew("wholes.train", local=local, start={"devices": 2})
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (each,) in told(outputs):
+        for name in "losses", "predicted":
+            np.testing.assert_allclose(each[name], expected[name], rtol=1e-4)
+        assert (
+            "what the processes have in a jaxdp.Whole differs" in each["wrong"]
+        ) == local

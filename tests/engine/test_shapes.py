@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, hand_written
+from toys import Recorder, bits, counting, hand_written
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 
@@ -46,19 +46,6 @@ DATA = [
 """Three lengths; the last batch of two of them is ragged."""
 
 
-def counting(kind):
-    """A strategy of a kind that counts what it compiles for training."""
-
-    class Counting(kind):
-        count = 0
-
-        def compile(self, step, arguments, roles, results, **options):
-            Counting.count += results == ("state", "whole")
-            return super().compile(step, arguments, roles, results, **options)
-
-    return Counting()
-
-
 def make(*callbacks, strategy=None, model=None, **options):
     return Trainer(
         Text() if model is None else model,
@@ -69,10 +56,6 @@ def make(*callbacks, strategy=None, model=None, **options):
         **({} if "loss_fn" in options else {"loss": "cross_entropy"}),
         **options,
     )
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def mean_loss(model, x, y):

@@ -1,0 +1,63 @@
+"""What of a batch has no rows, and what to do with the rest of it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+
+class Whole(eqx.Module):
+    """A leaf of a batch that has no rows: it is the same for every row.
+
+        batch = (y0, Whole(times)), y
+
+    For the times of a neural ODE, class weights, a graph. It is neither split over
+    devices nor padded: each device has all of it. The loss is given the array itself
+    in its place, and so is the model, beside one row of the other leaves.
+
+    Args:
+        array: of any shape, `()` too, or a tree of arrays. They are converted as the
+            other leaves of a batch are. Another shape is compiled for once.
+    """
+
+    array: PyTree
+
+
+def is_whole(node: Any) -> bool:
+    """Whether a node of a batch is a `Whole`."""
+    return isinstance(node, Whole)
+
+
+def plain(tree: PyTree) -> PyTree:
+    """A batch, or part of one, with arrays in the place of each `Whole`."""
+    return jax.tree.map(
+        lambda node: node.array if is_whole(node) else node, tree, is_leaf=is_whole
+    )
+
+
+def map_rows(function: Callable[[Any], Any], batch: PyTree) -> PyTree:
+    """`function` of each leaf that has rows; each `Whole` stays as it is."""
+    return jax.tree.map(
+        lambda node: node if is_whole(node) else function(node), batch, is_leaf=is_whole
+    )
+
+
+@functools.lru_cache
+def with_rows(treedef: Any) -> tuple[bool, ...]:
+    """Which leaves have rows, of batches so structured."""
+    places = treedef.unflatten(range(treedef.num_leaves))
+    without = {*jax.tree.leaves(map_rows(lambda _: None, places))}
+    return tuple([place not in without for place in range(treedef.num_leaves)])
+
+
+def joined(batch: PyTree, whole: PyTree) -> PyTree:
+    """The inverse of what a `Group` has done: one tree of leaves with and without rows.
+
+    Args:
+        batch: with None in the place of what is in `whole`.
+        whole: with None in the place of all else; or None, if there is nothing.
+    """
+    return batch if whole is None else eqx.combine(batch, whole)

@@ -1,0 +1,309 @@
+"""What has no rows: neither split nor padded, and the numbers those of a plain loop."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, bits, counting, hand_written, quiet
+
+from jaxdp import FSDP, PassMetric, Pmap, Sharded, SingleDevice, Whole
+from jaxdp.data.conversion import to_host
+from jaxdp.data.padding import Packer
+
+ALL = [SingleDevice, Sharded, Pmap, FSDP]
+
+
+class Ode(eqx.Module):
+    """Steps of Euler from `y0` through `times`: `(times - 1, 2)`."""
+
+    field: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, rate=0.0):
+        self.field = eqx.nn.MLP(2, 2, 8, 1, key=jax.random.key(0))
+        self.dropout = eqx.nn.Dropout(rate)
+
+    def __call__(self, x, *, key=None):
+        y0, times = x
+
+        def step(y, duration):
+            y = y + duration * self.field(y)
+            return y, y
+
+        y0 = self.dropout(y0, key=key)
+        return jax.lax.scan(step, y0, jnp.diff(times))[1]
+
+
+def trajectories(rows, horizon, seed=0):
+    """A batch as a loader gives it: float64, and times until `horizon`."""
+    draw = np.random.default_rng([seed, rows, horizon])
+    y0, y = draw.normal(size=(rows, 2)), draw.normal(size=(rows, horizon, 2))
+    return (y0, Whole(np.linspace(0, horizon, horizon + 1) / (seed + 2))), y
+
+
+DATA = [
+    trajectories(16, 4), trajectories(16, 4, 1), trajectories(5, 4, 2),
+    trajectories(16, 7), trajectories(3, 7, 1), trajectories(16, 4, 3),
+]  # fmt: skip
+"""Two horizons; every batch has times of its own, and some are ragged."""
+
+
+def make(*callbacks, strategy=None, model=None, **options):
+    return quiet(
+        Ode() if model is None else model,
+        optax.adam(1e-2),
+        strategy=strategy or SingleDevice(),
+        callbacks=callbacks,
+        **({} if {"loss", "loss_fn"} & {*options} else {"loss": "mse"}),
+        **options,
+    )
+
+
+def by_row(model, x, y):
+    found = jax.vmap(model, in_axes=((0, None),))(x)
+    return jnp.square(found - y).mean(axis=(1, 2))
+
+
+def as_plain(batch):
+    (y0, times), y = batch
+    return (y0, times.array), y
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    data = [as_plain(batch) for batch in DATA]
+    loss = lambda model, x, y: by_row(model, x, y).mean()  # noqa: E731
+    return hand_written(Ode(), optax.adam(1e-2), data, 2, loss)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_hand):
+    model, losses = by_hand
+    recorder, strategy = Recorder(), counting(kind)
+    trainer = make(recorder, strategy=strategy)
+    trainer.fit(DATA, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+    assert strategy.count == 2
+
+    # Every row counts once, and predictions have rows as ever.
+    other = [DATA[0], DATA[2]]
+    rows = np.concatenate([by_row(model, *as_plain(batch)) for batch in other])
+    found = trainer.validate(other)["val_loss"]
+    assert found == pytest.approx(rows.mean(), rel=1e-4)
+    expected = [jax.vmap(model, ((0, None),))(as_plain(each)[0]) for each in other]
+    predicted = trainer.predict(other)
+    np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-3)
+
+
+def weighted(model, batch, keys):
+    """A loss of dicts that draws by rows and scales by what has none."""
+    drop = eqx.nn.Dropout(0.3)
+    x = jax.vmap(lambda x, key: drop(x, key=key))(batch["x"], keys)
+    found = jax.vmap(model.field)(x)
+    assert batch["scale"].shape == () and batch["shift"].ndim == 1
+    return batch["scale"] * jnp.square(found - batch["shift"][-1]).mean(axis=1)
+
+
+def scaled(rows, scale, length=3):
+    """Its keys are in an order in which what has no rows comes first."""
+    x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
+    shift = np.arange(length, dtype=np.float32) * scale
+    return {"scale": Whole(scale), "shift": Whole(shift), "x": x}
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 5, 3)])
+def test_each_micro_batch_has_what_came_with_it(lengths):
+    sizes, scales = (16, 5, 8), (0.5, 2.0, -1.0)
+    data = [scaled(*each) for each in zip(sizes, scales, lengths, strict=True)]
+
+    def loss_fn(model, batch):
+        x, drawn = batch["x"], jnp.square(jax.vmap(model.field)(batch["x"]))
+        assert len(x) == len(drawn)
+        return batch["scale"] * (drawn.mean(axis=1) + batch["shift"].sum())
+
+    def loss_of(model, batches, _):
+        rows = [loss_fn(model, jax.tree.map(jnp.asarray, each)) for each in batches]
+        return jnp.concatenate(rows).mean()
+
+    plain = [{k: getattr(v, "array", v) for k, v in each.items()} for each in data]
+    _, losses = hand_written(Ode(), optax.adam(1e-2), [(plain, 0)], 2, loss_of)
+    for kind in SingleDevice, Sharded:
+        recorder = Recorder()
+        trainer = make(
+            recorder, strategy=kind(), loss_fn=loss_fn, accumulate_grad_batches=3
+        )
+        trainer.fit(data, max_epochs=2)
+        np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
+
+
+def test_draws_by_rows_are_the_same_on_any_devices_and_in_blocks():
+    data = [scaled(rows, scale) for rows in (16, 5, 16) for scale in (0.5, 2.0)]
+
+    def losses(strategy, steps=1):
+        recorder = Recorder()
+        options = {"loss_fn": weighted, "steps_per_execution": steps}
+        make(recorder, strategy=strategy, **options).fit(data)
+        return recorder.losses
+
+    expected = losses(SingleDevice())
+    assert losses(SingleDevice(), 3) == expected
+    for strategy in Sharded(), Pmap():
+        np.testing.assert_allclose(losses(strategy), expected, rtol=1e-5)
+
+
+def test_the_bits_are_the_same_on_any_number_of_devices():
+    def train(strategy):
+        trainer = make(strategy=strategy, model=Ode(0.3), reproducible="bitwise")
+        trainer.fit(DATA[:3])
+        return bits(trainer.state)
+
+    assert train(SingleDevice()) == train(Sharded())
+
+
+def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
+    options = {"model": Ode(0.3), "strategy": Sharded(2)}
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    expected = make(whole, **options)
+    expected.fit(DATA)
+    stopped = make(first, **options)
+    stopped.fit(DATA, max_steps=4)
+    stopped.save(tmp_path / "run")
+    again = make(second, **options)
+    again.fit(DATA, ckpt_path=str(tmp_path / "run"))
+    assert first.losses + second.losses == whole.losses
+    assert bits(again.state) == bits(expected.state)
+
+
+def test_another_length_is_compiled_for_once_and_said(caplog):
+    data = [scaled(8, 1.0, length) for length in (3, 6, 3, 6, 3)]
+    recorder, strategy = Recorder(), counting(Sharded)
+    make(recorder, strategy=strategy, loss_fn=weighted).fit(data, max_epochs=2)
+    (again,) = [t for t in map(str, caplog.messages) if "compiled again" in t]
+    said = "because batch['shift'].array was (3,) and is (6,); "
+    assert strategy.count == 2 and said in again
+
+
+def test_a_plan_has_it_whole_on_every_device():
+    plan = make(strategy=Sharded(), loss_fn=weighted).plan([scaled(16, 1.0)])
+    found = {leaf.path: leaf for leaf in plan.leaves if leaf.group == "batch"}
+    shift = found["whole['shift'].array"]
+    assert shift.shape == shift.shard == (1, 3) and shift.spec == "whole"
+    assert found["batch['x']"].shard == (1, 2, 2)
+    assert any("whole['scale'].array ()" in each for each in plan.notes["indicative"])
+    assert plan.scaling([1]).rows[0].rows == 2
+
+
+def test_a_loss_of_targets_may_have_weights_of_classes():
+    x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
+    y, weights = (x.sum(1) > 0).astype(np.int32), np.array([1.0, 3.0], np.float32)
+
+    def loss(prediction, target):
+        own = target["weights"][target["y"]]
+        labels = target["y"]
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return losses(prediction, labels), own
+
+    batch = x, {"y": y, "weights": Whole(weights)}
+    model = Ode().field
+    found = make(model=model, strategy=Sharded(), loss=loss).validate([batch])
+    rows, own = loss(jax.vmap(model)(x), {"y": y, "weights": weights})
+    expected = (rows * own).sum() / own.sum()
+    assert found["val_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+    keeps = {"count": PassMetric(lambda predictions, targets: 0.0)}
+    with pytest.raises(ValueError, match="targets have a Whole for a batch of 11 rows"):
+        make(model=model, loss=loss, metrics=keeps).validate([batch])
+
+
+def test_a_tree_of_arrays_may_have_no_rows():
+    graph = {"senders": np.array([0, 1, 2]), "receivers": np.array([1, 2, 0])}
+    nodes = np.arange(6, dtype=np.float32).reshape(3, 2)
+    batch = np.arange(3), Whole((graph, nodes))
+
+    def loss_fn(model, picked, graph):
+        edges, nodes = graph
+        summed = jnp.zeros_like(nodes).at[edges["receivers"]].add(nodes)
+        return jax.vmap(model.field)(summed)[picked].sum(axis=1)
+
+    expected = loss_fn(Ode(), batch[0], batch[1].array).mean()
+    found = make(strategy=Sharded(), loss_fn=loss_fn).validate([batch])
+    assert found["val_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+# As data.
+
+
+def test_it_is_a_tree_and_shows_what_it_holds():
+    whole = Whole(np.zeros(3, np.float32))
+    assert repr(whole) == "Whole(array=f32[3](numpy))"
+    assert jax.tree.map(lambda leaf: leaf + 1, whole).array.tolist() == [1, 1, 1]
+    ((path, _),) = jax.tree_util.tree_leaves_with_path((whole,))
+    assert jax.tree_util.keystr(path) == "[0].array"
+
+
+def test_what_it_holds_is_converted_as_the_rest():
+    _, times, scale = to_host((np.ones(2), Whole(np.ones(3)), Whole(2)))
+    assert times.array.dtype == np.float32 and scale.array.dtype == np.int32
+    assert scale.array.shape == ()
+    with pytest.raises(TypeError, match=r"batch\[1\]\.array is a str"):
+        to_host((np.ones(2), Whole("times")))
+
+
+def test_torch_gives_it_in_collate_fn():
+    torch = pytest.importorskip("torch")
+    rows = [(torch.full((2,), float(i)), torch.zeros(3, 2)) for i in range(11)]
+    times = torch.linspace(0, 1, 4, dtype=torch.float64)
+
+    def collate(rows):
+        y0, y = torch.utils.data.default_collate(rows)
+        return (y0, Whole(times)), y
+
+    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=collate)
+    trainer = make(strategy=Sharded())
+    found = trainer.predict(loader)
+    y0 = np.stack([y0.numpy() for y0, _ in rows])
+    expected = jax.vmap(Ode(), ((0, None),))((y0, times.numpy().astype(np.float32)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+    wrong = torch.utils.data.DataLoader([(*rows[0], Whole(times))] * 4, 4)
+    with pytest.raises(TypeError) as caught:
+        trainer.predict(wrong)
+    assert any(
+        "in the loader's `collate_fn`" in each for each in caught.value.__notes__
+    )
+
+
+def test_batches_without_it_are_packed_as_ever():
+    packed = Packer(8, "training").pack([[(np.ones((5, 2)), np.ones(5))]])
+    (group,) = packed.groups
+    assert group.whole is None
+    assert [leaf.shape for leaf in group.batch] == [(1, 8, 2), (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (Whole((np.ones(3), np.ones(3))), ValueError, "take out what has rows"),
+        ((np.ones((3, 2)), np.ones(5)), ValueError, r"into a jaxdp\.Whole\(array\)"),
+        ({"x": np.ones((3, 2)), "rate": 0.5}, ValueError, r"a jaxdp\.Whole\(array\)"),
+        ((np.ones((3, 2)), Whole(np.ones(3))), TypeError, "is a Whole, .*`loss_fn"),
+        ((np.ones(3), np.ones(3), Whole(np.ones(3))), TypeError, "got a Whole"),
+    ],
+    ids=["all of it", "a mismatch", "a number", "the target", "the weights"],
+)
+def test_what_can_not_be_is_told_the_remedy(batch, error, message):
+    with pytest.raises(error, match=message):
+        make().fit([batch])
+
+
+def test_predictions_need_rows():
+    with pytest.raises(ValueError, match=r"batch\[0\]\.array of a tuple.*Put it with"):
+        make().predict([(Whole(np.ones(3)), np.ones(3))])
+
+
+def test_no_batch_may_have_it_where_others_have_rows():
+    rows = {"scale": np.ones(4, np.float32), "shift": Whole(1.0), "x": np.ones((4, 2))}
+    with pytest.raises(ValueError, match="in structure"):
+        make(loss_fn=weighted).fit([scaled(4, 1.0), rows])
