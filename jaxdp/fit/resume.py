@@ -41,7 +41,7 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
         return
     path, _ = found
     step = trainer.global_step
-    if path != where and os.path.basename(path) != str(step):
+    if where in WORDS and os.path.basename(path) != str(step):
         warn(
             f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
             " another name.",
