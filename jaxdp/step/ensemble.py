@@ -32,6 +32,11 @@ class Ensemble:
         self.size = int(size)
         self.values = {name: np.asarray(value) for name, value in values.items()}
         for name, array in self.values.items():
+            if not jnp.issubdtype(array.dtype, jnp.number):
+                raise TypeError(
+                    f"`{name}` must be numbers, one for each of the {self.size}"
+                    f" members; got {values[name]!r}."
+                )
             if array.shape != (self.size,):
                 raise ValueError(
                     f"`{name}` must have a value for each of the {self.size} members;"
@@ -60,6 +65,8 @@ class Ensemble:
 
     def member_of(self, model: PyTree, index: int) -> PyTree:
         """One member, an ordinary model."""
+        if isinstance(index, bool) or not isinstance(index, int | np.integer):
+            raise TypeError(f"`index` must be the number of a member; got {index!r}.")
         if not -self.size <= index < self.size:
             raise IndexError(f"`index`={index}: there are {self.size} members.")
         arrays, static = eqx.partition(model, eqx.is_array)

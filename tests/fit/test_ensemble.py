@@ -294,6 +294,8 @@ def test_wrong_arguments_are_named():
         make_small(stack(), ensemble="4")
     with pytest.raises(ValueError, match=r"`learning_rate`.*each of the 4.*\(2,\)"):
         Ensemble(4, learning_rate=[0.1, 0.2])
+    with pytest.raises(TypeError, match=r"`learning_rate` must be numbers.*'fast'"):
+        Ensemble(2, learning_rate=["fast", "slow"])
     with pytest.raises(ValueError, match="Pipeline splits the first axis"):
         make_small(stack(), ensemble=SIZE, strategy=Pipeline(2, 2))
     part = Part("layers", lambda model, x, y: 0.0, optax.adam(1e-3), name="all")
@@ -320,5 +322,7 @@ def test_a_member_is_asked_for_by_its_number():
     with pytest.raises(ValueError, match="`member` is of trainers with `ensemble`"):
         make_small().member(0)
     trainer = Trainer(stack(), ensemble=SIZE)
+    with pytest.raises(TypeError, match="number of a member; got 'a'"):
+        trainer.member("a")
     with pytest.raises(IndexError, match="there are 4 members"):
         trainer.member(4)
