@@ -79,6 +79,7 @@ class LocalSGD(Sharded):
       the mean of the saved ones, and of the states of their optimizers; integers are
       those of the first.
     - Gradients are clipped in each replica; hooks of the step see the mean gradient.
+    - `WeightAveraging` averages the outer weights, step by step.
 
     Memory per device: what `Sharded` needs, the outer weights, and the state of
     `outer`. A model with an `eqx.nn.State`, as BatchNorm has, can't be used.
@@ -89,6 +90,9 @@ class LocalSGD(Sharded):
             `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         devices: how many, or which; all by default.
     """
+
+    state_is_whole = True
+    """Plans don't say what could be split: the strategies that split it are others."""
 
     def __init__(
         self,
