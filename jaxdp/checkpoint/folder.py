@@ -71,6 +71,7 @@ class CheckpointDir:
             OSError: if it can't be made or written to.
             RuntimeError: if another run writes there.
         """
+        # Found out now, and not at the first save, hours later.
         try:
             os.makedirs(self.path, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
@@ -86,6 +87,8 @@ class CheckpointDir:
                 f"`dirpath`: checkpoints can't be written to {self.path}: {error}."
                 " Pass a folder that can be written to."
             ) from error
+
+        # Held until the process ends, however it does.
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

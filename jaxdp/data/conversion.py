@@ -32,6 +32,8 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     if type(batch) is list:
         batch = tuple(batch)
     leaves, treedef = jax.tree.flatten(batch)
+
+    # Each leaf by itself.
     wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
     for index, leaf in enumerate(leaves):
@@ -47,6 +49,8 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
         arrays.append(array)
     if not arrays:
         raise TypeError(f"a batch has no arrays in it: {batch!r}.")
+
+    # All of them: as many rows in each.
     pairs = zip(arrays, with_rows(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
     if len(counts) != 1 or 0 in counts:

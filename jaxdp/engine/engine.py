@@ -304,6 +304,7 @@ class Engine:
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
+        # What must hold, before the state is given away.
         is_new = self.programs.find("train", dispatch) is None
         compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
@@ -315,6 +316,8 @@ class Engine:
                 " those before they did not: they may have been padded. Return the mean"
                 " over the batch, for all shapes."
             )
+
+        # The steps. Nothing here waits for the device.
         groups = self._placed("train", dispatch, compiled)
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
@@ -322,6 +325,8 @@ class Engine:
         arrays, (means, inside) = compiled(self.held.arrays, groups)
         kept = self.programs.options.donate == "none" or not self.strategy.compiles
         self.held.replace(arrays, kept=kept)
+
+        # Not too many at once.
         if steps > 1:
             self.in_flight.add(means, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]

@@ -173,6 +173,8 @@ def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
     if not isinstance(ensemble, Ensemble):
         check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
         ensemble = Ensemble(ensemble)
+
+    # What members can't share.
     if isinstance(strategy, Pipeline):
         raise ValueError(
             "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which are"
@@ -354,6 +356,7 @@ def split_model(
             " is a prefix of the model, for example jax.tree.map(lambda _: False,"
             " model) changed by eqx.tree_at."
         ) from error
+
     if not jax.tree.leaves(params):
         found = len(jax.tree.leaves(arrays))
         raise ValueError(

@@ -216,6 +216,7 @@ class Sharded(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
+        # The state stays laid out as it was placed.
         state = arguments[roles.index("state")]
         layouts = {
             "state": jax.tree.map(lambda leaf: leaf.sharding, state),
@@ -229,6 +230,8 @@ class Sharded(DataParallel):
             layouts.__getitem__,
             lambda group: self._group_shardings(group, split),
         )
+
+        # The step, with the collectives of this layout.
         program = jitted(
             functools.partial(step, self._collectives(arguments, roles, split)),
             arguments,
