@@ -172,6 +172,12 @@ def _evaluate(
 def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
     """`Trainer.predict`."""
     run = trainer.run
+    if not callable(run.model):
+        raise TypeError(
+            f"`predict` calls the model on each row, and {type(run.model).__name__} has"
+            " no __call__. Give it one; or call what is in it, as in"
+            " jax.vmap(trainer.model.generator)(x)."
+        )
     run.settled_engine("`predict`")
     with (
         UsersFramesFirst(),

@@ -368,6 +368,12 @@ def test_parts_that_cannot_be(of_parts, options, message):
         Trainer(Gan(), of_parts, **options)
 
 
+def test_predict_of_a_model_that_cannot_be_called_says_what_to_call():
+    trainer = Trainer(Gan(), parts(), enable_progress_bar=False)
+    with pytest.raises(TypeError, match=r"Gan has no __call__.*jax\.vmap\(trainer"):
+        trainer.predict(DATA)
+
+
 def test_names_of_metrics_must_differ():
     def named(gan, x, keys):
         loss, _ = generator_loss(gan, x, keys)
