@@ -413,7 +413,7 @@ class Trainer:
         return self.run.progress.epoch
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Writes the whole `TrainState` and the counters into the folder `path`.
+        """Writes the whole `TrainState` and the counters into `path`, a new folder.
 
         All processes must call it, with the same path in a file system that they share.
 
@@ -430,7 +430,7 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Takes up what `save` wrote, whatever strategy and device count wrote it.
 
-        All of it or nothing. Callbacks it does not know keep their state, and warn.
+        All of it or nothing. A callback that it lacks keeps its state, with a warning.
         """
         snapshot.load(self, path)
 

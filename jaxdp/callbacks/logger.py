@@ -155,9 +155,8 @@ class Logger(Callback):
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
             if trainer.run.last_values:
-                is_new = (
-                    trainer.run.batch_idx == 0
-                )  # the next epoch, which has not begun
+                # At an epoch's end the trainer stands in the next, which has not begun.
+                is_new = trainer.run.batch_idx == 0
                 epoch = max(0, trainer.current_epoch - is_new)
                 self.log(epoch, trainer.global_step, trainer.run.last_values)
             self._log_history(trainer)

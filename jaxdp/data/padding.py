@@ -95,7 +95,7 @@ class Packer:
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
         if any(other is not form for *_, other in found):
-            # By what a later process knows of them, too.
+            # In the order of their text, which a resumed process finds again.
             order = sorted(range(len(found)), key=lambda place: found[place][2].text)
             found = [found[place] for place in order]
             counts = [counts[place] for place in order]
