@@ -15,6 +15,7 @@ from ..basics.arguments import check_choice, check_count, check_is_local, check_
 from ..basics.console import listed
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
+from ..data import shown
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
@@ -25,6 +26,7 @@ from ..step import (
     Part,
     check_remat,
     find_parts,
+    split_batch,
 )
 from ..strategies import DataParallel, Members, Pipeline, Sharded
 from ..strategies.bitwise import Bitwise
@@ -399,6 +401,22 @@ def check_state(model: PyTree, state: Any) -> None:
         raise ValueError(
             "`state` was given, but `model` has no stateful layers; leave it out."
         )
+
+
+def check_pairs(loader: Any, argument: str) -> None:
+    """Raises where a list does not begin with a batch (x, y), before a compilation."""
+    if not isinstance(loader, list | tuple) or not loader:
+        return
+    batch = shown(loader[0])
+    batch = tuple(batch) if type(batch) is list else batch
+    try:
+        split_batch(batch[:2] if type(batch) is tuple and len(batch) == 3 else batch)
+    except TypeError as error:
+        error.add_note(
+            f"That is the first batch of `{argument}`. Several loaders to validate or"
+            " test on are passed by name: {'clean': a, 'shifted': b}."
+        )
+        raise
 
 
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:

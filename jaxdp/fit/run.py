@@ -109,6 +109,9 @@ class Run:
         several = self.several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
+        if self.ensemble is not None and self.ensemble.values:
+            members = self.ensemble.wrap_optimizer(checks.with_clipping(arguments))
+            jax.eval_shape(members.init, self.parts[0])  # does it hold them?
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own
@@ -222,7 +225,10 @@ class Run:
         """What a user passed as `argument`, shared out to the processes."""
         if self._engine is not None and not self.is_fitting:
             self._engine.follow_settings()
-        return open_loader(loader, argument, self.seed, self.share(kind))
+        source = open_loader(loader, argument, self.seed, self.share(kind))
+        if kind != "predict" and self.arguments["loss_fn"] is None and not self.several:
+            checks.check_pairs(loader, argument)
+        return source
 
     def share(self, kind: Kind) -> Share:
         """What of all batches comes to this process."""

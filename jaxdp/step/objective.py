@@ -381,8 +381,9 @@ def _weighted(
             f"{argument} has values of shape {values.shape} and weights of shape"
             f" {weights.shape}, {weights.dtype}, for a batch of {rows} rows. Values"
             f" must have the rows, ({rows}, ...), and weights the same shape or"
-            f" ({rows},): a mean that is taken already can't be weighted. (Named values"
-            " beside the loss go into a dict: (loss, {name: value}).)"
+            f" ({rows},): of ({rows}, 1) pass weights[:, 0], and return no mean, which"
+            " can't be weighted any more. (Named values beside the loss go into a dict:"
+            " (loss, {name: value}).)"
         )
     _check_dtype(argument, name, values)
     if weights.ndim < values.ndim:

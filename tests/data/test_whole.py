@@ -6,9 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Recorder, bits, counting, hand_written, quiet
+from jax.sharding import PartitionSpec
+from toys import Deep, Recorder, bits, counting, hand_written, quiet
 
-from jaxdp import FSDP, PassMetric, Pmap, Sharded, SingleDevice, Whole
+from jaxdp import (
+    FSDP,
+    PassMetric,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Whole,
+)
 from jaxdp.data.conversion import to_host
 from jaxdp.data.padding import Packer
 
@@ -95,6 +105,35 @@ def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_ha
     expected = [jax.vmap(model, ((0, None),))(as_plain(each)[0]) for each in other]
     predicted = trainer.predict(other)
     np.testing.assert_allclose(predicted, np.concatenate(expected), rtol=1e-3)
+
+
+def test_layers_may_be_split_too(by_hand):
+    rules = [("field.layers[0].weight", PartitionSpec("model", None))]
+    recorder = Recorder()
+    strategy = TensorParallel({"data": 4, "model": 2}, rules)
+    make(recorder, strategy=strategy).fit(DATA, max_epochs=2)
+    np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
+
+
+def test_stages_of_a_pipeline_have_it_whole():
+    draw = np.random.default_rng(0)
+    data = [
+        (draw.normal(size=(rows, 4)).astype(np.float32), Whole(np.arange(length)))
+        for rows, length in [(24, 3), (13, 3), (24, 5)]
+    ]
+
+    def loss_fn(model, x, weights, keys):
+        logits = jax.vmap(lambda row, key: model(row, key=key))(x, keys)
+        return jnp.square(logits).mean(axis=1) * weights.sum()
+
+    def losses(strategy):
+        recorder = Recorder()
+        trainer = make(recorder, strategy=strategy, model=Deep(), loss_fn=loss_fn)
+        trainer.fit(data, max_epochs=2)
+        return recorder.losses
+
+    expected = losses(SingleDevice())
+    np.testing.assert_allclose(losses(Pipeline(4, 4)), expected, rtol=1e-5)
 
 
 def weighted(model, batch, keys):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import own_values
 import together
 import wholes
 from crew import LIMIT
@@ -358,3 +359,23 @@ def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
         assert (
             "what the processes have in a jaxdp.Whole differs" in each["wrong"]
         ) == local
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, local):
+    own_values.train(local)
+    (expected,) = told([capsys.readouterr().out])[0]
+    job = crew("own_values.train", local=local, start={"devices": 2})
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (each,) in told(outputs):
+        # The values of process 0 are everybody's, and end every process's fit.
+        assert each["val_own"] == expected["val_own"] == [0.0, 1.0]
+        assert each["process"] == [0.0, 0.0]
+        assert each["val_kept_rows"] == [21.0, 21.0]
+        means = each["val_kept_mean"], expected["val_kept_mean"]
+        np.testing.assert_allclose(*means, rtol=1e-4)
+        given = each["targets"], expected["targets"]
+        if local:  # a process's rows come one behind the other
+            given = [[sorted(rows) for rows in passes] for passes in given]
+        assert given[0] == given[1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches
+from toys import Mlp, NormNet, batches, counting
 from toys import make_small as make
 
 from jaxdp import Callback, Sharded
@@ -249,6 +249,17 @@ def test_fit_refuses_arguments(settings, message):
 def test_an_empty_val_loader_is_refused():
     with pytest.raises(ValueError, match="`val_loader` gave no batches"):
         make().fit(batches(8), [])
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling(is_batch):
+    data, strategy = batches(8), counting(Sharded)
+    trainer = make(strategy=strategy)
+    with pytest.raises(TypeError, match="need batches") as caught:
+        trainer.fit(data, data[0] if is_batch else [data, data])
+    (note,) = caught.value.__notes__
+    assert "first batch of `val_loader`" in note and "{'clean': a" in note
+    assert strategy.count == 0
 
 
 def test_shares_need_a_length():

@@ -303,11 +303,9 @@ def test_wrong_arguments_are_named():
         make_small(stack(), [part], ensemble=SIZE)
     with pytest.raises(ValueError, match="'area' can't stand .*`ensemble`.*`predict`"):
         make_small(stack(), ensemble=SIZE, metrics={"area": PassMetric(sum)})
-    trainer = make_small(
-        stack(), optax.adam(1e-3), ensemble=Ensemble(SIZE, learning_rate=RATES)
-    )
+    rates = Ensemble(SIZE, learning_rate=RATES)
     with pytest.raises(ValueError, match=r"\['learning_rate'\].*inject_hyperparams"):
-        trainer.fit(DATA)
+        make_small(stack(), optax.adam(1e-3), ensemble=rates)
     with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
         make_small(stack(), optax.lbfgs(), ensemble=SIZE).fit(DATA)
     with pytest.raises(ValueError, match="4 members can't be split over the 8 devices"):
