@@ -3,8 +3,8 @@
 import pathlib
 
 ORDER = {
-    "Start": ["index", "ladder"],
-    "Coming from": ["from_pytorch", "from_equinox", "from_keras"],
+    "Start": ["index", "install", "ladder", "examples"],
+    "Coming from": ["from_pytorch", "from_equinox", "from_keras", "other_libraries"],
     "Training": [
         "metrics",
         "shapes",

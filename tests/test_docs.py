@@ -119,6 +119,30 @@ def test_commands_of_a_page_are_there(page, monkeypatch):
         assert "".join(target) in targets
 
 
+def _anchors(page):
+    """What a page's headings are called in links, as MkDocs and GitHub have it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in plain}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=_name)
+def test_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), link
+        assert not anchor or anchor in _anchors(there), link
+
+
+def test_the_readme_is_read_in_three_minutes():
+    assert len((DOCS.parent / "README.md").read_text().split()) <= 600
+
+
 def test_the_picture_of_the_rooms_is_that_of_the_code():
     draw_rooms = _script("draw_rooms")
     assert draw_rooms.picture() == draw_rooms.PICTURE.read_text(), (

@@ -99,6 +99,12 @@ def say(message: str, *, everywhere: bool = False) -> None:
             _unheard()
 
 
+def note(message: str) -> None:
+    """Tells those who have set the logger "jaxdp" to DEBUG, on any process."""
+    with contextlib.suppress(Exception):
+        _logger.debug(message)
+
+
 def warn(
     message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import jax
 
-from .console import say
+from .console import note
 
 _MOST_BYTES: Final = 2**30
 """What is kept, about, checked once a day: the oldest entries go."""
@@ -81,7 +81,7 @@ def keep_freed_memory() -> bool:
     done = libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
     done = libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and done
     if done:
-        say(
+        note(
             "memory that steps free on the CPU is kept for the next step"
             f" ({_SWITCH}=0 switches this off)"
         )

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.console import say
+from ..basics.console import note
 from ..step import has_convolutions, has_own_loop
 
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
@@ -70,7 +70,7 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     if not _is_known(option, value):
         return {}
     if convolves:
-        _say_how()
+        _note_it()
     return {option: value}
 
 
@@ -92,8 +92,8 @@ def _is_known(option: str, value: str | bool) -> bool:
 
 
 @functools.cache
-def _say_how() -> None:
-    say(
+def _note_it() -> None:
+    note(
         "convolutions on the CPU are left to Eigen, which is faster than XLA's own"
         f" choice ({_EIGEN_SWITCH}=0 switches this off)"
     )
