@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from . import checkpoint, distributed, losses
 from .basics.console import warn
 from .callbacks import Callback
-from .callbacks.defaults import with_defaults
 from .engine import hyperparams
 from .fit import Metric, Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
+from .fit.defaults import with_defaults
 from .fit.report import in_a_line, report, summary
 from .history import History
 from .step import Ensemble, Metrics, Part, Remat, TrainState

@@ -2,6 +2,12 @@
 time, or CI runs them by `make test-guards`. `make test-all` runs all."""
 
 CASES = """
+supervisor/test_run.py::test_kills_of_all_kinds[1-100-5]
+supervisor/test_run.py::test_kills_of_all_kinds[8-12-17]
+supervisor/test_run.py::test_both_are_killed_and_the_next_start_goes_on
+supervisor/test_run.py::test_the_users_own_exception_at_the_same_step_twice
+checkpoint/test_snapshots.py::test_a_run_goes_on_from_a_snapshot_bit_for_bit[split]
+checkpoint/test_snapshots.py::test_a_run_goes_on_from_a_snapshot_bit_for_bit[offloaded]
 faults/test_kills.py::test_kills_at_random_moments[0]
 faults/test_kills.py::test_kills_while_a_checkpoint_is_written
 faults/test_kills.py::test_ctrl_c_is_answered_once_and_workers_keep_quiet

@@ -20,7 +20,7 @@ callbacks
 history
 reports comparison
 engine plan
-data strategies checkpoint
+data strategies checkpoint supervisor
 step distributed
 basics losses
 """

@@ -5,6 +5,7 @@ from .folder import CheckpointDir
 from .leaves import arrays_of, plain
 from .restoring import CheckpointCorrupt, read_meta, restore
 from .saving import SaveFailed, Saving, start_saving
+from .snapshots import Snapshots, is_snapshot, restore_snapshot
 from .undo import undone_if_it_fails
 from .weights import load_model, save_model
 
@@ -13,11 +14,14 @@ __all__ = [
     "CheckpointDir",
     "SaveFailed",
     "Saving",
+    "Snapshots",
     "arrays_of",
+    "is_snapshot",
     "load_model",
     "plain",
     "read_meta",
     "restore",
+    "restore_snapshot",
     "save_model",
     "start_fingerprints",
     "start_saving",

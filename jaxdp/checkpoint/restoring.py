@@ -116,9 +116,9 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         meta = read_json(os.path.join(path, "meta", "metadata"))
         fields({"format": whole(1, MOST_FORMATS)})(meta, "metadata")
     except (OSError, ValueError) as error:
-        raise _corrupt(path, f"its meta/metadata can't be read: {error}") from error
+        raise corrupt(path, f"its meta/metadata can't be read: {error}") from error
     if meta.pop("digest", None) != digest(meta):
-        raise _corrupt(path, "meta/metadata is not what was saved (its digest differs)")
+        raise corrupt(path, "meta/metadata is not what was saved (its digest differs)")
     if meta["format"] != FORMAT:
         wrote = meta.get("versions")
         wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
@@ -130,7 +130,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         FORM(meta, "metadata")
     except ValueError as error:
-        raise _corrupt(
+        raise corrupt(
             path, f"what its meta/metadata says was not saved by a trainer: {error}"
         ) from error
     return meta
@@ -161,7 +161,7 @@ def _checked(
 ) -> dict[str, Any]:
     """`read_meta`, of the arrays `wanted`, the files being those that were saved."""
     meta = read_meta(path)
-    _check_same(path, shapes(name_leaves(wanted(meta))), meta["leaves"])
+    check_same(path, shapes(name_leaves(wanted(meta))), meta["leaves"])
     _check_seal(path, meta["leaves"])
     return meta
 
@@ -186,12 +186,13 @@ def _check_is_checkpoint(path: str) -> None:
             mode = os.lstat(os.path.join(folder, name)).st_mode
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
-                raise _corrupt(
+                raise corrupt(
                     path, f"{name} in it is a {kind}, which is never written there"
                 )
 
 
-def _check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> None:
+def check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> None:
+    """Raises unless a checkpoint's arrays are those that are wanted."""
     lines = differences(wanted, stored)
     if not lines:
         return
@@ -212,9 +213,9 @@ def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
     try:
         changed = seal.changed_files(path, seal.read_list(path), arrays)
     except (OSError, ValueError) as error:
-        raise _corrupt(path, f"its files.json can't be read: {error}") from error
+        raise corrupt(path, f"its files.json can't be read: {error}") from error
     if changed:
-        raise _corrupt(path, f"not what was saved, or missing, is {some_of(changed)}")
+        raise corrupt(path, f"not what was saved, or missing, is {some_of(changed)}")
 
 
 def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
@@ -250,14 +251,15 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
         how = f"its arrays can't be read: {first_line(error)}"
-        raise _corrupt(path, how) from error
+        raise corrupt(path, how) from error
 
     saved = meta["fingerprints"]
     wrong = [name for name in read if read[name] != saved.get(name)]
     if wrong:
-        raise _corrupt(path, f"the fingerprint differs of {some_of(wrong)}")
+        raise corrupt(path, f"the fingerprint differs of {some_of(wrong)}")
     return stored
 
 
-def _corrupt(path: str, how: str) -> CheckpointCorrupt:
+def corrupt(path: str, how: str) -> CheckpointCorrupt:
+    """What to raise for a checkpoint that has come to harm."""
     return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")

@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxdp doctor | plan | report | compare | export`."""
+"""The command line: `python -m jaxdp run | doctor | plan | report | ...`."""
 
 from .commands import main
 

@@ -11,6 +11,7 @@ import jax
 from ..basics.console import say, warn
 from ..data import Dispatch, leaf_name
 from ..step import joined, with_rows
+from ..supervisor import patience
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -66,7 +67,8 @@ class Compilations:
         timer.start()
         started = time.perf_counter()
         try:
-            yield
+            with patience():
+                yield
         finally:
             timer.cancel()
         seconds = time.perf_counter() - started

@@ -31,6 +31,7 @@ def fit(
 ) -> None:
     """`Trainer.fit`: a fit, and another one from a checkpoint for each roll-back."""
     left_out: frozenset[tuple[int, int]] = frozenset()
+    resume.check_supervised(ckpt_path)
     with UsersFramesFirst():
         while True:
             trainer.run.renew_hooks(trainer.callbacks)

@@ -10,6 +10,7 @@ from ..basics.console import say, warn
 from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
+from ..supervisor import channel, find_snapshots
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -24,6 +25,17 @@ _OF_CONTENTS: Final = (
     OverflowError,
 )
 """What comes of values that are not what was saved."""
+
+
+def check_supervised(ckpt_path: Any) -> None:
+    """Warns where a script that is started again would not go on."""
+    if channel() is not None and ckpt_path != "auto":
+        warn(
+            f"`ckpt_path`={ckpt_path!r}: after a fault `python -m jaxdp run` starts the"
+            " script again, and this fit would begin where it has begun now; use"
+            " fit(..., ckpt_path='auto').",
+            stacklevel=4,
+        )
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
@@ -164,6 +176,8 @@ def _paths(
     And what stands among them that is no checkpoint.
     """
     folders = [saver.folder(trainer) for saver in savers]
+    if where == "auto":
+        folders = [*_snapshots(folders), *folders]
     # Of equal steps first the last saver's: it knows of those before it.
     found = sorted(
         ((step, folder) for folder in reversed(folders) for step in folder.steps()),
@@ -189,6 +203,14 @@ def _paths(
     for fault in faults:
         warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=5)
     return [[folder.path_of(step) for step, folder in found], faults]
+
+
+def _snapshots(folders: list[checkpoint.CheckpointDir]) -> list[checkpoint.Snapshots]:
+    """Those that belong to folders of checkpoints, in a supervised process."""
+    if (line := channel()) is None:
+        return []
+    found = [find_snapshots(line.snapshots, folder.path) for folder in folders]
+    return [checkpoint.Snapshots(path) for path in found if path is not None]
 
 
 def _first_whole(

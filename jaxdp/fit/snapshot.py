@@ -1,55 +1,71 @@
 """What a checkpoint keeps of a trainer, and how it is taken up."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks.states import identities, named, saved_states
 from ..checkpoint import undone_if_it_fails
+from ..supervisor import patience
 from .checks import check_json
 from .resume import taking_up
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
+    from .run import Run
+
 
 def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
     """Begins to write the state of now, which the next step may overwrite."""
     run = trainer.run
+
+    def saved(path: str) -> None:
+        run.hooks.on_save_checkpoint(trainer, path)
+
     with run.interrupts.whole():
         run.renew_hooks(trainer.callbacks)
         state = run.settled_engine("`save`").state
-        # All but the arrays.
-        meta = {
-            "run_id": run.id,
-            **run.progress.state_dict(run.share("train")),
-            "seed": run.seed,
-            "history": trainer.history.state_dict(),
-            "callbacks": {
-                name: check_json(name, callback.state_dict())
-                for name, callback in named(trainer.callbacks)
-            },
-            "identities": identities(trainer),
-            "padded_rows": run.padded_rows
-            or [
-                trainer.num_training_batches,
-                run.engine.padding,
-                run.accumulate_grad_batches,
-            ],
-            "strategy": repr(run.strategy),
-            "compiler_options": {k: str(v) for k, v in run.compiler_options.items()},
-            "devices": len(state.step.sharding.device_set),
-        }
-
-        def saved(path: str) -> None:
-            run.hooks.on_save_checkpoint(trainer, path)
-
-        with run.stopwatch.phase("checkpoints"):
+        meta = all_but_arrays(trainer)
+        with _waiting(run):
             return checkpoint.start_saving(
-                path, state, meta, saved, lambda: run.stopwatch.phase("checkpoints")
+                path, state, meta, saved, lambda: _waiting(run)
             )
+
+
+def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
+    """What a checkpoint has beside the state: JSON values."""
+    run = trainer.run
+    return {
+        "run_id": run.id,
+        **run.progress.state_dict(run.share("train")),
+        "seed": run.seed,
+        "history": trainer.history.state_dict(),
+        "callbacks": {
+            name: check_json(name, callback.state_dict())
+            for name, callback in named(trainer.callbacks)
+        },
+        "identities": identities(trainer),
+        "padded_rows": run.padded_rows
+        or [
+            trainer.num_training_batches,
+            run.engine.padding,
+            run.accumulate_grad_batches,
+        ],
+        "strategy": repr(run.strategy),
+        "compiler_options": {k: str(v) for k, v in run.compiler_options.items()},
+        "devices": len(run.engine.state.step.sharding.device_set),
+    }
+
+
+@contextlib.contextmanager
+def _waiting(run: "Run") -> Iterator[None]:
+    """Where a fit waits for a disk."""
+    with run.stopwatch.phase("checkpoints"), patience():
+        yield
 
 
 def weights_at(
@@ -75,7 +91,9 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     with run.interrupts.whole():
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
             strategy = run.engine.strategy
-            state, meta = checkpoint.restore(
+            is_snapshot = checkpoint.is_snapshot(path)
+            restore = checkpoint.restore_snapshot if is_snapshot else checkpoint.restore
+            state, meta = restore(
                 path,
                 lambda shapes: strategy.as_saved(run.engine.state, shapes),
                 lambda meta: _take_up(trainer, path, meta),

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 
-from .base import Callback
-from .lockstep import Lockstep
-from .progress_bar import ProgressBar
+from ..callbacks.base import Callback
+from ..callbacks.lockstep import Lockstep
+from ..callbacks.progress_bar import ProgressBar
+from ..supervisor import channel
+from .supervised import Supervised
 
 
 def with_defaults(
@@ -16,8 +18,20 @@ def with_defaults(
         callbacks: the user's own.
         progress_bar: whether there is to be one.
         in_lockstep: whether several processes train together.
+
+    Raises:
+        ValueError: if they do, and `python -m jaxdp run` has started this one.
     """
-    found = list(callbacks)
+    found = [each for each in callbacks if not isinstance(each, Supervised)]
+    if (line := channel()) is not None:
+        if in_lockstep:
+            raise ValueError(
+                "`python -m jaxdp run` restarts one process, and this is one of several"
+                " that train together: they can only be started again together, by"
+                " what has started them."
+            )
+        # Last, because a snapshot knows what the others did at its step.
+        found.append(Supervised(line))
     if progress_bar and not any(isinstance(each, ProgressBar) for each in found):
         # First, so that it has cleared its line before the others print.
         found.insert(0, ProgressBar())

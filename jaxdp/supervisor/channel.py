@@ -1,0 +1,127 @@
+"""What a script and its supervisor tell each other, through files in a private folder.
+
+settings.json   what the script is to know
+beat            signs of life, and how far it is
+end.json        the exception that ended it
+"""
+
+import contextlib
+import functools
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from .child import END, VARIABLE
+
+_BEAT: Final = struct.Struct("<3q")
+_SETTINGS: Final = "settings.json"
+
+
+class Beat(NamedTuple):
+    """The last sign of life."""
+
+    count: int
+    step: int
+    """The last one that this process has taken, or -1."""
+    is_slow: int
+    """Whether no step can be expected: a program is compiled, say."""
+
+
+class Channel:
+    """The child's end.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        every: steps from one snapshot to the next, or None.
+        deadman: seconds of silence after which the child is killed, or None.
+        snapshots: the folder of all snapshots.
+        session: tells this supervisor from others.
+    """
+
+    def __init__(self, path: str):
+        with open(os.path.join(path, _SETTINGS), encoding="utf-8") as file:
+            settings = json.load(file)
+        self.parent: int = settings["parent"]
+        self.every: int | None = settings["every"]
+        self.deadman: float | None = settings["deadman"]
+        self.snapshots: str = settings["snapshots"]
+        self.session = os.path.basename(path)
+        with open(os.path.join(path, "beat"), "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _BEAT.size)
+
+    def beat(self, step: int | None = None, *, is_slow: bool = False) -> None:
+        """Gives a sign of life; takes about a microsecond.
+
+        Args:
+            step: how many are done; as before by default.
+            is_slow: whether the next one may take long.
+        """
+        count, before, _ = _BEAT.unpack(self._memory)
+        step = before if step is None else step
+        _BEAT.pack_into(self._memory, 0, count + 1, step, is_slow)
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Around what may take longer than a step."""
+        was_slow = bool(_BEAT.unpack(self._memory)[2])
+        self.beat(is_slow=True)
+        try:
+            yield
+        finally:
+            self.beat(is_slow=was_slow)
+
+
+@functools.cache
+def channel() -> Channel | None:
+    """The line to the supervisor that has started this very process, if one has."""
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        return None
+    try:
+        found = Channel(path)
+    except OSError:  # of a supervisor that is gone
+        return None
+    return found if found.parent == os.getppid() else None
+
+
+def patience() -> contextlib.AbstractContextManager[None]:
+    """Around what may take longer than a step, whether or not somebody watches."""
+    line = channel()
+    return contextlib.nullcontext() if line is None else line.patience()
+
+
+# The parent's end.
+
+
+def open_channel(path: str, **settings: Any) -> None:
+    """Writes what the child is to know."""
+    with open(os.path.join(path, _SETTINGS), "w", encoding="utf-8") as file:
+        json.dump({"parent": os.getpid(), **settings}, file)
+
+
+def reset(path: str) -> None:
+    """Forgets the child before."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, END))
+    with open(os.path.join(path, "beat"), "wb") as file:
+        file.write(_BEAT.pack(0, -1, True))
+
+
+def read_beat(path: str) -> Beat:
+    """The child's last sign of life."""
+    with open(os.path.join(path, "beat"), "rb") as file:
+        return Beat(*_BEAT.unpack(file.read(_BEAT.size)))
+
+
+def read_end(path: str) -> dict[str, Any] | None:
+    """The exception that has ended the child, if one has."""
+    try:
+        with open(os.path.join(path, END), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None

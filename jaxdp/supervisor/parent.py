@@ -1,0 +1,327 @@
+"""Starts a script, watches over it, and starts it again after a fault."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from ..basics.console import say
+from ..distributed.launchers import find_place
+from . import leftovers
+from .channel import Beat, open_channel, read_beat, read_end, reset
+from .child import VARIABLE
+
+_CHILD: Final = os.path.join(os.path.dirname(__file__), "child.py")
+
+_STOPS: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+_PASSED_ON: Final = (*_STOPS, "SIGUSR1", "SIGUSR2")
+_PREEMPTED: Final = 143
+"""The exit code of a script that has saved after a signal, whichever it was."""
+
+_LOOK: Final = 0.05
+"""Seconds from one look at the child to the next."""
+
+_PATIENCE: Final = 10
+"""How many times as long it may be silent where no step can be expected."""
+
+_GRACE: Final = 5.0
+"""Seconds that what a dead child has started is given to end by itself."""
+
+_LONGEST_PAUSE: Final = 60.0
+
+_MISTAKES: Final = {
+    *("ArithmeticError", "AssertionError", "AttributeError", "FileNotFoundError"),
+    *("ImportError", "LookupError", "NameError", "NotImplementedError"),
+    *("SyntaxError", "TypeError", "ValueError"),
+}
+"""What comes again if it comes before the first step."""
+
+_OUTSIDE: Final = {"JaxRuntimeError", "MemoryError", "OSError", "SaveFailed"}
+"""What a device, a disk or a network does, which may be better the next time."""
+
+
+class _End(NamedTuple):
+    """How an attempt has ended."""
+
+    code: int
+    """As `subprocess` has it: of a signal, its number below zero."""
+    step: int
+    """The last one that was taken in it, or -1."""
+    error: dict[str, Any] | None
+    was_silent: bool
+
+    def __str__(self) -> str:
+        if self.was_silent:
+            return "was silent for too long, and was killed"
+        if self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name}"
+        if self.error is None or self.is_a({"SystemExit"}):
+            return f"ended with exit code {self.code}"
+        kind, text = self.error["kinds"][0], self.error["text"].partition("\n")[0]
+        return f"failed: {kind}: {text}"
+
+    def is_a(self, kinds: set[str]) -> bool:
+        """Whether it failed with an exception of one of these kinds."""
+        return self.error is not None and not kinds.isdisjoint(self.error["kinds"])
+
+
+class Supervisor:
+    """Runs a script until it is done, over its crashes.
+
+    Args:
+        script: its path; it calls `fit(..., ckpt_path="auto")`.
+        arguments: its own.
+        max_restarts: how often it is started again.
+        deadman: seconds without a sign of life from its main thread after which it is
+            killed; ten times as long where no step can be expected. None: never.
+        every: steps from one snapshot to the next; None for none.
+        folder: where snapshots are kept; in memory by default.
+
+    Raises:
+        FileNotFoundError, ValueError: if it can't be run like this.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        arguments: Sequence[str] = (),
+        *,
+        max_restarts: int = 10,
+        deadman: float | None = None,
+        every: int | None = None,
+        folder: str | None = None,
+    ):
+        _check(script, max_restarts, deadman, every)
+        self._command = [sys.executable, _CHILD, str(os.getpid()), script, *arguments]
+        self._max_restarts, self._deadman, self._every = max_restarts, deadman, every
+        self._root, self._kept = leftovers.root_in(None), leftovers.root_in(folder)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._heard: set[int] = set()  # signals
+        self._early: list[int] = []  # of them, while there was no child
+        self._heard_at = time.monotonic()
+        self._leaving: list[tuple[int, float]] = []
+
+    def run(self) -> int:
+        """Until the script is done, or can't be helped; its exit code, as a shell's."""
+        for root in {self._root, self._kept}:
+            for text in leftovers.sweep(root):
+                say(f"run: {text}")
+        self._path, lock = leftovers.open_session(self._root)
+        open_channel(
+            self._path,
+            every=self._every,
+            deadman=self._deadman,
+            snapshots=str(self._kept),
+        )
+        before = self._take_signals()
+        try:
+            end = self._attempts()
+            self._see_off(wait=True)
+            self._clean_up(end)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            shutil.rmtree(self._path, ignore_errors=True)
+            os.close(lock)
+            for root in {self._root, self._kept}:
+                with contextlib.suppress(OSError):  # others use it
+                    root.rmdir()
+        return end.code if end.code >= 0 else 128 - end.code
+
+    def _attempts(self) -> _End:
+        restarts, pause, furthest = 0, 0.0, -1
+        before: _End | None = None
+        while True:
+            end = self._attempt()
+            reason = self._why_no_more(end, before, restarts)
+            if reason is not None:
+                if reason:
+                    say(f"run: the script {end}{_after(end)}. {reason}")
+                return end
+
+            restarts += 1
+            has_moved, furthest = end.step > furthest, max(furthest, end.step)
+            pause = 0.0 if has_moved else min(_LONGEST_PAUSE, max(1.0, 2 * pause))
+            then = f"in {pause:g} s" if pause else "now"
+            say(
+                f"run: the script {end}{_after(end)}. It is started again {then}"
+                f" ({restarts} of {self._max_restarts})."
+            )
+            self._sleep(pause)
+            if self._is_told_to_stop():
+                return end
+            before = end
+
+    def _why_no_more(self, end: _End, before: _End | None, restarts: int) -> str | None:
+        """Why the script is not started again; "" needs no words, None if it is."""
+        if end.code == 0 or self._is_told_to_stop():
+            return ""
+        if self._heard and end.code in (_PREEMPTED, *(-each for each in self._heard)):
+            return ""
+        if end.step < 0 and (end.is_a(_MISTAKES) or end.code == 2):
+            return "It would fail again, and is not started again."
+        is_same = (
+            before is not None
+            and end.error is not None
+            and before.error is not None
+            and not end.is_a(_OUTSIDE)
+            and end.step == before.step
+            and end.error["kinds"] == before.error["kinds"]
+        )
+        if is_same:
+            return "That is the second time at this step: it is not started again."
+        if restarts >= self._max_restarts:
+            return f"It was started again {restarts} times (`--max-restarts`)."
+        return None
+
+    def _attempt(self) -> _End:
+        """Starts the script, and waits until it has ended."""
+        reset(self._path)
+        child = self._child = subprocess.Popen(
+            self._command,
+            env={**os.environ, VARIABLE: self._path},
+            # A session of its own: what a terminal or a launcher sends to the group of
+            # this process reaches the script once, passed on.
+            start_new_session=True,
+        )
+        while self._early:
+            child.send_signal(self._early.pop(0))
+
+        beat, self._heard_at = read_beat(self._path), time.monotonic()
+        was_silent = False
+        while child.poll() is None:
+            self._see_off()
+            if (now := read_beat(self._path)) != beat:
+                beat, self._heard_at = now, time.monotonic()
+            if self._is_silent(beat):
+                was_silent = True
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                break
+            time.sleep(_LOOK)
+        self._child = None
+
+        code = child.returncode
+        if code:
+            self._leaving.append((child.pid, time.monotonic() + _GRACE))
+        end = read_end(self._path) if code > 0 else None
+        return _End(code, read_beat(self._path).step, end, was_silent)
+
+    def _is_silent(self, beat: Beat) -> bool:
+        if self._deadman is None or self._child is None:
+            return False
+        silence = time.monotonic() - self._heard_at
+        is_slow = beat.is_slow and not _is_stopped(self._child.pid)
+        return silence > self._deadman * (_PATIENCE if is_slow else 1)
+
+    def _see_off(self, *, wait: bool = False) -> None:
+        """Ends what dead children have started, and what has not ended by itself."""
+        while self._leaving:
+            group, until = self._leaving[0]
+            try:
+                os.killpg(group, 0)  # is anybody there?
+                if time.monotonic() >= until:
+                    os.killpg(group, signal.SIGKILL)
+                elif wait:
+                    time.sleep(_LOOK)
+                    continue
+                else:
+                    return
+            except (ProcessLookupError, PermissionError):
+                pass
+            del self._leaving[0]
+
+    def _clean_up(self, end: _End) -> None:
+        """A run that is done leaves nothing; the rest of another can be used yet."""
+        for path in leftovers.of_session(self._kept, self._path):
+            steps = leftovers.steps_in(path)
+            if end.code == 0 or not steps:
+                leftovers.remove_snapshots(path)
+            else:
+                say(
+                    f"run: a snapshot of step {steps[-1]} stays in {path}, where the"
+                    " next `jaxdp run` of this script finds it"
+                )
+
+    # Signals.
+
+    def _take_signals(self) -> dict[int, Any]:
+        """Passes on what is sent to this process, unless it is ignored (`nohup`)."""
+        before = {}
+        for name in _PASSED_ON:
+            number = getattr(signal, name)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, self._pass_on)
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._stop_both)
+        return before
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._heard.add(number)
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._child.send_signal(number)
+
+    def _stop_both(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z, and going on after it."""
+        child = self._child
+        with contextlib.suppress(ProcessLookupError):
+            if child is not None:
+                os.killpg(child.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            if child is not None:
+                os.killpg(child.pid, signal.SIGCONT)
+        self._heard_at = time.monotonic()
+
+    def _is_told_to_stop(self) -> bool:
+        return any(signal.Signals(number).name in _STOPS for number in self._heard)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._is_told_to_stop():
+            self._see_off()
+            time.sleep(_LOOK)
+
+
+def _after(end: _End) -> str:
+    return f", after step {end.step}" if end.step >= 0 else ""
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether something has stopped a process, which no program does by itself."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in "tT"
+
+
+def _check(
+    script: str, max_restarts: int, deadman: float | None, every: int | None
+) -> None:
+    """Raises where a script can't be run like this."""
+    if os.name != "posix":
+        raise ValueError("`run` needs the signals of Linux or macOS.")
+    if not os.path.isfile(script):
+        raise FileNotFoundError(f"`{script}`: there is no such file.")
+    if max_restarts < 0:
+        raise ValueError(f"`--max-restarts` must be 0 or more; got {max_restarts}.")
+    if deadman is not None and not deadman > 0:
+        raise ValueError(f"`--deadman` must be more than 0 seconds; got {deadman:g}.")
+    if every is not None and every < 1:
+        raise ValueError(f"`--snapshot-every` must be 1 step or more; got {every}.")
+    place = find_place(ask_jax=False)
+    if place is not None:
+        raise ValueError(
+            f"`run` restarts one process, and this is one of {place.num_processes} that"
+            f" {place.launcher} started: they can only be started again together. Have"
+            " the launcher do it: torchrun --max-restarts, sbatch --requeue, or"
+            " `restartPolicy` of Kubernetes."
+        )
