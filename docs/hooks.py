@@ -4,8 +4,15 @@ import pathlib
 
 ORDER = {
     "Start": ["index", "install", "ladder", "examples"],
-    "Coming from": ["from_pytorch", "from_equinox", "from_keras", "other_libraries"],
+    "Coming from": [
+        "from_pytorch",
+        "from_lightning",
+        "from_equinox",
+        "from_keras",
+        "other_libraries",
+    ],
     "Training": [
+        "data",
         "metrics",
         "shapes",
         "ensembles",
@@ -18,7 +25,7 @@ ORDER = {
     "Recipes": [],
     "Devices": ["strategies", "plan", "speed"],
     "Several processes": ["distributed", "processes"],
-    "Looking": ["watching", "command_line"],
+    "Looking": ["watching", "command_line", "troubleshooting"],
     "Reference": ["reference/api"],
 }
 

@@ -53,8 +53,8 @@ class Trainer:
             their own row alone; they are averaged over real rows. A pair `(values,
             weights)`, both `(batch, ...)`, is a weighted mean over the set, of tokens
             say. A scalar is taken as the mean over the batch, whose rows may interact,
-            as in contrastive losses: such batches are never padded. Nor are those of a
-            loss that names `key`, or where other rows have a part in values.
+            as in contrastive losses. Such batches are never padded, and neither are
+            those of a loss that names `key` or whose values depend on other rows.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; of a scalar the mean over batches is taken, weighted

@@ -1,5 +1,6 @@
 """The code in the documentation runs as it stands."""
 
+import ast
 import importlib.util
 import os
 import pathlib
@@ -159,3 +160,19 @@ def test_the_modules_that_the_map_names_are_there():
     for name in named:
         there = DOCS.parent / "jaxdp" / name, DOCS.parent / name
         assert any(path.exists() for path in there), name
+
+
+def test_messages_that_troubleshooting_names_are_those_of_the_code():
+    sources = [path.read_text() for path in (DOCS.parent / "jaxdp").rglob("*.py")]
+    texts = [
+        re.sub(r"\{[^{}]*\}+", "...", " ".join(ast.unparse(each).split()))
+        for source in sources
+        for each in ast.walk(ast.parse(source))
+        if isinstance(each, ast.JoinedStr | ast.Constant)
+    ]
+    page = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    named = re.findall(r'\*\*"(.+?)"\*\*', page)
+    assert len(named) > 20
+    for message in named:
+        parts = ".*".join(map(re.escape, message.split("...")))
+        assert any(re.search(parts, text) for text in texts), message
