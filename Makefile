@@ -3,10 +3,12 @@
 # make test-all   with the slowest tests, too
 # make test-guards   those of them that CI runs too: bits, layouts, resuming, recipes
 # make test-short   numbers, strategies and checkpoints alone, for another Python
+# make test-lowest   the same with the lowest versions that setup.cfg allows, without torch
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; two hours
 # make bench-quick   has jaxdp become slower? Two minutes
+# make dist   a wheel and an sdist in dist/, tried in an environment of their own
 # make docs   the documentation as a site, in site/; broken links are errors
 #
 # Each first installs what it needs, once. PYTHON=python3.12 uses an environment of
@@ -31,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-guards test-short faults lint docs format bench bench-quick clean
+.PHONY: demo test test-all test-guards test-short test-lowest faults dist lint docs format bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -50,6 +52,9 @@ test-short: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \
 	  tests/fit/test_numbers.py tests/strategies/test_strategies.py \
 	  tests/checkpoint/test_saving.py tests/checkpoint/test_old_checkpoint.py
+
+test-lowest:
+	$(MAKE) --no-print-directory VENV=.venv-lowest LOWEST=1 test-short
 
 faults: $(READY)
 	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \
@@ -78,8 +83,22 @@ bench:
 bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.quick $(ARGS)
 
+# The wheel is installed without a look at this folder, and has to run README's example.
+dist: $(READY)
+	rm -rf dist build .venv-dist
+	$(PIP) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(FOUND) -m venv .venv-dist
+	.venv-dist/bin/python -m pip --disable-pip-version-check -qq install '$(TORCH)+cpu' \
+	  || .venv-dist/bin/python -m pip --disable-pip-version-check -qq install '$(TORCH)'
+	.venv-dist/bin/python -m pip --disable-pip-version-check -qq install dist/*.whl
+	$(BIN)/python -c "$$EXAMPLE" > dist/readme.py
+	cd dist && ../.venv-dist/bin/python readme.py && ../.venv-dist/bin/jaxdp --help
+	rm dist/readme.py
+
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info site
+	rm -rf dist build .venv .venv-* .pytest_cache .ruff_cache jaxdp.egg-info site
 
 # The first Python that runs. pyenv knows those that it has but that are not switched
 # on; the default one may be replaced by any that is new enough.
@@ -102,9 +121,20 @@ config = configparser.ConfigParser()
 config.read("setup.cfg")
 extra = config["options.extras_require"]["$(EXTRA)"]
 text = config["options"]["install_requires"] + extra
+if "$(LOWEST)":
+    needed = ("beartype", "pytest", "pytest-xdist")
+    extra = "\n".join(line for line in extra.split() if line.split(">")[0] in needed)
+    text = config["options"]["install_requires"].replace(">=", "==") + "\n" + extra
 print("\n".join(line for line in text.split("\n") if not line.startswith("torch")))
 endef
 export LISTED
+
+# The code that README shows.
+define EXAMPLE
+import re
+print("\n".join(re.findall(r"^```python\n(.*?)^```", open("README.md").read(), re.M | re.S)))
+endef
+export EXAMPLE
 
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(READY): setup.cfg pyproject.toml Makefile
@@ -113,7 +143,7 @@ $(READY): setup.cfg pyproject.toml Makefile
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@rm -f $@
 	$(FOUND) -m venv $(VENV)
-	@$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(TORCH_ELSE)
+	@$(if $(LOWEST),true,$(PIP) '$(TORCH)+cpu' 2>/dev/null || $(TORCH_ELSE))
 	@$(BIN)/python -c "$$LISTED" > $(VENV)/requirements.txt
 	$(PIP) -r $(VENV)/requirements.txt
 	$(PIP) --no-deps --editable .

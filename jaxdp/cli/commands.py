@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxdp",
+        prog="jaxdp",
         description="Train Equinox models on one or many devices.",
-        epilog="`python -m jaxdp COMMAND --help` says more about a command.",
+        epilog="`jaxdp COMMAND --help` says more about a command.",
     )
     version = versions().get("jaxdp", "unknown")
     parser.add_argument("--version", action="version", version=f"jaxdp {version}")

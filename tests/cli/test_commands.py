@@ -41,7 +41,7 @@ def test_help_names_every_command():
 
 def test_no_command_shows_the_help(capsys):
     code, out, _ = run(capsys)
-    assert code == 2 and "usage: python -m jaxdp" in out
+    assert code == 2 and "usage: jaxdp" in out
 
 
 def test_report_writes_a_page_into_the_run(capsys, runs):
