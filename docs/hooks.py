@@ -26,7 +26,15 @@ ORDER = {
     "Devices": ["strategies", "plan", "speed"],
     "Several processes": ["distributed", "processes"],
     "Looking": ["watching", "command_line", "troubleshooting"],
-    "Reference": ["reference/api"],
+    "Reference": [
+        "reference/api",
+        "reference/training",
+        "reference/models",
+        "reference/strategies",
+        "reference/callbacks",
+        "reference/plans",
+        "reference/processes",
+    ],
 }
 
 

@@ -4,11 +4,13 @@ import ast
 import importlib.util
 import os
 import pathlib
+import pydoc
 import re
 
 import jax
 import pytest
 
+import jaxdp
 from jaxdp.cli import commands
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -56,6 +58,21 @@ def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path):
 def test_the_index_of_recipes_names_each():
     text = (DOCS / "recipes" / "index.md").read_text()
     assert sorted(re.findall(r"\((\w+)\.md\)", text)) == [p.stem for p in RECIPES]
+
+
+def test_the_reference_names_all_that_is_public():
+    pages = [path.read_text() for path in DOCS.glob("reference/*.md")]
+    listed = {
+        n for page in pages for n in re.findall(r"^\| \[`([\w.]+)`\]", page, re.M)
+    }
+    listed |= {
+        "callbacks",
+        "strategies",
+        "distributed",
+        "finders",
+    }  # pages of their own
+    public = [jaxdp, jaxdp.callbacks, jaxdp.strategies]
+    assert {name for module in public for name in module.__all__} <= listed
 
 
 def _script(name):
@@ -125,7 +142,10 @@ def _anchors(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.+)$", text, re.M)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles)
-    return {re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in plain}
+    found = {re.sub(r"[^\w\- ]", "", t).strip().lower() for t in plain}
+    for name in re.findall(r"^::: (\S+)", text, re.M):  # of the reference
+        found |= {name, *(f"{name}.{each}" for each in vars(pydoc.locate(name)))}
+    return {title.replace(" ", "-") for title in found}
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=_name)
@@ -137,6 +157,7 @@ def test_links_of_a_page_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), link
+        assert there.is_relative_to(DOCS) or page.name == "README.md", link  # the site
         assert not anchor or anchor in _anchors(there), link
 
 
