@@ -24,6 +24,7 @@ from ..step import (
     LossFnObjective,
     Objective,
     Part,
+    Whole,
     check_remat,
     find_parts,
     split_batch,
@@ -408,6 +409,8 @@ def check_pairs(loader: Any, argument: str) -> None:
     if not isinstance(loader, list | tuple) or not loader:
         return
     batch = shown(loader[0])
+    if isinstance(batch, Mapping | Whole):
+        return  # whose own errors say more
     batch = tuple(batch) if type(batch) is list else batch
     try:
         split_batch(batch[:2] if type(batch) is tuple and len(batch) == 3 else batch)

@@ -204,7 +204,7 @@ def mean(prediction, target):
         ({"loss": "cross_entropy"}, {"a": ONES}, TypeError, "must be an array .rows,."),
         ({"loss": "cross_entropy"}, np.ones((8, 2)), ValueError, r"shape \(8, 2\)"),
         ({"loss": mean}, ONES, ValueError, r"values of shape \(\) and"),
-        ({"metrics": {"m": mean}}, ONES, ValueError, "is taken already can't be"),
+        ({"metrics": {"m": mean}}, ONES, ValueError, "return no mean, which can't be"),
         ({"loss_fn": lambda m, x, *b: (x[0], 1.0)}, ONES, ValueError, "into a dict"),
         ({"loss_fn": lambda m, x, *b: (b[0], b[1])}, ONES, TypeError, "dtype int32"),
     ],
