@@ -116,10 +116,10 @@ def draw(rounds: Rounds, path: Path) -> None:
     from matplotlib import pyplot
 
     works, table = _works(rounds), ratios(rounds)
-    columns = min(4, len(works))
+    columns = min(2, len(works))
     rows = math.ceil(len(works) / columns)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(3.9 * columns, 3.3 * rows), squeeze=False
+        rows, columns, figsize=(4.7 * columns, 3.4 * rows), squeeze=False
     )
     for axis in axes.flat[len(works) :]:
         axis.set_visible(False)
@@ -144,22 +144,22 @@ def draw(rounds: Rounds, path: Path) -> None:
             bars,
             [f"{value:.2f}" for value in values],
             padding=3,
-            fontsize=8,
+            fontsize=9,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
         axis.set_xscale("log")
         axis.set_xlim(min(0.5, 0.7 * min(values)), 2.2 * max(values))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
-        axis.tick_params(labelsize=8)
+        axis.tick_params(labelsize=10)
         axis.spines[["top", "right"]].set_visible(False)
         title = textwrap.fill(f"{work}: {WORKS[work].title}", 36)
         expert = _time(seconds(rounds, work, "expert"))
-        axis.set_title(f"{title}\nE takes {expert}", fontsize=8)
+        axis.set_title(f"{title}\nE takes {expert}", fontsize=10)
     figure.suptitle("Time of a step over that of E, a loop by hand (shorter is faster)")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
     pyplot.close(figure)
 
 

@@ -11,6 +11,7 @@ from ..basics import coordination
 from ..basics.arguments import check_number
 from ..distributed import meetings
 from ..plan.hardware import hardware_of
+from ..plan.text import in_seconds
 from ..reports import in_words
 from .base import Callback
 from .monitor import announce
@@ -169,7 +170,7 @@ class ThroughputMonitor(Callback):
             if name not in _RATES
         }
         text = [
-            f"{now.examples:,} examples in {values['seconds']:.3g} s",
+            f"{now.examples:,} examples in {in_seconds(values['seconds'])}",
             f"{in_words(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:

@@ -113,7 +113,11 @@ def in_bytes(number: float) -> str:
 
 
 def in_seconds(number: float) -> str:
-    """`0.0123` as `12.3 ms`."""
+    """`0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
+    if number >= 59.5:
+        minutes, seconds = divmod(round(number), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

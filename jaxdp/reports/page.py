@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..basics.files import write_whole
 from ..plan.page import page as plan_page
+from ..plan.text import in_seconds
 from .figures import Curve, draw, metric_curves, to_svg
 from .runs import (
     EPOCH,
@@ -50,7 +51,7 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
         "Curves": _drawn(metric_charts([run]), run.xlabel),
         "Throughput": _throughput(run),
         "Other values": _drawn(other_charts(run), run.xlabel),
-        "Plan": f'<iframe srcdoc="{escape(framed)}"></iframe>' if framed else "",
+        "Plan": _FRAME.format(escape(framed)) if framed else "",
         "Made of": _facts(run.record),
     }
     return _write(path, run.name, _subtitle(run), sections)
@@ -94,7 +95,7 @@ def _results(run: Run) -> Iterable[tuple[str, ...]]:
     begin, end = run.record.get("started"), run.record.get("ended")
     if begin and end:
         took = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
-        yield "took", str(took), ""
+        yield "took", in_seconds(took.total_seconds()), ""
     found = throughput_of(run)
     if found:
         yield "examples/s", in_words(found["examples_per_s"]), ""
@@ -151,7 +152,7 @@ def _throughput(run: Run) -> str:
     if not found:
         return drawn
     note = (
-        f"{found['examples']:,.0f} examples in {in_words(found['seconds'])} s:"
+        f"{found['examples']:,.0f} examples in {in_seconds(found['seconds'])}:"
         f" {in_words(found['examples_per_s'])} per second. Shares are of the same time,"
         " which runs from the first step to the end of each fit, without compilation"
         " before it."
@@ -217,22 +218,29 @@ def _write(
     return path
 
 
+_FRAME: Final = (  # as high as what is in it, which runs no scripts
+    '<iframe sandbox="allow-same-origin" srcdoc="{}" onload="this.style.height ='
+    " this.contentDocument.documentElement.scrollHeight + 40 + 'px'\"></iframe>"
+)
+
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-body {max-width: 1200px; margin: 2em auto; padding: 0 1em; background: white;
-  color: #222; font: 14px/1.5 system-ui, sans-serif}
+:root {color-scheme: light dark}
+body {max-width: 1200px; margin: 2em auto; padding: 0 1em;
+  font: 14px/1.5 system-ui, sans-serif}
 h1 {font-size: 22px; margin: 0; overflow-wrap: anywhere}
-h2 {font-size: 16px; margin: 2em 0 .5em; border-bottom: 1px solid #ddd}
+h2 {font-size: 16px; margin: 2em 0 .5em; border-bottom: 1px solid #8886}
 section {overflow-x: auto}
 svg {max-width: 100%; height: auto}
 table {border-collapse: collapse; font-size: 13px; margin: 0 0 1em}
 th, td {text-align: left; vertical-align: top; padding: 3px 14px 3px 0;
-  border-bottom: 1px solid #eee; overflow-wrap: anywhere}
-th, header p {color: #666; font-weight: normal}
-iframe {width: 100%; height: 900px; border: 1px solid #ddd}
+  border-bottom: 1px solid #8884; overflow-wrap: break-word}
+th, header p {color: #888; font-weight: normal}
+iframe {width: 100%; height: 900px; border: 1px solid #8886}
+@media (prefers-color-scheme: dark) {svg {filter: invert(.88) hue-rotate(180deg)}}
 </style></head>
 <body><header><h1>$title</h1><p>$subtitle</p></header>
 $body

@@ -19,6 +19,7 @@ from jaxdp.callbacks import (
     ThroughputMonitor,
 )
 from jaxdp.callbacks.stopwatch import PHASES
+from jaxdp.plan.text import in_seconds
 from jaxdp.reports.page import (
     metric_charts,
     other_charts,
@@ -116,10 +117,10 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     page = Page(trainer.report(tmp_path))
     rows = {name: value for name, value in comparison([run])[1:]}
     rate = summary["examples_per_s"]
-    assert f"170 examples in {summary['seconds']:.3g} s" in said
+    assert f"170 examples in {in_seconds(summary['seconds'])}" in said
     assert f"{in_words(rate)} examples/s" in said
     assert f"checkpoints {summary['checkpoints']:.0%}" in said
-    assert f"170 examples in {in_words(found['seconds'])} s" in page.text
+    assert f"170 examples in {in_seconds(found['seconds'])}:" in page.text
     assert f"{in_words(found['examples_per_s'])} per second" in page.text
     assert rows["examples_per_s"] == in_words(found["examples_per_s"])
     assert f"checkpoints {found['checkpoints']:.1%}" in page.text
@@ -238,3 +239,17 @@ def test_records_that_say_little_are_shown(tmp_path):
     record = {"hyperparameters": {"parameters": "many"}, "hardware": {"cpu": 1}}
     (tmp_path / "metrics.json").write_text(json.dumps(record))
     assert write_report(read_run(tmp_path), tmp_path / "page.html").exists()
+
+
+def test_times_read_as_people_write_them():
+    told = {0.0123: "12.3 ms", 3.2: "3.2 s", 59.7: "1 min 0 s", 125: "2 min 5 s"}
+    assert {each: in_seconds(each) for each in told} == told
+    assert in_seconds(2 * 3600 + 125) == "2 h 2 min"
+
+
+def test_a_plan_in_a_report_is_shown_whole_and_runs_nothing(tmp_path):
+    trainer, data = mlp_trainer(), list(batches())
+    trainer.fit(data)
+    page = Path(trainer.report(tmp_path, plan=trainer.plan(data))).read_text()
+    (frame,) = re.findall(r"<iframe [^>]*>", page)
+    assert 'sandbox="allow-same-origin"' in frame and "scrollHeight" in frame
