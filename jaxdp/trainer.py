@@ -40,10 +40,10 @@ class Trainer:
             (`optax.lbfgs()`); or a list of `Part`. `optax.adamw(1e-3)` by default.
         loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
             of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
-            those that give `(batch, ...)` are averaged over the rest. Without it and
+            those that return `(batch, ...)` are averaged over the rest. Without it and
             without `loss_fn`, integer targets get softmax cross-entropy and floating
-            ones the mean squared error. Of batches `(x, y, weight)` it and the metrics
-            are weighted means, over each step and over the whole set.
+            ones the mean squared error. With batches `(x, y, weight)` it and the
+            metrics are weighted means, over each step and over the whole set.
         loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
             that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
             `key` (one per batch), `mask` (which rows are real, `(batch,)` bools),
@@ -57,9 +57,9 @@ class Trainer:
             those of a loss that names `key` or whose values depend on other rows.
         metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
-            exactly over all rows; of a scalar the mean over batches is taken, weighted
-            by their rows. `PassMetric(fn)` is of a whole validation or test at once.
-        strategy: where things live and how the step is compiled; `Sharded()`, all
+            exactly over all rows; a scalar is averaged over batches, weighted by their
+            rows. `PassMetric(fn)` is computed over a whole validation or test.
+        strategy: where arrays live and how the step is compiled; `Sharded()`, all
             devices, by default.
         callbacks: called in list order.
         state: the `eqx.nn.State` of `eqx.nn.make_with_state`.
@@ -69,23 +69,23 @@ class Trainer:
             docs/precision.md.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: largest global norm of the gradient.
-        steps_per_execution: optimizer steps that one dispatch takes, or "auto", which
-            times some and picks. It changes the speed, and nothing else: hooks see
-            every step. Where one may look at the state, they are taken one by one.
+        steps_per_execution: optimizer steps per call of the compiled program, or
+            "auto", which measures and picks. It changes only the speed: hooks see every
+            step. If a hook may look at the state, steps run one by one.
         remat: recompute activations in the backward pass: True, a policy of
             `jax.checkpoint_policies`, or path patterns of submodules.
-        data: with several processes, whether each is given the same loader ("global")
-            or one with its own rows ("local"). One process is its own whole.
+        data: with several processes, whether each gets the same loader ("global") or
+            one with its own rows ("local"). It makes no difference to one process.
         ensemble: how many models the first axis of every array of `model` holds, or a
             `jaxdp.Ensemble`; each step trains all. See docs/ensembles.md.
-        seed: decides initial shuffling, dropout, everything.
+        seed: decides all randomness: shuffling, dropout, augmentation.
         reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
             `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
         compiler_options: XLA's options for the steps, a dict, or an effort level: from
             "O1" on, GPUs overlap communication with computation. See docs/speed.md.
         offload: "optimizer": its state is in the host's memory between steps; see
             docs/strategies.md.
-        log_every_n_steps: how often loggers see a row.
+        log_every_n_steps: how often loggers write a row.
         enable_progress_bar: whether to show one.
         default_root_dir: where callbacks without a path write.
     """

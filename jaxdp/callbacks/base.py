@@ -49,15 +49,15 @@ class RollBack(Exception):
 class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 
-    One that is not overridden costs nothing. Hooks of several callbacks run in the
+    A hook that you do not override costs nothing. Hooks of several callbacks run in the
     order of `Trainer(callbacks=[...])`, but see `fit_end_order` and `reads_logged`.
     `trainer.log(name, value)` adds a value of your own to what is logged.
     `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far the
     fit is, and setting `trainer.should_stop = True` ends it at the next boundary.
 
     `metrics` per batch is a mapping from name to value, `"loss"` first. It is lazy:
-    nothing leaves the device until a value is read, so `float(metrics["loss"])`
-    waits for that step. Read a step that is one behind, and the device never idles.
+    nothing leaves the device until you read a value, so `float(metrics["loss"])`
+    waits for that step. Read the step before instead, and the device never idles.
     `metrics` per epoch and per validation are Python floats.
 
     With `accumulate_grad_batches=K` batch hooks run once per optimizer step and
@@ -82,13 +82,13 @@ class Callback:
     callbacks, so that `metrics` have what these log by `trainer.log`."""
 
     def setup(self, trainer: "Trainer") -> None:
-        """Before placement and compilation: the place to set what they depend on."""
+        """Runs before placement and compilation: set here what they depend on."""
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """After the step is compiled, so `trainer.run.logged_names` is known."""
+        """Runs after the step is compiled, so `trainer.run.logged_names` is known."""
 
     def on_train_epoch_start(self, trainer: "Trainer") -> None:
-        """Before the first batch of an epoch is asked for."""
+        """Runs before the first batch of an epoch is read."""
 
     def on_train_batch_start(
         self, trainer: "Trainer", batch: Any, batch_idx: int
@@ -100,7 +100,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        """After a step was handed to the device; `trainer.global_step` counts it."""
+        """Runs after a step was sent to the device; `trainer.global_step` counts it."""
 
     def on_boundary(self, trainer: "Trainer") -> None:
         """After every callback has seen a step or the end of an epoch: the moment to
@@ -108,28 +108,28 @@ class Callback:
         steps per execution it comes once; ask for those you need with `next_stop`."""
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """After an epoch and its validation, whose `val_...` values `metrics` has."""
+        """Runs after an epoch and its validation; `metrics` has the `val_...` too."""
 
     def on_pass_start(self, trainer: "Trainer") -> None:
-        """Before the first batch of a validation, test or prediction is asked for."""
+        """Runs before the first batch of a validation, test or prediction is read."""
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        """Before a pass over the validation loader."""
+        """Runs before a pass over the validation loader."""
 
     def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
-        """After a validation batch was handed to the device."""
+        """Runs after a validation batch was sent to the device."""
 
     def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """After a pass over the validation loader, with its `val_...` means."""
+        """Runs after a pass over the validation loader, with its `val_...` means."""
 
     def on_save_checkpoint(self, trainer: "Trainer", path: str) -> None:
-        """After a checkpoint was written to the folder `path`."""
+        """Runs after a checkpoint was written to the folder `path`."""
 
     def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
-        """When a fit ends by an exception, Ctrl-C included, before it goes on up."""
+        """Runs when an exception or Ctrl-C ends a fit, before it is raised on."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """When a fit ends, also by an exception: the place to close files."""
+        """Runs when a fit ends, also by an exception: close files here."""
 
     def next_stop(self, trainer: "Trainer") -> int | None:
         """The next `global_step` at which `on_boundary` must be called, where several
@@ -137,8 +137,8 @@ class Callback:
         return None
 
     def identity(self, trainer: "Trainer") -> str:
-        """What tells this callback from others of its class, and its state is found
-        again by: the folder it writes to, or the metric it watches."""
+        """What distinguishes this callback from others of its class, so that a
+        checkpoint finds its state: the folder it writes to, the metric it watches."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:

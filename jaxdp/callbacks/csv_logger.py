@@ -27,11 +27,11 @@ class CSVLogger(Logger):
     The columns are `epoch` (counted from 0), `step` (optimizer steps done), one for
     each value of a step, then `epoch_<name>` for the training means of an epoch and
     `val_<name>` for its validation; a cell that does not apply is empty. A name that
-    appears later gets its column then.
+    first appears later gets its column then.
 
-    Several fits of one trainer, and a run that is resumed, make one table. Rows that
-    a resumed run takes back are kept in `metrics.before.csv`. Another run that finds a
-    table in its way keeps it, as `metrics.1.csv` and so on, and says so.
+    Several fits of one trainer, and a resumed run, share one table. Rows from after
+    the checkpoint move to `metrics.before.csv`. A new run that finds the table of
+    another run keeps it as `metrics.1.csv` and so on, and says so.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
     the run, what its step takes, and how it ended; `metrics.plan.html` is the plan as a

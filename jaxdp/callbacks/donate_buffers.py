@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class DonateBuffers(Callback):
-    """Says which buffers the compiled step may overwrite with its results.
+    """Chooses which arrays the compiled step may overwrite with its results.
 
-    A step whose old state is donated writes the new one over it, and so needs the
-    memory of one. The arrays of the model that was handed to the Trainer are never
-    touched. After the first step the compiled program is asked what it overwrites; a
-    UserWarning names every leaf that was donated and is kept all the same.
+    A donated state is overwritten by the new one, so a step needs the memory of only
+    one state. The arrays of the model that you passed to the Trainer are never
+    touched. After the first step, the compiled program is checked: a UserWarning names
+    every leaf (array) that was donated but is not overwritten.
 
     Args:
         what: `"state"` (what the Trainer does without this callback) donates all of

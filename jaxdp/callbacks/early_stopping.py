@@ -21,16 +21,16 @@ class EarlyStopping(MetricCheck):
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
         patience: how many checks without improvement to allow; at least 1 is needed
             to stop, and 0 stops at the first.
-        min_delta: what counts as improvement: more than this, in the unit of the value.
+        min_delta: an improvement must be larger than this, in the unit of the value.
         mode: `"min"` when smaller is better, `"max"` when larger is.
         check_finite: whether to stop at once when the value is NaN or infinite.
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.
         verbose: whether to print why the fit was stopped.
-        restore_best: whether a fit ends with the weights, and the optimizer's state, of
-            the best check. A copy of them is kept on the host: each improvement waits
-            for the device. It is in no checkpoint, so that after a resume only checks
-            since then can be gone back to; `ModelCheckpoint(monitor=...)` keeps all.
+        restore_best: whether a fit ends with the weights and the optimizer state of
+            the best check. A copy is kept on the host, so each improvement waits for
+            the device. Checkpoints do not contain it: after a resume, only later checks
+            can be restored. `ModelCheckpoint(monitor=...)` keeps all.
 
     Attributes:
         wait_count: checks since the last improvement.

@@ -27,8 +27,8 @@ _REMEDY: Final = (
 class GradientMonitor(Callback):
     """Logs norms of gradients and updates, and finds leaves that do not learn.
 
-    Every `trainer.log_every_n_steps` steps these are added to the step's metrics, and
-    so to all loggers:
+    Every `trainer.log_every_n_steps` steps, these join the metrics of the step, and so
+    appear in all loggers:
 
     - `grad_norm`, of the whole gradient as the optimizer gets it (before clipping), and
       `grad_norm/<layer>` of each layer, such as `blocks[3].attention`;
@@ -36,8 +36,8 @@ class GradientMonitor(Callback):
       and `update_ratio/<layer>`. With Adam about 1e-3 is common; much less means that
       hardly anything is learned, much more that steps are wild.
 
-    All is computed inside the compiled step, in one pass over gradients, updates and
-    weights; the host reads a few numbers per leaf, late.
+    They are computed inside the compiled step, in one pass over gradients, updates and
+    weights; the host reads a few numbers per leaf (array), some steps late.
 
     After `check_steps` steps a warning names the leaves whose gradient was exactly zero
     in all of them (nothing depends on them, or a stage before them is dead), and those

@@ -36,11 +36,11 @@ _ARGUMENTS = (
 
 
 class Lockstep(Callback):
-    """Ends a fit whose processes are not all about to do the same.
+    """Stops a fit whose processes are about to do different things.
 
-    Processes that run different programs, or on batches of different shapes, get wrong
-    numbers without an error, or wait for each other for ever. With several processes
-    every trainer has this guard, as its first callback; pass one to change it.
+    Processes that run different programs or have batches of different shapes compute
+    wrong numbers without an error, or wait for each other forever. With several
+    processes, every trainer has this as its first callback; pass one to change it.
 
     When a fit starts, versions, arguments, the model and the compiled step are
     compared. Then the processes meet before every step, batch of an evaluation and end

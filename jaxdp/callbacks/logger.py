@@ -27,7 +27,7 @@ _MISREAD: Final = AssertionError, AttributeError, LookupError, TypeError, ValueE
 
 
 class Logger(Callback):
-    """What all loggers share: when to log what. A subclass says how, in `log`.
+    """The base of all loggers: decides what to log when. Subclasses write it in `log`.
 
     Every `trainer.log_every_n_steps` optimizer steps the scalars of a step are logged
     under their own names, read some steps late so that the device never waits. After
@@ -35,8 +35,8 @@ class Logger(Callback):
     `val_<name>`. Once per fit hyperparameters, versions, hardware and the plan of the
     program that runs are recorded. Only one process of a run logs.
 
-    A run that is resumed goes on where the checkpoint was saved: what was logged after
-    that is taken back, and comes again.
+    A resumed run continues from its checkpoint: what was logged after it is removed
+    and logged again.
 
     Args:
         dirpath: folder to write to, made if it is missing; None means

@@ -41,10 +41,10 @@ class ModelCheckpoint(Callback):
     `trainer.load(callback.best_model_path)`.
 
     Saving happens in the background, one checkpoint at a time. An old one is removed
-    only after the new one is on disk, and `fit` returns only when all are. A fit that
-    Ctrl-C or SIGTERM stops is saved, too. While a fit runs the folder is its own: a
-    second run that would save there is refused. Checkpoints of another run that are
-    found there are moved to a folder `before-<n>` in it.
+    only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and
+    SIGTERM save a checkpoint before the fit stops. While a fit runs, it locks the
+    folder: a second run that would save there is refused. Checkpoints of another run
+    in the folder are moved to a folder `before-<n>` in it.
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
@@ -53,13 +53,13 @@ class ModelCheckpoint(Callback):
         mode: whether "min" or "max" of it is best.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its value.
-        every_n_train_steps: save each time so many optimizer steps are done (at the
-            last step of an epoch, after its validation).
-        every_n_epochs: save after each so many epochs; 1 if nothing else is given.
-        train_time_interval: save each time so much time has passed; like `max_time`.
-        on_save_error: when a checkpoint can't be written, to a full disk for example:
-            `"raise"` a SaveFailed at the next step, or `"warn"` and try again when the
-            next one is due. Older checkpoints stay.
+        every_n_train_steps: save every so many optimizer steps (at the last step of an
+            epoch, after its validation).
+        every_n_epochs: save every so many epochs; 1 if nothing else is given.
+        train_time_interval: save whenever so much time has passed; like `max_time`.
+        on_save_error: what to do if a checkpoint can't be written, for example to a
+            full disk: `"raise"` a SaveFailed at the next step, or `"warn"` and try
+            again when the next one is due. Older checkpoints stay.
 
     Attributes:
         best_model_path: folder of the best checkpoint (without `monitor`, the newest).

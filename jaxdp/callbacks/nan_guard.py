@@ -36,18 +36,18 @@ _SAVED = fields(
 class NanGuard(Callback):
     """Looks for NaN and infinity in the loss and gradients of every step.
 
-    The compiled step drops an update that is not finite, so that the model, the
-    optimizer's state and the means of the epoch never see it. What was found is read
-    some steps later, and so costs no wait. With `spike`, a finite loss that leaves its
-    running mean counts, too; its update has been made by the time it is read, so it is
-    only warned of with `action="skip"`.
+    The compiled step drops an update that is not finite, so the model, the optimizer
+    state and the means of the epoch never see it. The findings are read some steps
+    later, so nothing waits. With `spike`, a finite loss far above its running mean
+    counts, too; by the time it is read its update was made, so `action="skip"` only
+    warns of it.
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
             not finite; `trainer.model` is then the last good one. `"skip"` warns and
-            goes on without that update. `"rollback"` goes on from the newest
-            checkpoint that `ModelCheckpoint` saved before that step, and leaves the
-            batch out that brought it; the loader must be one that can start again.
+            drops that update. `"rollback"` continues from the newest
+            checkpoint that `ModelCheckpoint` saved before that step, and leaves out
+            the batch that caused it; the loader must be able to start again.
         max_skips: with `"skip"`, how many steps in a row may be dropped before a
             FloatingPointError after all.
         max_rollbacks: with `"rollback"`, how often, before a FloatingPointError.

@@ -19,12 +19,12 @@ from .row_keys import MaskAndKeys
 
 
 class Ensemble:
-    """How many models `Trainer(ensemble=...)` trains, and in what they differ.
+    """How many models `Trainer(ensemble=...)` trains, and how they differ.
 
     Args:
         size: how many. The leading axis of every array of the model has this size.
-        values: by name, a value for each member, `(size,)`, of what
-            `optax.inject_hyperparams` holds: `learning_rate=[1e-3, 3e-4]`.
+        values: by name, `(size,)` values, one for each member, of a hyperparameter in
+            `optax.inject_hyperparams`: `learning_rate=[1e-3, 3e-4]`.
     """
 
     def __init__(self, size: int, **values: Any):

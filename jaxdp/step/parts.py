@@ -27,28 +27,28 @@ from .steps import Steps, Taken
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Some leaves of a model, trained on a loss of their own by an optimizer of theirs.
+    """Some leaves (arrays) of a model, with their own loss and their own optimizer.
 
         Trainer(gan, [
             Part("critic", critic_loss, optax.adam(2e-4)),
             Part("generator", generator_loss, optax.adam(1e-4), every=5),
         ])
 
-    The parts run in their order, in one compiled step and on the same batch, each on
-    the model as those before have left it. What is in no part is frozen.
+    One compiled step runs the parts in order, on the same batch, and each part sees the
+    updates of those before it. Leaves that belong to no part are frozen.
 
     Args:
         params: which leaves: a path pattern such as "critic" or "blocks[*].attention",
             which means all in the submodules that match; a list of them; or a pytree of
             bools that is a prefix of the model.
-        loss_fn: as that of the `Trainer`. All parts are given the same keys; where
+        loss_fn: like the `loss_fn` of a `Trainer`. All parts get the same keys; if
             their draws should differ, fold a number of your own into them.
         optimizer: any `optax.GradientTransformation` of a `Trainer`.
-        every: the part runs in steps that this divides, counted from 1. In the others
-            its loss is not computed: it is NaN among the metrics of such a step, and
-            means are over the steps that ran.
-        name: what its metrics begin with, `critic_loss` for example; `params` by
-            default, if that is the name of a submodule.
+        every: the part runs in steps that this divides, counted from 1. In other
+            steps its loss is not computed and is NaN among the metrics; means are over
+            the steps in which the part ran.
+        name: prefix of its metrics, as in `critic_loss`; `params` by default, if that
+            is the name of a submodule.
         gradient_clip_val: largest global norm of its gradient.
     """
 

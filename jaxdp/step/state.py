@@ -17,7 +17,7 @@ Batch = PyTree
 
 
 class TrainState(NamedTuple):
-    """All that training changes: the only thing placed, donated, saved, restored.
+    """Everything that training changes: what is placed, donated, saved and restored.
 
     A pytree of arrays; what `filter_spec` does not train is in `buffers`.
     """

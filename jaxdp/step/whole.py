@@ -10,17 +10,17 @@ from jaxtyping import PyTree
 
 
 class Whole(eqx.Module):
-    """A leaf of a batch that has no rows: it is the same for every row.
+    """An array of a batch that has no rows: it is the same for every row.
 
         batch = (y0, Whole(times)), y
 
-    For the times of a neural ODE, class weights, a graph. It is neither split over
-    devices nor padded: each device has all of it. The loss is given the array itself
-    in its place, and so is the model, beside one row of the other leaves.
+    Use it for the times of a neural ODE, class weights or a graph. It is neither split
+    over devices nor padded: each device has all of it. The loss gets the array itself,
+    and so does the model, together with one row of the other arrays.
 
     Args:
-        array: of any shape, `()` too, or a tree of arrays. They are converted as the
-            other leaves of a batch are. Another shape is compiled for once.
+        array: of any shape, including `()`, or a tree of arrays. They are converted
+            like the rest of a batch. Each new shape means one more compilation.
     """
 
     array: PyTree

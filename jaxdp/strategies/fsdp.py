@@ -63,10 +63,10 @@ class _Split(Sharded):
 class ZeRO(_Split):
     """`Sharded`, with the optimizer state split over the devices.
 
-    Each device receives the summed gradient of its shard of every parameter, updates
-    that shard, and the new shards are gathered: as many bytes as the one all-reduce of
-    `Sharded`, and 1/devices of its memory for the optimizer. The numbers are those of
-    one device for any optimizer, since an optimizer is shown whole arrays.
+    Each device receives the summed gradient of its shard (part) of every parameter and
+    updates that shard; then the new shards are gathered. This sends as many bytes as
+    the all-reduce of `Sharded`, with 1/devices of its memory for the optimizer. The
+    numbers are those of one device for any optimizer, because it sees whole arrays.
 
     Args:
         stage: 1. (The gradients of stage 2 are split as well, for as long as they
@@ -103,22 +103,21 @@ class ZeRO(_Split):
 class FSDP(_Split):
     """`Sharded`, with parameters, gradients and optimizer state split over the devices.
 
-    The layout known as ZeRO-3 or fully sharded data parallelism: 1/devices of the
-    memory of `Sharded` between steps. Within a step parameters are gathered:
+    This layout, known as ZeRO-3 or fully sharded data parallelism, needs 1/devices of
+    the memory of `Sharded` between steps. Within a step, parameters are gathered:
 
-    - block by block, where the model has a `jaxdp.Stack`: each block when it is called,
-      and once more in its backward pass, where its gradient is summed straight into
-      shards. So of the blocks a device holds one at a time, and the largest model grows
-      with the number of devices. 1.5 times the bytes of `Sharded`'s all-reduce.
-    - before the step, all others. As many bytes as that all-reduce.
+    - block by block in a `jaxdp.Stack`: each block when it is called, and again in its
+      backward pass, where its gradient is summed directly into shards. So a device
+      holds only one whole block at a time, and the largest possible model grows with
+      the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
+    - all others before the step. That sends as many bytes as the all-reduce.
 
-    Where rows interact (a scalar loss, BatchNorm), and where a loss looks at the
-    parameters of a block by itself (a penalty on all weights), all are gathered before
-    the step.
+    All are gathered before the step if rows interact (a scalar loss, BatchNorm), or if
+    the loss reads the parameters of a block directly (a penalty on all weights).
 
-    A leaf is split along its first axis that the devices divide, in a `Stack` one of a
-    block's. One that has none, or has fewer than `min_size` elements, is held whole;
-    `layouts` tells which.
+    A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
+    along an axis of a single block. Leaves without such an axis, or with fewer than
+    `min_size` elements, stay whole; `layouts` shows which.
 
     Args:
         devices: how many, or which; all by default.

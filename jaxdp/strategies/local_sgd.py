@@ -55,11 +55,11 @@ class LocalState(NamedTuple):
 
 
 class LocalSGD(Sharded):
-    """A replica of the model per device, which devices bring together every H steps.
+    """A replica of the model per device; an outer step joins them every few steps.
 
     Each replica takes `every` steps of the trainer's optimizer on its own rows. Then
-    the outer optimizer takes the mean of their changes as its gradient, and all go on
-    from what it makes of it. Devices exchange `1/every` of the bytes of `Sharded`, and
+    the outer optimizer uses the mean of their changes as its gradient, and all replicas
+    continue from its result. Devices exchange `1/every` of the bytes of `Sharded`, and
     the sums of the loss and metrics, a few bytes, at each step. For machines that are
     far apart or badly connected. **It changes the numbers**: with more than one device
     or step it is another algorithm than the other strategies.

@@ -18,7 +18,7 @@ MEMBERS: Final = "members"
 
 
 class Members(Sharded):
-    """The models of `Trainer(ensemble=...)` split over the devices.
+    """Splits the models of `Trainer(ensemble=...)` over the devices.
 
     Each device trains its own members on whole batches. Devices exchange the loss and
     metrics of every row, and nothing else. The number of members must be a multiple of

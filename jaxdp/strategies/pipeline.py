@@ -19,15 +19,15 @@ _STAGE = "stage"
 
 
 class Pipeline(Sharded):
-    """The blocks of a `jaxdp.Stack` split over stages of devices, as GPipe does.
+    """Splits the blocks of a `jaxdp.Stack` over stages of devices, as GPipe does.
 
     A batch is cut into micro-batches, which go through the stages one behind the other:
     while the second stage works on the first, the first works on the second. The blocks
     of a stage, with their gradients and optimizer state, are on its devices only; the
-    rest of the model is whole everywhere. What blocks give is sent to the next stage,
-    and its gradient back: no parameter is.
+    rest of the model is replicated. The outputs of blocks are sent to the next stage,
+    and their gradients back; parameters are never sent.
 
-    Of a step's time in the blocks, stages wait for `bubble`, (stages - 1) /
+    Stages wait for a share of the time in the blocks, the `bubble`: (stages - 1) /
     (microbatches + stages - 1). The numbers are those of one device.
 
     Args:

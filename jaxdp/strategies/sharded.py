@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 class Sharded(DataParallel):
-    """Batches split by rows over a mesh, parameters and optimizer state replicated.
+    """Splits batches by rows over a mesh; replicates parameters and optimizer state.
 
     The step is written for the whole batch and compiled once for all devices:
     BatchNorm and scalar losses see every row, and the numbers are those of one device.

@@ -14,7 +14,7 @@ from .offload import jitted, offloading, optimizer_on_host
 
 
 class SingleDevice(DataParallel):
-    """State and batches on one device; the step is `jax.jit` of what is written.
+    """Keeps state and batches on one device; the step is plain `jax.jit`.
 
     Args:
         device: the device, by default the first one.

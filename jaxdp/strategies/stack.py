@@ -12,7 +12,7 @@ from ..basics.tree import leaf_path
 
 
 class Stack(eqx.Module):
-    """Equal blocks, each applied to what the one before it gave.
+    """Equal blocks, each applied to the output of the one before it.
 
         self.blocks = Stack([Block(width, key=key) for key in keys])
         x = self.blocks(x)
@@ -23,7 +23,7 @@ class Stack(eqx.Module):
 
     Args:
         blocks: modules of one structure, called as `block(x)`, or `block(x, key=key)`
-            if the stack is given a key; what a block gives is like what it takes.
+            if the stack gets a key; a block returns the shape and dtype of `x`.
     """
 
     stacked: PyTree

@@ -26,7 +26,7 @@ Rule = tuple[str, PartitionSpec]
 
 
 class TensorParallel(Sharded):
-    """Layers split over one axis of a mesh by rules, batches over another.
+    """Splits layers over one axis of a mesh by rules, and batches over another.
 
         TensorParallel(
             {"data": 4, "model": 2},
@@ -36,9 +36,10 @@ class TensorParallel(Sharded):
             ],
         )
 
-    A rule says which axis of an array is split over which axis of the mesh; the first
-    that fits a leaf holds, and what none fits is whole. XLA finds what has to be
-    communicated. `tensor_rules(model)` makes rules for MLPs and attention.
+    A rule says which axis of an array is split over which axis of the mesh (the grid of
+    devices). The first rule that matches an array wins; if none does, the array stays
+    whole. XLA works out the communication. `tensor_rules(model)` makes rules for MLPs
+    and attention.
 
     An axis named `"fsdp"` splits rows further, and every parameter besides: as `FSDP`
     does, within what the rules leave.

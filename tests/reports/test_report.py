@@ -248,7 +248,7 @@ def test_times_read_as_people_write_them():
 
 
 def test_a_plan_in_a_report_is_shown_whole_and_runs_nothing(tmp_path):
-    trainer, data = mlp_trainer(), list(batches())
+    trainer, data = mlp_trainer(), batches(8, 8)
     trainer.fit(data)
     page = Path(trainer.report(tmp_path, plan=trainer.plan(data))).read_text()
     (frame,) = re.findall(r"<iframe [^>]*>", page)
