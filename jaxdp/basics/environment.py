@@ -1,5 +1,6 @@
 """Versions and hardware of this process: what a run's record should say."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -21,6 +22,11 @@ PACKAGES: Final = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the numbers of a run."""
+    return dict(_found())
+
+
+@functools.cache  # of files, which take milliseconds to read
+def _found() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -14,6 +14,7 @@ from ..callbacks.base import Hooks
 from ..data import Source, inputs_of
 from ..engine import Fetching
 from ..step import means_of
+from ..supervisor import alive
 from .pass_metrics import add_pass_values
 from .resume import taken
 from .snapshot import weights_at
@@ -212,5 +213,6 @@ def _pass(
     for number, batch in enumerate(itertools.islice(batches, limit)):
         run.processes.step(f"batch {number} of {doing}")
         yield batch
+        alive()
         run.interrupts.check()
     run.processes.all(f"the end of {doing}", None)

@@ -55,10 +55,7 @@ class Supervised(Callback):
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        self._line.beat(trainer.global_step)
-
-    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
-        self._line.beat()
+        self._line.beat(trainer.global_step, is_slow=False)
 
     def on_boundary(self, trainer: "Trainer") -> None:
         self._line.beat()

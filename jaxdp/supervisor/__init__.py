@@ -7,13 +7,14 @@ It knows nothing of training and touches no device. `parent.py` is that process;
 `leftovers.py` keeps order where snapshots are.
 """
 
-from .channel import Channel, channel, patience
+from .channel import Channel, alive, channel, patience
 from .leftovers import find_snapshots, make_snapshots, remove_snapshots
 from .parent import Supervisor
 
 __all__ = [
     "Channel",
     "Supervisor",
+    "alive",
     "channel",
     "find_snapshots",
     "make_snapshots",

@@ -49,21 +49,21 @@ class Channel:
         self.parent: int = settings["parent"]
         self.every: int | None = settings["every"]
         self.deadman: float | None = settings["deadman"]
-        self.snapshots: str = settings["snapshots"]
-        self.session = os.path.basename(path)
+        self.snapshots, self.session = os.path.split(path)
         with open(os.path.join(path, "beat"), "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _BEAT.size)
 
-    def beat(self, step: int | None = None, *, is_slow: bool = False) -> None:
+    def beat(self, step: int | None = None, *, is_slow: bool | None = None) -> None:
         """Gives a sign of life; takes about a microsecond.
 
         Args:
             step: how many are done; as before by default.
-            is_slow: whether the next one may take long.
+            is_slow: whether the next sign may take long; as before by default.
         """
-        count, before, _ = _BEAT.unpack(self._memory)
-        step = before if step is None else step
-        _BEAT.pack_into(self._memory, 0, count + 1, step, is_slow)
+        last = Beat(*_BEAT.unpack(self._memory))
+        step = last.step if step is None else step
+        slow = last.is_slow if is_slow is None else is_slow
+        _BEAT.pack_into(self._memory, 0, last.count + 1, step, slow)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -89,6 +89,12 @@ def channel() -> Channel | None:
     return found if found.parent == os.getppid() else None
 
 
+def alive() -> None:
+    """A sign of life, if somebody watches."""
+    if (line := channel()) is not None:
+        line.beat()
+
+
 def patience() -> contextlib.AbstractContextManager[None]:
     """Around what may take longer than a step, whether or not somebody watches."""
     line = channel()
@@ -99,7 +105,9 @@ def patience() -> contextlib.AbstractContextManager[None]:
 
 
 def open_channel(path: str, **settings: Any) -> None:
-    """Writes what the child is to know."""
+    """Writes what the child is to know, and makes the rest."""
+    with open(os.path.join(path, "beat"), "wb") as file:
+        file.write(bytes(_BEAT.size))
     with open(os.path.join(path, _SETTINGS), "w", encoding="utf-8") as file:
         json.dump({"parent": os.getpid(), **settings}, file)
 
@@ -108,7 +116,7 @@ def reset(path: str) -> None:
     """Forgets the child before."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(path, END))
-    with open(os.path.join(path, "beat"), "wb") as file:
+    with open(os.path.join(path, "beat"), "r+b") as file:  # no room is asked for
         file.write(_BEAT.pack(0, -1, True))
 
 

@@ -101,7 +101,7 @@ class Supervisor:
         _check(script, max_restarts, deadman, every)
         self._command = [sys.executable, _CHILD, str(os.getpid()), script, *arguments]
         self._max_restarts, self._deadman, self._every = max_restarts, deadman, every
-        self._root, self._kept = leftovers.root_in(None), leftovers.root_in(folder)
+        self._root = leftovers.root_in(folder)
         self._child: subprocess.Popen[bytes] | None = None
         self._heard: set[int] = set()  # signals
         self._early: list[int] = []  # of them, while there was no child
@@ -110,16 +110,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the script is done, or can't be helped; its exit code, as a shell's."""
-        for root in {self._root, self._kept}:
-            for text in leftovers.sweep(root):
-                say(f"run: {text}")
+        for text in leftovers.sweep(self._root):
+            say(f"run: {text}")
         self._path, lock = leftovers.open_session(self._root)
-        open_channel(
-            self._path,
-            every=self._every,
-            deadman=self._deadman,
-            snapshots=str(self._kept),
-        )
+        open_channel(self._path, every=self._every, deadman=self._deadman)
         before = self._take_signals()
         try:
             end = self._attempts()
@@ -130,9 +124,8 @@ class Supervisor:
                 signal.signal(number, handler)
             shutil.rmtree(self._path, ignore_errors=True)
             os.close(lock)
-            for root in {self._root, self._kept}:
-                with contextlib.suppress(OSError):  # others use it
-                    root.rmdir()
+            with contextlib.suppress(OSError):  # others use it
+                self._root.rmdir()
         return end.code if end.code >= 0 else 128 - end.code
 
     def _attempts(self) -> _End:
@@ -240,7 +233,7 @@ class Supervisor:
 
     def _clean_up(self, end: _End) -> None:
         """A run that is done leaves nothing; the rest of another can be used yet."""
-        for path in leftovers.of_session(self._kept, self._path):
+        for path in leftovers.of_session(self._root, self._path):
             steps = leftovers.steps_in(path)
             if end.code == 0 or not steps:
                 leftovers.remove_snapshots(path)

@@ -25,10 +25,9 @@ DATA = batches(16, 16, 5)
 @pytest.fixture
 def supervised(tmp_path, monkeypatch):
     """As in a process that a supervisor has started; its folder."""
-    path = tmp_path / "session-0"
+    path = leftovers.root_in(str(tmp_path)) / "session-0"
     path.mkdir()
-    root = leftovers.root_in(str(tmp_path))
-    open_channel(str(path), every=2, deadman=60.0, snapshots=str(root))
+    open_channel(str(path), every=2, deadman=60.0)
     settings = (path / "settings.json").read_text()
     ours, parents = f'"parent": {os.getpid()}', f'"parent": {os.getppid()}'
     (path / "settings.json").write_text(settings.replace(ours, parents))

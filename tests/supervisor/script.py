@@ -76,24 +76,22 @@ def batches(seed, count=12, rows=8):
     return [(each, (each.sum(1) > 0).astype(np.int64)) for each in x]
 
 
-def main(
-    folder, harm=(), epochs=4, devices=1, width=16, pause=0.0, every=100, early=""
-):
-    with (folder / "attempts").open("a") as file:
+def main(folder, harm=(), epochs=4, devices=1, pause=0.0, every=100, notes=None):
+    notes = folder if notes is None else pathlib.Path(notes)  # not on a full disk
+    with (notes / "attempts").open("a") as file:
         file.write(f"{os.getpid()}\n")
-    attempt = len((folder / "attempts").read_text().split()) - 1
-    if early:
-        globals()["harm"](early)
+    attempt = len((notes / "attempts").read_text().split()) - 1
+    signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).sleep(600))
     at, what = ([*harm, *[(None, None)] * 1000])[attempt]
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_compilation_cache_dir", str(folder.parent / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(notes.parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     trainer = jaxdp.Trainer(
-        Net(width),
+        Net(16),
         optax.adam(1e-2),
         callbacks=[
-            Harm(folder, pause, at, what),
+            Harm(notes, pause, at, what),
             callbacks.ModelCheckpoint(every_n_train_steps=every),
             callbacks.CSVLogger(),
             callbacks.WeightAveraging(),

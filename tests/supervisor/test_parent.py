@@ -38,6 +38,7 @@ def run(tmp_path, monkeypatch, caplog):
             textwrap.dedent(BEAT) + textwrap.dedent(ATTEMPT) + textwrap.dedent(code)
         )
         caplog.clear()
+        options.setdefault("folder", str(tmp_path))
         with caplog.at_level("INFO"):
             result = Supervisor("script.py", arguments, **options).run()
         return result, [record.getMessage() for record in caplog.records]
@@ -127,11 +128,11 @@ def test_signs_of_life_keep_it_alive(run):
     assert run(code, deadman=0.8, max_restarts=0) == (0, [])
 
 
-def start(code, *options):
+def start(code):
     """The supervisor as a process of its own, in a group of its own."""
     with open("script.py", "w") as file:
         file.write(textwrap.dedent(BEAT) + textwrap.dedent(code))
-    command = [sys.executable, "-m", "jaxdp", "run", *options, "script.py"]
+    command = [sys.executable, "-m", "jaxdp", "run", "--snapshot-dir", ".", "script.py"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, process_group=0)
     wait_for(lambda: os.path.exists("ready"))
     return process
