@@ -24,10 +24,11 @@ _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows the batches of this epoch done, batches and examples per second, the
-    time left and the loss of some steps ago: reading the newest would make the device
-    wait. With `accumulate_grad_batches` a batch here is one optimizer step. Where the
-    output is no terminal (a job's log), there are lines, some in long epochs, no bar.
+    The bar shows the batches of this epoch done, the time left, the loss of some steps
+    ago (reading the newest would make the device wait), and batches and examples per
+    second, which a narrow terminal does without. With `accumulate_grad_batches` a batch
+    here is one optimizer step. Where the output is no terminal (a job's log), there are
+    lines, some in long epochs, no bar.
 
     Args:
         refresh_per_second: how often the bar is drawn at most.
@@ -142,21 +143,20 @@ class ProgressBar(Callback):
         self._next = self._due = now + self._interval
         if run.bar is None:
             self._open(run)
-        facts = run.rates(now)
+        facts = [*_notes(trainer), *run.rates(now)]
         if len(self._metrics) > LAG:
             metrics = self._metrics[0]
             if getattr(metrics, "index", None) is not None:
                 # Of a block that may be running still; the last one drawn is done.
                 metrics, self._drawn = self._drawn or metrics, metrics
             facts.insert(0, f"loss {float(metrics['loss']):.3g}")
-        facts += _notes(trainer)
         self._show(run, now, facts)
 
     def _show(self, run: "_Pass", now: float, facts: Sequence[str] = ()) -> None:
         if run.bar is None:
             self._print(run.line(now, facts))
         else:
-            run.draw(", ".join(facts))
+            run.draw(facts)
 
     def _open(self, run: "_Pass") -> None:
         if self._bar_type is None:
@@ -205,7 +205,7 @@ class _Pass:
         self.first, self._start = (self.done, self.examples), now
         if self.bar is not None:
             self.bar.initial = self.done
-            self.draw("")
+            self.draw(())
 
     def rates(self, now: float) -> list[str]:
         """Batches and examples per second since the first step, validation left out."""
@@ -218,9 +218,16 @@ class _Pass:
             f"{in_words(examples / seconds)} examples/s",
         ]
 
-    def draw(self, postfix: str) -> None:
+    def draw(self, facts: Sequence[str]) -> None:
+        """The bar, with as many of the facts as leave it ten cells."""
         self.bar.n = self.done
-        self.bar.set_postfix_str(postfix, refresh=False)
+        how = self.bar.format_dict
+        if how["ncols"]:  # not in a notebook
+            bare = self.bar.format_meter(**how | {"postfix": "", "ncols": None})
+            room = how["ncols"] - len(bare)
+            while facts and len(", " + ", ".join(facts)) > room:
+                facts = facts[:-1]
+        self.bar.set_postfix_str(", ".join(facts), refresh=False)
         self.bar.refresh()
 
     def line(self, now: float, facts: Sequence[str]) -> str:

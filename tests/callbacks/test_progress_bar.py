@@ -93,6 +93,18 @@ def test_a_terminal_sees_where_the_epoch_is(clock):
     assert any(line.startswith("validating") for line in lines)
 
 
+@pytest.mark.parametrize("width", [100, 72, 60, 42])
+def test_a_narrow_terminal_keeps_the_bar_and_the_loss_longest(clock, width, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (width, 24))
+    trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
+    trainer.fit(batches(*[8] * 9))
+    last = drawn(out)[-2]
+    assert len(last) <= width and len(re.search(r"\|(.+?)\|", last)[1]) >= 10
+    found = [word in last for word in ("loss", "batches/s", "examples/s")]
+    assert found == {100: [1, 1, 1], 72: [1, 1, 0], 60: [1, 0, 0], 42: [0, 0, 0]}[width]
+
+
 def test_the_loss_shown_is_one_of_some_steps_ago(clock):
     out = Terminal()
     reads = []
