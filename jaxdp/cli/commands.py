@@ -165,6 +165,13 @@ def _plan(options: argparse.Namespace) -> None:
     does before, it does. The options below may stand before or after SCRIPT; all others
     are handed to it, and so is whatever comes after `--`.
     """
+    for option in "html", "json":
+        path = getattr(options, option)
+        folder = os.path.dirname(os.path.abspath(path or __file__))
+        if path and not os.access(folder, os.W_OK):
+            raise ValueError(
+                f"`--{option}`: {folder} is no folder that can be written to."
+            )
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}
     plan = _plan_script(options.script, options.arguments, **wanted)

@@ -10,11 +10,12 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from ..basics.arguments import check_choice
+from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import naming, replacing, write_whole
 from .page import page
 from .parts import Bound, Estimate, Leaf, Memory, Row, Split, Traffic
-from .text import scaling_table, text
+from .text import in_bytes, scaling_table, text
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -117,6 +118,8 @@ class Plan:
     def largest_batch(self, memory: int | float | None = None) -> int:
         """The largest global batch whose peak fits: found by compiling, not crashing.
 
+        Some six to ten programs are compiled; what each needs is said.
+
         Args:
             memory: bytes per device that may be used; by default what JAX gives a
                 program on the device, or on the hardware of the profile (of a GPU three
@@ -138,6 +141,7 @@ class Plan:
                 if "RESOURCE_EXHAUSTED" in str(error):
                     return math.inf
                 raise
+            say(f"{plan.rows} rows in a step need {in_bytes(plan.memory.peak)}")
             return plan.memory.peak
 
         return largest(peak, limit, math.ceil(self._batch / shards)) * shards

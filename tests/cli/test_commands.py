@@ -88,6 +88,14 @@ raise AssertionError("it trained")
 """
 
 
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_where_nothing_can_be_written_is_said_before_planning(capsys, tmp_path, option):
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('it ran')")
+    code, _, error = run(capsys, "plan", script, option, tmp_path / "none" / "p")
+    assert code == 1 and f"`{option}`" in error and "none is no folder" in error
+
+
 @pytest.mark.parametrize("call", ["fit", "steps"])
 def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
     (tmp_path / "neighbour.py").write_text("WIDTH = 16\n")

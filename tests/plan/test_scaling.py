@@ -14,12 +14,14 @@ from jaxdp.plan.plan import largest
 
 
 @pytest.mark.slow
-def test_the_largest_batch_fits_and_the_next_does_not():
+def test_the_largest_batch_fits_and_the_next_does_not(caplog):
     planned = trainer(Sharded(4))
     plan = planned.plan([batch(8)])
     limit = 10 * plan.memory.peak
     rows = plan.largest_batch(limit)
     assert rows % 4 == 0
+    said = [each for each in caplog.messages if "rows in a step need" in each]
+    assert 2 <= len(said) <= 12
 
     def peak(rows):
         return planned.plan([batch(rows)]).memory.peak
