@@ -99,7 +99,7 @@ class EarlyStopping(MetricCheck):
         self._stop_if(self.reason, trainer)
 
     def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
-        self._has_failed = True  # a resumed run goes on where this one ended
+        self._has_failed = True  # a resumed run continues from this end
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         if not self.restore_best or self._has_failed or self.best_score is None:

@@ -51,7 +51,7 @@ START: Final = Position()
 class Source:
     """The batches of `loader`, an iterable that the user calls `argument`.
 
-    It is iterated once per epoch; an iterator goes on where the last epoch stopped.
+    It is iterated once per epoch; an iterator continues after the last epoch.
     """
 
     def __init__(self, loader: Any, argument: str, share: Share = ALL):
@@ -214,7 +214,7 @@ class Source:
         return []
 
     def _generators(self) -> dict[str, Any]:
-        """The generators of the loader's own that the state has to tell."""
+        """The generators of the loader that its state must contain."""
         found, others = self._own_generators(), self.apart_from
         theirs = () if others is None else others._own_generators().values()
         known = set(map(id, theirs))

@@ -1,4 +1,4 @@
-"""Strategies: where things live and how the step is compiled."""
+"""Strategies: where arrays live and how the step is compiled."""
 
 from ..step import Collectives
 from .base import DataParallel
