@@ -94,7 +94,9 @@ def test_a_terminal_sees_where_the_epoch_is(clock):
 
 
 @pytest.mark.parametrize("width", [100, 72, 60, 42])
-def test_a_narrow_terminal_keeps_the_bar_and_the_loss_longest(clock, width, monkeypatch):
+def test_a_narrow_terminal_keeps_the_bar_and_the_loss_longest(
+    clock, width, monkeypatch
+):
     out = Terminal()
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (width, 24))
     trainer = make_trainer(Ticking(clock), ProgressBar(file=out))
