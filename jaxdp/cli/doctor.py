@@ -2,12 +2,14 @@
 
 import glob
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
@@ -19,7 +21,15 @@ from ..plan.device_compilers import installed as compilers_installed
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
 
-_EXTRAS: Final = "matplotlib", "tensorboard", "wandb", "mlflow", "safetensors", "torch"
+_EXTRAS: Final = {
+    "matplotlib": "plots",
+    "tensorboard": "loggers",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "safetensors": "safetensors",
+    "torch": "torch",
+}
+"""Packages that may be missing, and the extra that brings each."""
 
 
 class Finding(NamedTuple):
@@ -42,7 +52,11 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
         quick: whether to leave out what takes seconds.
     """
     yield Finding("ok", ", ".join(" ".join(each) for each in versions().items()))
+    if unknown := _unknown_flags():
+        yield unknown
+        return  # whatever uses JAX would be aborted
     yield from _devices()
+    yield from _settings()
     yield _cache_folder()
     yield from _disk()
     if not quick:
@@ -57,7 +71,36 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
         )
     yield from _compilers(quick)
     missing = [name for name in _EXTRAS if not find_spec(name)]
-    yield Finding("ok", f"optional packages not here: {', '.join(missing) or 'none'}")
+    extras = ",".join(_EXTRAS[name] for name in missing)
+    yield Finding(
+        "ok",
+        f"optional packages not here: {', '.join(missing) or 'none'}"
+        + (f" (where you need them: pip install 'jaxdp[{extras}]')" if missing else ""),
+    )
+
+
+def _unknown_flags() -> Finding | None:
+    """What of XLA_FLAGS this jaxlib does not know, for which XLA aborts a process."""
+    if "XLA_FLAGS" not in os.environ:
+        return None
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices('cpu')"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT,
+    )
+    found = re.search(r"Unknown flags? in XLA_FLAGS: *([^\n]*)", done.stderr)
+    if found is None:
+        return None
+    return Finding(
+        "problem",
+        f"XLA_FLAGS has what this jaxlib does not know: {found[1]}. XLA aborts the"
+        " process at the first use of JAX",
+        "take it out, or pass it as Trainer(compiler_options=...), where a name that is"
+        " not known is an error with the nearest that are",
+    )
 
 
 def _devices() -> Iterator[Finding]:
@@ -78,6 +121,31 @@ def _devices() -> Iterator[Finding]:
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             remedy = "unset JAX_PLATFORMS, which is 'cpu'"
         yield Finding("problem", f"there is a {seen}, and JAX does not use it", remedy)
+
+
+def _settings() -> Iterator[Finding]:
+    """What is set or installed such that a GPU may not be what JAX takes it for."""
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    share = os.environ.get(name, "0.75")
+    try:
+        is_share = 0 < float(share) <= 1
+    except ValueError:
+        is_share = False
+    if not is_share:
+        remedy = f"set {name} to a number above 0 and at most 1, or unset it"
+        yield Finding("problem", f"{name} is {share!r}: no share of a memory", remedy)
+    elif _accelerators() == "NVIDIA GPU":
+        yield Finding("ok", f"JAX takes {float(share):.0%} of a GPU's memory ({name})")
+
+    plugin = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
+    if plugin and find_spec("torch") and not version("torch").endswith("+cpu"):
+        yield Finding(
+            "hint",
+            f"torch {version('torch')} brings CUDA libraries beside JAX's own: of the"
+            " two cuDNNs only one is loaded, and JAX may refuse it",
+            "install torch's CPU build, which is enough for its loaders; see"
+            " docs/install.md",
+        )
 
 
 def _accelerators() -> str:

@@ -194,6 +194,32 @@ def test_the_doctor_says_what_to_do(monkeypatch, tmp_path):
     assert "unset JAX_PLATFORMS" in list(doctor._devices())[1].remedy
 
 
+def test_the_doctor_names_flags_that_would_abort_the_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    *_, last = doctor.examine(quick=True)
+    assert last.state == "problem" and "--xla_no_such_flag" in last.what
+    assert "compiler_options" in last.remedy
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    assert doctor._unknown_flags() is None
+
+
+def test_the_doctor_looks_at_what_a_gpu_would_suffer_from(monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    assert list(doctor._settings()) == []
+    monkeypatch.setenv(name, "75")
+    (wrong,) = doctor._settings()
+    assert wrong.state == "problem" and name in wrong.what
+    monkeypatch.setenv(name, ".5")
+    monkeypatch.setattr(doctor, "_accelerators", lambda: "NVIDIA GPU")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cu126")
+    share, clash = doctor._settings()
+    assert (
+        "50%" in share.what and "+cu126" in clash.what and "CPU build" in clash.remedy
+    )
+
+
 def test_what_fails_or_hangs_in_a_trial_is_a_finding(monkeypatch):
     assert doctor._try("print('a'); print('b')") == ("b", "")
     assert doctor._try("raise ValueError('no')") == ("", "ValueError: no")
