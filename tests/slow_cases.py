@@ -397,4 +397,8 @@ step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[pmap]
 fit/test_resume.py::test_a_run_that_the_clock_has_ended_goes_on[Timer]
 engine/test_shapes.py::test_buckets_train_as_by_hand_with_a_program_for_each[Sharded]
 engine/test_shapes.py::test_buckets_train_as_by_hand_with_a_program_for_each[Pmap]
+checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[one device]
+checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[bitwise]
+checkpoint/test_programs.py::test_a_damaged_one_is_compiled_anew_and_replaced[half]
+checkpoint/test_programs.py::test_a_damaged_one_is_compiled_anew_and_replaced[empty]
 """.strip().split("\n")

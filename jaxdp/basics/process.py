@@ -41,7 +41,7 @@ def keep_programs() -> None:
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        path = _folder()
+        path = cache_home() / f"programs-{processor()}"  # homes are shared by machines
         # Who can write into it can have code run: it is the user's alone.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(path)
@@ -102,20 +102,22 @@ def put_off_aborts() -> None:
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-def _folder() -> pathlib.Path:
-    """Where programs for this machine are kept, in the user's cache folder.
-
-    Homes are shared by machines with different processors, and what is compiled for
-    one may not run on another.
-    """
+def cache_home() -> pathlib.Path:
+    """The folder for what jaxdp keeps for this user, which may not be there yet."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home, "jaxdp")
+
+
+@functools.cache
+def processor() -> str:
+    """What processor this is: programs for one may not run on another."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = [platform.processor(), platform.machine()]
     kinds = sorted({line for line in lines if line.startswith(("flags", "Features"))})
     features = hashlib.sha256("\n".join(kinds or lines[:2]).encode()).hexdigest()[:12]
-    return pathlib.Path(home, "jaxdp", f"programs-{platform.machine()}-{features}")
+    return f"{platform.machine()}-{features}"
 
 
 def _sweep(path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from .fingerprints import start_fingerprints
 from .folder import CheckpointDir
 from .leaves import arrays_of, plain
+from .programs import KeptPrograms
 from .restoring import CheckpointCorrupt, read_meta, restore
 from .saving import SaveFailed, Saving, start_saving
 from .snapshots import Snapshots, is_snapshot, restore_snapshot
@@ -12,6 +13,7 @@ from .weights import load_model, save_model
 __all__ = [
     "CheckpointCorrupt",
     "CheckpointDir",
+    "KeptPrograms",
     "SaveFailed",
     "Saving",
     "Snapshots",

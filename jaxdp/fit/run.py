@@ -12,6 +12,7 @@ from ..basics.console import say
 from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
+from ..checkpoint import KeptPrograms
 from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
 from ..distributed import Interrupts, Pulse, find_processes
 from ..engine import Engine, Kind
@@ -56,6 +57,7 @@ class Run:
         arguments: as given.
         id: tells the checkpoints of this run, resumed or not, from those of others.
         processes: all of them.
+        kept_programs: compiles the steps, or has them from beside a checkpoint.
         interrupts: what signals wait in until a fit can answer them.
         hooks: those of the callbacks.
         progress: how far the run is.
@@ -90,6 +92,7 @@ class Run:
         # Beside the other processes.
         self.processes = find_processes()
         self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self.kept_programs = KeptPrograms(self.processes)
         self.interrupts = Interrupts(self.processes)
         self.wishes = Pulse(self.processes, "whether to stop")
         self.hooks = Hooks(callbacks)
@@ -133,7 +136,9 @@ class Run:
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
             with jax.ensure_compile_time_eval():  # a user's function may be traced
-                self._engine = self.new_engine(self.as_asked(self.strategy))
+                strategy = self.as_asked(self.strategy)
+                strategy = strategy.with_compiler(self.kept_programs.compile)
+                self._engine = self.new_engine(strategy)
         return self._engine
 
     def engine_for(self, batch: Batch) -> Engine:

@@ -97,6 +97,16 @@ class DataParallel(abc.ABC):
         other.compiler_options = options
         return other
 
+    compiler: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
+    """What `build` has compile instead of XLA, which may have the program already: of
+    what was lowered, the options and the devices it makes a `jax.stages.Compiled`."""
+
+    def with_compiler(self, compiler: Callable[..., Any]) -> "DataParallel":
+        """This strategy, whose programs `compiler` makes."""
+        other = copy.copy(self)
+        other.compiler = compiler
+        return other
+
     offloads: bool = False
     """Whether the optimizer's large leaves are in host memory between steps."""
 
@@ -194,7 +204,10 @@ class DataParallel(abc.ABC):
         lowered = self.lower(traced)
 
         begun = time.perf_counter()
-        compiled = lowered.compile(options)
+        if self.compiler is None:
+            compiled = lowered.compile(options)
+        else:
+            compiled = self.compiler(lowered, options, _devices_of(arguments))
         ended = time.perf_counter()
 
         flops = None
@@ -278,6 +291,15 @@ class DataParallel(abc.ABC):
     def fetch(self, tree: PyTree) -> PyTree:
         """`gather`, to the host: NumPy arrays, and typed PRNG keys as they are."""
         return jax.tree.map(_fetch_leaf, tree)
+
+
+def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:
+    """What a program runs on that takes these, in its order."""
+    leaves = jax.tree.leaves(arguments)
+    sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))
+    if isinstance(sharding, NamedSharding):
+        return np.asarray(sharding.mesh.devices).ravel().tolist()
+    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def find_devices(devices: Devices) -> list[Any]:

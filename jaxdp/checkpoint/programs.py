@@ -1,0 +1,350 @@
+"""Compiled steps, kept beside checkpoints: who goes on from one has the same program.
+
+    <folder of checkpoints>/programs/<name>     one file for each step
+
+A file is a line of JSON, which says what the program was compiled for; a line with the
+SHA-256 of that and the program, and a signature of it; and the program, as JAX pickles
+it. To load a program is to run code, so a signature is asked for first, made with a key
+that only this user can read. What others have signed, or nobody, is not looked into,
+unless `JAXDP_TRUST_PROGRAMS=1` says that whoever can write there is trusted.
+"""
+
+import collections
+import hashlib
+import hmac
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+from jaxlib.version import __version__ as jaxlib_version
+
+from ..basics.console import say, warn
+from ..basics.files import replacing
+from ..basics.json_checks import anything, by_name, parse_json
+from ..basics.process import cache_home, processor
+from ..distributed import Processes
+
+_FOLDER: Final = "programs"
+_SWITCH: Final = "JAXDP_TRUST_PROGRAMS"
+_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_MOST_FILES: Final = 32
+_MOST_BYTES: Final = 2**28
+"""What is kept beside the checkpoints of a folder, of which the oldest go, and how
+large each may be."""
+
+_CALLS_BACK: Final = re.compile(r"custom_call @\w*callback|stablehlo\.(send|recv)\b")
+"""A program that calls Python, which is not in what JAX makes of it."""
+
+_MADE_FOR: Final = by_name(anything)
+_CACHE_HIT: Final = "/jax/compilation_cache/cache_hits"
+_IS_HEARD: Final = "/jaxdp/is_heard"
+_events: Final[collections.Counter[str]] = collections.Counter()
+
+_KEY_OF_THIS_PROCESS: Final = secrets.token_bytes(32)
+
+
+class _File(NamedTuple):
+    made_for: dict[str, Any]
+    program: bytes
+
+
+class KeptPrograms:
+    """Compiles steps, or takes those that are kept beside a checkpoint.
+
+    Args:
+        processes: those that compile together. The first writes for all.
+    """
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+        self._path = ""  # of the folder that was looked in last
+        self._found: dict[str, _File] = {}
+        self._told: set[str] = set()
+        self._in_use: weakref.WeakValueDictionary[str, Any] = (
+            weakref.WeakValueDictionary()
+        )
+        self._loaded_from: dict[str, str] = {}
+        self._made_for: dict[str, dict[str, Any]] = {}
+        self._written: set[tuple[str, str]] = set()
+        self._thread: threading.Thread | None = None
+
+    def compile(
+        self, lowered: Any, options: dict[str, Any], devices: Sequence[Any]
+    ) -> jax.stages.Compiled:
+        """`lowered.compile(options)`, or the same program as it is kept."""
+        text = lowered.as_text()
+        made_for = {
+            "program": hashlib.sha256(text.encode()).hexdigest(),
+            "options": {name: str(value) for name, value in options.items()},
+            **_here(devices),
+        }
+        name = _name(_line(made_for))
+        compiled = self._kept(name, lowered, devices)
+        if compiled is None:
+            self._tell_why(made_for)
+            hits = _cache_hits()
+            compiled = lowered.compile(options)
+            # A program that XLA has loaded for a CPU it can't write whole again.
+            if _CALLS_BACK.search(text) or (
+                devices[0].platform == "cpu" and _cache_hits() > hits
+            ):
+                return compiled
+        self._in_use[name], self._made_for[name] = compiled, made_for
+        return compiled
+
+    def look_in(self, folder: str) -> None:
+        """Takes what is kept in a folder of checkpoints, from now on.
+
+        All processes call this, and take what all can read.
+        """
+        self._path, self._found = os.path.join(folder, _FOLDER), {}
+        self._told.clear()
+        key, foreign = _key(), 0
+        for path in _files(self._path)[:_MOST_FILES]:
+            try:
+                file, is_ours = _read(path, key)
+            except (OSError, ValueError) as error:
+                warn(f"{path}, a compiled step, is left out: {error}.", stacklevel=2)
+                continue
+            if is_ours or os.environ.get(_SWITCH) == "1":
+                self._found[path.name] = file
+                self._written.add((folder, path.name))
+            else:
+                foreign += 1
+        if foreign:
+            say(
+                f"{foreign} of the compiled steps kept in {self._path} are not taken:"
+                " they were signed with another key than this user's on this machine,"
+                f" and to load them is to run their code. {_SWITCH}=1 takes them, if"
+                " you trust whoever can write there. Steps are compiled anew; last bits"
+                " may differ"
+            )
+        if self._processes.count > 1:
+            each = self._processes.all("the compiled steps", sorted(self._found))
+            common = set.intersection(*map(set, each))
+            self._found = {name: self._found[name] for name in common}
+
+    def keep_in(self, folder: str) -> None:
+        """Begins to write the steps in use into a folder of checkpoints, each once."""
+        new = [
+            (name, compiled)
+            for name, compiled in list(self._in_use.items())
+            if (folder, name) not in self._written
+        ]
+        if not new or self._processes.index:
+            return
+        self.finish()
+        self._written.update((folder, name) for name, _ in new)
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, new), name="jaxdp programs"
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until what is being written is written."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _kept(
+        self, name: str, lowered: Any, devices: Sequence[Any]
+    ) -> jax.stages.Compiled | None:
+        file = self._found.get(name)
+        if file is None:
+            return None
+        try:
+            compiled = serialize_executable.deserialize_and_load(
+                file.program,
+                lowered.in_tree,
+                lowered.out_tree,
+                devices[0].client,
+                devices,
+            )
+        except Exception as error:  # whatever this version of JAX raises
+            text = f"{self._path}/{name}, a compiled step, can't be loaded"
+            warn(f"{text}: {error}. It is compiled anew.", stacklevel=2)
+            return None
+        self._loaded_from[name] = self._path
+        self._tell(f"compiled steps are those that are kept in {self._path}")
+        return compiled
+
+    def _tell_why(self, made_for: dict[str, Any]) -> None:
+        """What is other here than what the programs are for that were looked at."""
+        each = [
+            [
+                (key, was)
+                for key, was in file.made_for.items()
+                if made_for.get(key) != was
+            ]
+            for file in self._found.values()
+        ]
+        if not each:
+            return
+        other = [
+            f"{key} {was!r}, and here {made_for.get(key)!r}"
+            for key, was in min(each, key=len)
+            if key != "program"
+        ]
+        why = f"are for {', '.join(other)}" if other else "are of other code or shapes"
+        self._tell(
+            "a step is compiled anew, and last bits may differ from those before: the"
+            f" programs kept in {self._path} {why}"
+        )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            say(text)
+        self._told.add(text)
+
+    def _write(self, folder: str, new: list[tuple[str, Any]]) -> None:
+        path = pathlib.Path(folder, _FOLDER)
+        try:
+            path.mkdir(exist_ok=True)
+            for rubbish in path.glob(".*"):  # of a process that was killed
+                rubbish.unlink()
+            for name, compiled in new:
+                if (path / name).is_symlink():
+                    (path / name).unlink()  # it could lead anywhere
+                if name in self._loaded_from:
+                    with replacing(path / name) as temporary:
+                        shutil.copyfile(
+                            os.path.join(self._loaded_from[name], name), temporary
+                        )
+                    continue
+                try:
+                    program, _, _ = serialize_executable.serialize(compiled)
+                except Exception:  # not every program can be brought into a file
+                    continue
+                if len(program) > _MOST_BYTES:
+                    continue
+                line = _line(self._made_for[name])
+                digest = _digest(line, program)
+                signed = f"{digest} {_signature(_key(), digest)}\n".encode()
+                with replacing(path / name) as temporary:
+                    temporary.write_bytes(line + signed + program)
+            for old in _files(path)[_MOST_FILES:]:
+                old.unlink()
+        except OSError as error:
+            self._tell(f"compiled steps can't be kept in {path}: {error}")
+            self._written.difference_update((folder, name) for name, _ in new)
+
+
+def _cache_hits() -> int:
+    """How many programs JAX has had from a cache of its own while it was heard."""
+    before = _events[_IS_HEARD]
+    jax.monitoring.record_event(_IS_HEARD)
+    if _events[_IS_HEARD] == before:  # nobody listens yet, or not any more
+        jax.monitoring.register_event_listener(
+            lambda event, **_: _events.update([event])
+        )
+    return _events[_CACHE_HIT]
+
+
+def _here(devices: Sequence[Any]) -> dict[str, Any]:
+    """What decides besides the program itself what XLA makes of it."""
+    first, config = devices[0], jax.config
+    levels = "jax_optimization_level", "jax_exec_time_optimization_effort"
+    return {
+        "jax": f"{jax.__version__}, {jaxlib_version}",
+        "devices": f"{len(devices)} x {first.device_kind}",
+        "their numbers": [device.id for device in devices],
+        "platform": first.client.platform_version,
+        "processor": processor() if first.platform == "cpu" else "any",
+        "processes": jax.process_count(),
+        "flags": [
+            os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+        ]
+        + [str(getattr(config, name, None)) for name in levels],
+    }
+
+
+def _line(made_for: dict[str, Any]) -> bytes:
+    return json.dumps(made_for, sort_keys=True).encode() + b"\n"
+
+
+def _name(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:32]
+
+
+def _files(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The programs in a folder, the newest first."""
+    try:
+        found = [each for each in os.scandir(folder) if _NAME.fullmatch(each.name)]
+        found.sort(key=lambda each: -each.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return []
+    return [pathlib.Path(each.path) for each in found]
+
+
+def _read(path: pathlib.Path, key: bytes) -> tuple[_File, bool]:
+    """A program, not yet looked into, and whether `key` has signed it.
+
+    Raises:
+        OSError, ValueError: if it is damaged.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise ValueError("it is no file of a sensible size")
+        line, signed = file.readline(2**20), file.readline(2**10)
+        program = file.read()
+    digest, _, signature = signed.decode("ascii", "replace").strip().partition(" ")
+    if _name(line) != path.name or _digest(line, program) != digest:
+        raise ValueError("it is not what was written")
+    made_for = parse_json(line)
+    _MADE_FOR(made_for, "what it was compiled for")
+    is_ours = hmac.compare_digest(signature.encode(), _signature(key, digest).encode())
+    return _File(made_for, program), is_ours
+
+
+def _digest(line: bytes, program: bytes) -> str:
+    return hashlib.sha256(line + program).hexdigest()
+
+
+def _signature(key: bytes, digest: str) -> str:
+    return hmac.digest(key, digest.encode(), "sha256").hex()
+
+
+def _key() -> bytes:
+    """The key that this user signs with, made where there is none.
+
+    Where it can't be kept to this user alone, one that this process forgets.
+    """
+    try:
+        path = cache_home() / "programs.key"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            descriptor, new = tempfile.mkstemp(dir=path.parent)  # nobody else's to read
+            with open(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(32))
+            try:
+                os.link(new, path)  # whole, and only where nobody else was faster
+            except FileExistsError:
+                pass
+            finally:
+                os.unlink(new)
+        with open(
+            os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb"
+        ) as file:
+            status, key = os.fstat(file.fileno()), file.read(64)
+        if os.name == "posix" and (
+            status.st_uid != os.geteuid() or status.st_mode & 0o77
+        ):
+            raise PermissionError(f"{path} is not this user's alone to read")
+        if len(key) != 32:
+            raise ValueError(f"{path} has {len(key)} bytes")
+    except (OSError, RuntimeError, ValueError):
+        return _KEY_OF_THIS_PROCESS
+    return key
