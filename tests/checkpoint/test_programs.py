@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxlib.version import __version__ as jaxlib_version
 from toys import Mlp, batches
 
@@ -41,8 +42,10 @@ def saved(tmp_path_factory):
 def without_jax_cache():
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # which JAX asks for once in a process
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    reset_cache()
 
 
 @pytest.fixture(autouse=True)
