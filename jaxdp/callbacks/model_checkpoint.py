@@ -211,8 +211,8 @@ class ModelCheckpoint(Callback):
         self._save_if_due(trainer)
 
     def on_save_checkpoint(self, trainer: "Trainer", path: str) -> None:
-        if os.path.dirname(path) == self.dirpath:
-            trainer.run.kept_programs.keep_in(self.dirpath)
+        if (folder := os.path.dirname(path)) == self.dirpath:
+            trainer.run.kept_programs.keep_in(folder)
 
     def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
