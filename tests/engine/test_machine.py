@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 TRAIN = """
-import json, resource, statistics
+import json, logging, resource, statistics
 import jax, numpy as np, optax
 from equinox import nn
 import jaxdp
 from jaxdp.callbacks import Callback
 
+logging.getLogger("jaxdp").setLevel(logging.DEBUG)
 misses = []
 jax.monitoring.register_event_listener(
     lambda event, **_: misses.append(event) if event.endswith("cache_misses") else None
@@ -85,11 +86,12 @@ def test_the_users_own_cache_and_a_read_only_home_are_left_alone(tmp_path):
 
 
 CONVOLVE = """
-import json, re
+import json, logging, re
 import jax, numpy as np, optax
 from equinox import nn
 import jaxdp
 
+logging.getLogger("jaxdp").setLevel(logging.DEBUG)
 model = nn.Sequential([
     nn.Conv2d(1, 20, 3, key=jax.random.key(0)),
     nn.Lambda(lambda x: x.mean((1, 2))),
