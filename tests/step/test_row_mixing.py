@@ -423,6 +423,8 @@ def test_every_operation_is_described_as_it_is_read(monkeypatch):
         values_mix_rows(jax.make_jaxpr(plain)(jnp.ones((ROWS, WIDTH))))
     assert not failed
     rules = {*row_mixing._RULES, *row_mixing._WITH_PROGRAMS, *row_mixing._ONE_TO_ONE}
+    if not hasattr(jax.lax, "stack"):  # JAX 0.10.0 makes stacks of other operations
+        rules -= {"stack", "unstack"}
     assert sorted(rules - read) == []
 
 
