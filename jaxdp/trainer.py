@@ -34,60 +34,60 @@ class Trainer:
         trainer.model                                # trained, ready to call
 
     Args:
-        model: a callable pytree (an Equinox module), applied to one example; the step
-            vmaps it. It is neither modified nor deleted.
-        optimizer: any `optax.GradientTransformation`, those that evaluate the loss too
-            (`optax.lbfgs()`); or a list of `Part`. `optax.adamw(1e-3)` by default.
-        loss: a criterion `(prediction, target)` giving `(batch,)` or a scalar: a name
-            of `jaxdp.losses.LOSSES`, or a callable such as optax's losses, of which
-            those that return `(batch, ...)` are averaged over the rest. Without it and
-            without `loss_fn`, integer targets get softmax cross-entropy and floating
-            ones the mean squared error. With batches `(x, y, weight)` it and the
-            metrics are weighted means, over each step and over the whole set.
-        loss_fn: the whole computation instead: `loss_fn(model, *batch)`, where a batch
-            that is no tuple is passed whole. It may name `keys` (a PRNG key per row),
-            `key` (one per batch), `mask` (which rows are real, `(batch,)` bools),
-            `state` (the `eqx.nn.State`), `step` (how many are completed, an int32) and
-            `training` (a bool). It returns the loss, or `(loss, metrics)`, and the new
-            state last if it takes one. Values shaped `(batch,)` should each come from
-            their own row alone; they are averaged over real rows. A pair `(values,
-            weights)`, both `(batch, ...)`, is a weighted mean over the set, of tokens
-            say. A scalar is taken as the mean over the batch, whose rows may interact,
-            as in contrastive losses. Such batches are never padded, and neither are
-            those of a loss that names `key` or whose values depend on other rows.
-        metrics: names of `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
+        model: a callable pytree (an Equinox module) that takes one example; the step
+            vmaps it. The trainer works on a copy.
+        optimizer: any `optax.GradientTransformation`, including those that evaluate the
+            loss (`optax.lbfgs()`), or a list of `Part`. Default: `optax.adamw(1e-3)`.
+        loss: compares `(prediction, target)` and returns `(batch,)` or a scalar: a name
+            from `jaxdp.losses.LOSSES`, or a callable such as optax's losses; a result
+            of shape `(batch, ...)` is averaged over its other axes. If you pass neither
+            `loss` nor `loss_fn`, integer targets get softmax cross-entropy and floating
+            ones the mean squared error. If batches are `(x, y, weight)`, the loss and
+            the metrics are weighted means, over each step and over the whole set.
+        loss_fn: replaces `loss` by a computation of your own, `loss_fn(model, *batch)`;
+            a batch that is not a tuple is one argument. It may also ask by name for
+            `keys` (a PRNG key per row), `key` (one per batch), `mask` (`(batch,)`
+            bools, which rows are real), `state` (the `eqx.nn.State`), `step` (int32,
+            how many are completed) and `training` (a bool). It returns the loss or
+            `(loss, metrics)`, followed by the new state if it takes one. A loss of
+            shape `(batch,)` is averaged over real rows; each value should depend on its
+            own row alone. A pair `(values, weights)`, both `(batch, ...)`, gives a mean
+            over the set, weighted by tokens, say. A scalar counts as the mean of the
+            batch, and its rows may interact, as in contrastive losses. Such batches are
+            not padded, nor are they if the loss takes `key` or if rows interact.
+        metrics: names from `jaxdp.losses.METRICS`, or `{name: criterion}`, for training
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; a scalar is averaged over batches, weighted by their
             rows. `PassMetric(fn)` is computed over a whole validation or test.
-        strategy: where arrays live and how the step is compiled; `Sharded()`, all
-            devices, by default.
-        callbacks: called in list order.
-        state: the `eqx.nn.State` of `eqx.nn.make_with_state`.
+        strategy: where arrays live and how the step is compiled. Default: `Sharded()`,
+            on all devices.
+        callbacks: called in this order.
+        state: the `eqx.nn.State` from `eqx.nn.make_with_state`.
         filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
             leaves get no gradient and no optimizer state.
         precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; see
             docs/precision.md.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
-        gradient_clip_val: largest global norm of the gradient.
+        gradient_clip_val: the largest global norm that the gradient may have.
         steps_per_execution: optimizer steps per call of the compiled program, or
             "auto", which measures and picks. It changes only the speed: hooks see every
             step. If a hook may look at the state, steps run one by one.
-        remat: recompute activations in the backward pass: True, a policy of
-            `jax.checkpoint_policies`, or path patterns of submodules.
-        data: with several processes, whether each gets the same loader ("global") or
-            one with its own rows ("local"). It makes no difference to one process.
-        ensemble: how many models the first axis of every array of `model` holds, or a
-            `jaxdp.Ensemble`; each step trains all. See docs/ensembles.md.
+        remat: recompute activations in the backward pass to save memory: True, a policy
+            from `jax.checkpoint_policies`, or path patterns of submodules.
+        data: with several processes, whether each has the same loader ("global") or a
+            loader of its own rows ("local"). One process may ignore it.
+        ensemble: how many models lie along the first axis of every array of `model`, or
+            a `jaxdp.Ensemble`. Each step trains all of them. See docs/ensembles.md.
         seed: decides all randomness: shuffling, dropout, augmentation.
-        reproducible: "bitwise": the same bits on 1, 2, 4 and 8 devices, under
-            `SingleDevice`, `Sharded` and `Pmap`; see docs/reproducibility.md.
-        compiler_options: XLA's options for the steps, a dict, or an effort level: from
-            "O1" on, GPUs overlap communication with computation. See docs/speed.md.
-        offload: "optimizer": its state is in the host's memory between steps; see
-            docs/strategies.md.
+        reproducible: "bitwise" gives the same bits on 1, 2, 4 and 8 devices, under
+            `SingleDevice`, `Sharded` and `Pmap`. See docs/reproducibility.md.
+        compiler_options: XLA's options for the steps, as a dict, or an effort level:
+            from "O1" on, GPUs overlap communication and computation. See docs/speed.md.
+        offload: "optimizer" keeps the optimizer's state in the host's memory between
+            steps. See docs/strategies.md.
         log_every_n_steps: how often loggers write a row.
-        enable_progress_bar: whether to show one.
-        default_root_dir: where callbacks without a path write.
+        enable_progress_bar: whether to show a progress bar.
+        default_root_dir: where callbacks write if they have no path of their own.
     """
 
     def __init__(
@@ -172,26 +172,26 @@ class Trainer:
 
         Args:
             train_loader: a torch `DataLoader`, or any iterable of batches.
-            val_loader: validated on after each epoch; or several loaders by name,
-                `{"clean": a, "shifted": b}`, whose values are `val_clean_loss`, ...
-            max_epochs: epochs in total, earlier fits counted in: 1 unless `max_steps`
-                or `max_time` is given. An epoch that they cut short is gone on with by
-                the next fit.
-            max_steps: optimizer steps in total, earlier fits counted in.
-            max_time: of this fit after compilation: "DD:HH:MM:SS", a timedelta, a dict
-                of its arguments, or seconds.
-            ckpt_path: resume from this checkpoint: a path, or `"last"`, `"best"` or
-                `"auto"` of those that the `ModelCheckpoint` callback has saved; the
-                last word starts afresh if there are none. Damaged ones are passed over.
-            limit_train_batches: batches per epoch, or as a float a share of them.
+            val_loader: used for validation after each epoch. Several loaders have
+                names: `{"clean": a, "shifted": b}` logs `val_clean_loss` and so on.
+            max_epochs: total number of epochs, including those of earlier fits; 1 by
+                default, unless `max_steps` or `max_time` is given. If one of them ends
+                an epoch early, the next fit finishes that epoch.
+            max_steps: total number of optimizer steps, including earlier fits.
+            max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
+                timedelta, a dict of its arguments, or seconds.
+            ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
+                `"auto"` (the last, or a fresh start if there is none) among those that
+                the `ModelCheckpoint` callback has saved. These words skip damaged ones.
+            limit_train_batches: batches per epoch; a float is a share of the epoch.
             limit_val_batches: the same for validation.
-            check_val_every_n_epoch: which epochs end with a validation.
-            val_check_interval: also validate every so many training batches, or as a
-                float after every such share of an epoch.
-            fast_dev_run: run one batch (or so many) of training and validation, without
-                loggers and checkpoints, to find mistakes. It counts as an epoch.
-            overfit_batches: train on the first so many batches (or share of them) over
-                and over, to see whether the model can learn at all.
+            check_val_every_n_epoch: validate after every n-th epoch.
+            val_check_interval: also validate after every so many training batches; a
+                float is a share of the epoch.
+            fast_dev_run: run one batch (or this many) of training and validation to
+                find mistakes, without loggers and checkpoints. It counts as an epoch.
+            overfit_batches: train on the first batches only (this many, or this share),
+                again and again, to see whether the model can learn at all.
 
         Returns:
             The history of this trainer: means per epoch over real rows.
@@ -219,8 +219,8 @@ class Trainer:
                 for metrics in trainer.steps(loader):
                     ...
 
-        Callbacks' `setup` and batch hooks run; validation and the rest are left to the
-        caller. `current_epoch` counts a pass that came to its end.
+        `setup` and the batch hooks of callbacks run; validation and the rest are up to
+        you. `current_epoch` grows when the generator is exhausted.
 
         Args:
             train_loader: as for `fit`.
@@ -233,21 +233,21 @@ class Trainer:
         return loop.own_loop(self, train_loader)
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Exact means over the rows of `loader`, or several: `{"val_loss": ..., ...}`.
+        """Exact means over the rows of `loader`, or of several: `{"val_loss": ...}`.
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
-        Callbacks hear of it, but not while a fit runs.
+        The validation hooks of callbacks run, unless a fit is running.
         """
         return evaluation.validate(self, loader)
 
     def test(
         self, loader: Iterable[Any], ckpt_path: str | os.PathLike[str] | None = None
     ) -> dict[str, float]:
-        """Like `validate`, with keys `test_loss` and so on, and without hooks.
+        """Like `validate`, but with keys such as `test_loss`, and without hooks.
 
-        With `ckpt_path` of the weights of a checkpoint: of a path, or of `"best"` or
-        `"last"` of those that the `ModelCheckpoint` callback has saved. The trainer
-        keeps its own; `load` is for going on with a checkpoint's.
+        With `ckpt_path`, tests the weights of a checkpoint: a path, or `"best"` or
+        `"last"` among those that the `ModelCheckpoint` callback has saved. The trainer
+        keeps its own weights; `load` replaces them.
         """
         return evaluation.test(self, loader, ckpt_path)
 
@@ -266,39 +266,39 @@ class Trainer:
             print(trainer.plan(loader, devices=64))          # with 64 devices
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
-        The step is compiled on shapes alone, and nothing runs. The model may be made of
-        shapes too. The plan's `to_html`, `scaling` and `largest_batch` say more.
+        The step is compiled from shapes alone, and nothing runs. The model may be made
+        of shapes too. See also the plan's `to_html`, `scaling` and `largest_batch`.
 
         Args:
-            loader: as for `fit`; one batch of it is read, for its shapes.
-            devices: how many, of which none need be here: others are faked CPU devices
-                for the compiler, up to 2048. Those of the strategy by default.
+            loader: as for `fit`; one batch is read, to learn the shapes.
+            devices: for how many, up to 2048; the compiler gets faked CPU devices for
+                those that this machine lacks. Default: the devices of the strategy.
             topology: hardware that is not here, for its real compiler: "h100x1024" and
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
-            hardware: whose peaks to estimate time with: "h100", "v5e", ..., or a
-                `jaxdp.plan.Hardware`. That of the devices, if known, by default.
-            hosts: how many hosts the devices are on, in equal parts. A topology knows,
-                and so do the devices of a job of several processes.
+            hardware: the peaks to estimate time with: "h100", "v5e", ..., or a
+                `jaxdp.plan.Hardware`. Default: those of the devices, if known.
+            hosts: the number of hosts that share the devices equally. A topology tells
+                it, and so does a job of several processes.
         """
         from .fit import previews
 
         return previews.plan(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "Plan | None":
-        """The plan of the train step that runs, without compiling, or None before."""
+        """The plan of the step in use, or None before there is one; never compiles."""
         return self.run.plan()
 
     def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
         """Predictions of the model in inference mode.
 
         Args:
-            loader: as for `fit`; of a tuple batch, `(x, y)` say, `x` is predicted from.
-            gather: whether, of several processes, each gets the predictions for all
-                rows; if not, for those that it has loaded itself, and none is sent.
+            loader: as for `fit`; of a tuple batch such as `(x, y)`, only `x` is used.
+            gather: with several processes, whether each gets the predictions for all
+                rows. If not, it gets those for the rows it loaded, and sends nothing.
 
         Returns:
-            NumPy arrays shaped `(rows, ...)`, in the structure of what the model
-            returns: exactly the rows that came, in their order.
+            NumPy arrays shaped `(rows, ...)`, in the structure that the model returns:
+            one row for each row of the loader, in the same order.
         """
         return evaluation.predict(self, loader, gather=gather)
 
@@ -317,15 +317,15 @@ class Trainer:
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
     ) -> "Comparison":
-        """Runs the same steps under each strategy, and tells what differs.
+        """Runs the same steps under each strategy, and reports what differs.
 
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each starts from this trainer's state, which stays. The host holds each step's.
+        Each starts from this trainer's state, which does not change.
 
         Args:
             loader: as for `fit`.
-            strategies: instances; `SingleDevice()` if there are none.
+            strategies: instances; `SingleDevice()` by default.
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
         from .fit import previews
@@ -352,9 +352,9 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The placed `TrainState`. The next step overwrites it: copy what you keep.
+        """The `TrainState` on the devices. The next step overwrites it: copy it first.
 
-        Writing into it is an error; a `copy.deepcopy` is yours to write to.
+        Writing into it is an error; write into a `copy.deepcopy`.
         """
         return self.run.settled_engine("`trainer.state`").held.hand_out()
 
@@ -371,27 +371,27 @@ class Trainer:
             trainer = Trainer(model, optimizer)
             trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
 
-        No step is compiled again, and checkpoints have them. Of several with the same
-        name, each has the key of `optax.partition` before it, or its number;
-        `hyperparams` lists them: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All
+        Nothing is compiled again, and checkpoints contain the values. If several have
+        the same name, the key of `optax.partition` or a number stands before it, as
+        `hyperparams` shows: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All
         processes must call it with the same values.
 
         Args:
-            values: numbers of the shape and kind that are there; not of schedules.
+            values: of the same shape and dtype as now. Schedules can't be set.
         """
         engine = self.run.settled_engine("`set_hyperparams`")
         self.run.processes.same("values in `set_hyperparams`", values)
         engine.held.write(hyperparams.to_set(engine.state, values))
 
     def log(self, name: str, value: Any) -> None:
-        """Adds a value of a callback's own to what is logged; inside hooks alone.
+        """Logs a value of your own; for use in the hooks of callbacks.
 
             trainer.log("val_auroc", auroc)  # in `on_validation_end`, say
 
-        The history, loggers and every `monitor=` have it: with the other values of a
-        validation or, from other hooks, with those of the epoch, the last one of each
-        name; from batch hooks in the row of the step, too. All processes must call it;
-        the first one's value is taken. One that is on the device is waited for.
+        The history, loggers and every `monitor=` see it: beside the other values of the
+        validation or, from other hooks, beside those of the epoch (the last value
+        counts); batch hooks also add it to the row of the step. All processes must call
+        it; the value of the first is taken. A value on the device is waited for.
         """
         if not self.run.is_fitting and not self.run.logged.is_open:
             raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
@@ -399,7 +399,7 @@ class Trainer:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """As passed. Another number needs another Trainer, which may `load`."""
+        """As passed. For another number make a new Trainer and `load`."""
         return self.run.accumulate_grad_batches
 
     @property
@@ -428,20 +428,20 @@ class Trainer:
         return snapshot.start_saving(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Takes up what `save` wrote, whatever strategy and device count wrote it.
+        """Loads what `save` wrote, under any strategy and on any number of devices.
 
-        All of it or nothing. A callback that it lacks keeps its state, with a warning.
+        An error changes nothing. A callback without a state in it is warned about.
         """
         snapshot.load(self, path)
 
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
-        """Writes one HTML page about the run: its curves, and what it was made of.
+        """Writes one HTML page about the run: curves, settings, plan.
 
-        With a `CSVLogger` it has single steps, with a `ThroughputMonitor` the speed.
+        A `CSVLogger` adds single steps to it, a `ThroughputMonitor` the speed.
 
         Args:
-            path: of the file, or a folder to write `report.html` into; returned.
-            plan: what `trainer.plan` gave, to be shown instead of `running_plan`.
+            path: the file, or a folder to write `report.html` into; it is returned.
+            plan: a plan to show instead of `running_plan`.
         """
         return report(self, path, plan)
 
