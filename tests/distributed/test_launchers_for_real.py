@@ -48,6 +48,25 @@ def test_torchrun_restarts_a_killed_job_which_ends_as_if_nothing_had_been(
     assert output.count(end) == 2
 
 
+@pytest.mark.slow
+def test_ray_restarts_a_killed_job_which_ends_as_if_nothing_had_been(crew, tmp_path):
+    pytest.importorskip("ray.train")
+    undisturbed, outputs = crew("survive", path=str(tmp_path / "a")).join()
+    assert undisturbed == [0, 0]
+    code, output = launch(
+        *(sys.executable, str(ROOT / "examples" / "ray_train.py")),
+        *("--workers=2", "--restarts=1", f"--output={tmp_path / 'ray'}"),
+        *(str(HERE / "under_ray.py"), str(tmp_path / "b"), "1"),
+        folder=tmp_path,
+    )
+    assert code == 0, output
+    assert re.search(r"jaxdp: process 1 \(.* died", output)
+    assert re.search("going on in epoch 0, after batch [36] of it", output)
+    (end,) = re.findall("ended .*", outputs[0])
+    assert end in output
+    assert len(set(re.findall("ended .*", output))) == 1
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun is installed")
 def test_mpirun_starts_a_job(tmp_path):
     code, output = launch(
