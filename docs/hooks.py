@@ -23,7 +23,7 @@ ORDER = {
         "reproducibility",
     ],
     "Recipes": [],
-    "Devices": ["strategies", "plan", "speed"],
+    "Devices": ["strategies", "plan", "speed", "speed_inside"],
     "Several processes": ["distributed", "processes"],
     "Looking": ["watching", "command_line", "troubleshooting"],
     "Reference": [

@@ -52,9 +52,9 @@ def options_for(
 def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     """What XLA is told of a program on the CPU, unless the user has told it so.
 
-    Convolutions it leaves to YNNPACK, which takes up to seven times as long for their
-    gradients as Eigen's routines do (docs/speed.md). They go to Eigen, which is said,
-    once: sums are taken in another order.
+    By default it gives convolutions to YNNPACK, whose gradients take up to seven times
+    as long as Eigen's (docs/speed_inside.md). They go to Eigen here, noted once,
+    because sums are then taken in another order.
 
     Elsewhere it copies weights before a step overwrites them, for whatever may still
     read them. A closer look at who reads what when spares most copies: 0.83 to 1.04 of
