@@ -18,6 +18,7 @@ ORDER = {
         "ensembles",
         "callbacks",
         "checkpoints",
+        "restarts",
         "reliability",
         "precision",
         "reproducibility",
