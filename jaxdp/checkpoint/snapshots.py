@@ -63,7 +63,7 @@ class Snapshots:
     def __init__(self, path: str):
         self.path = path
         self._thread: threading.Thread | None = None
-        self._lacks_room = False
+        self._awaits_checkpoint = self._lacks_room = False
 
     def steps(self) -> list[int]:
         """Those of which there is one, in ascending order."""
@@ -89,15 +89,19 @@ class Snapshots:
     def start(
         self, step: int, state: TrainState, meta: Callable[[], dict[str, Any]]
     ) -> None:
-        """Begins one in the background; leaves it out while another one is written.
+        """Begins one in the background, when the one before is there.
+
+        If that waits for a checkpoint, which may take long, this one is left out.
 
         Args:
             step: of the state.
             state: placed; the next step may overwrite it.
             meta: gives what is kept beside it, as JSON values; called at once.
         """
-        if self._thread is not None and self._thread.is_alive():
-            return
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(0.01)
+            if self._awaits_checkpoint:
+                return
         arrays = _kept(arrays_of(state))
         described = {
             "format": FORMAT,
@@ -124,7 +128,9 @@ class Snapshots:
                 os.replace(self.path_of(known[0]), temporary)
             with open(temporary, "r+b" if known[1:] else "wb", buffering=0) as file:
                 _fill(file, content, arrays)
+            self._awaits_checkpoint = True
             wait_for_savings()  # it knows of the checkpoints that began before it
+            self._awaits_checkpoint = False
             os.replace(temporary, self.path_of(step))
             self._lacks_room = False
         except OSError as error:

@@ -27,6 +27,9 @@ class Supervised(Callback):
 
     def __init__(self, line: Channel):
         self._line = line
+        # A fault may come while one is being written. With two to an interval, each
+        # whole before the next begins, no more than an interval is then repeated.
+        self._every = line.every and max(1, line.every // 2)
         self._snapshots: Snapshots | None = None
         self._last = -1
 
@@ -49,8 +52,8 @@ class Supervised(Callback):
             self._snapshots.forget_after(trainer.global_step)
 
     def next_stop(self, trainer: "Trainer") -> int | None:
-        every = self._line.every
-        return None if every is None else (trainer.global_step // every + 1) * every
+        every = self._every
+        return every and (trainer.global_step // every + 1) * every
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
@@ -59,13 +62,15 @@ class Supervised(Callback):
 
     def on_boundary(self, trainer: "Trainer") -> None:
         self._line.beat()
-        step, every = trainer.global_step, self._line.every
+        step, every = trainer.global_step, self._every
         if every is None or self._snapshots is None or self._last == step:
             return
         if step % every == 0:
             self._last = step
             state = trainer.run.settled_engine("a snapshot").state
             self._snapshots.start(step, state, lambda: all_but_arrays(trainer))
+            if self._line.every == 1:
+                self._snapshots.finish()
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._line.beat(is_slow=True)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 import types
 from typing import Any, Final
 
@@ -50,14 +49,10 @@ def _die_with(parent: int) -> None:
 
 
 def _note(error: BaseException) -> None:
-    frames = traceback.extract_tb(error.__traceback__)
-    noted = {
-        "kinds": [kind.__name__ for kind in type(error).__mro__],
-        "text": str(error)[:500],
-        "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
-    }
-    path = os.path.join(os.environ[VARIABLE], END)
-    with contextlib.suppress(OSError):  # then only the exit code tells
+    with contextlib.suppress(Exception):  # then only the exit code tells
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        noted = {"kinds": kinds, "text": str(error)[:500]}
+        path = os.path.join(os.environ[VARIABLE], END)
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(noted, file)
         os.replace(f"{path}.part", path)

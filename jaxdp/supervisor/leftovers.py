@@ -105,6 +105,16 @@ def open_session(root: Path) -> tuple[str, int]:
     return path, lock
 
 
+def close_session(path: str, lock: int) -> None:
+    """Removes the folder of a supervisor, and the root if nobody else uses it."""
+    root = Path(path).parent
+    with _alone_in(root):
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+        with contextlib.suppress(OSError):  # it is not empty
+            root.rmdir()
+
+
 def of_session(root: Path, session: str) -> list[str]:
     """The folders of snapshots that a session has made, or taken up."""
     name = os.path.basename(session)
@@ -173,10 +183,16 @@ def _is_alive(session: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone_in(root: Path) -> Iterator[None]:
-    """No other supervisor begins or sweeps meanwhile."""
-    lock = os.open(root, os.O_RDONLY)
+    """No other supervisor begins, ends or sweeps meanwhile."""
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # removed by one that has ended
+            lock = os.open(root, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock), root.stat()):
+                break
+            os.close(lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)

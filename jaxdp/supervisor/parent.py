@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +60,8 @@ class _End(NamedTuple):
         if self.was_silent:
             return "was silent for too long, and was killed"
         if self.code < 0:
-            return f"was ended by {signal.Signals(-self.code).name}"
+            names = {each.value: each.name for each in signal.Signals}
+            return f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
         if self.error is None or self.is_a({"SystemExit"}):
             return f"ended with exit code {self.code}"
         kind, text = self.error["kinds"][0], self.error["text"].partition("\n")[0]
@@ -122,10 +122,7 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            shutil.rmtree(self._path, ignore_errors=True)
-            os.close(lock)
-            with contextlib.suppress(OSError):  # others use it
-                self._root.rmdir()
+            leftovers.close_session(self._path, lock)
         return end.code if end.code >= 0 else 128 - end.code
 
     def _attempts(self) -> _End:
@@ -195,7 +192,8 @@ class Supervisor:
                 beat, self._heard_at = now, time.monotonic()
             if self._is_silent(beat):
                 was_silent = True
-                os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 break
             time.sleep(_LOOK)

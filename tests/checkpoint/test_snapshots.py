@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import stat
+import threading
 import time
 
 import jax
@@ -14,7 +15,7 @@ from toys import Mlp, Recorder, batches
 
 from jaxdp import FSDP, Callback, LocalSGD, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
-from jaxdp.checkpoint import CheckpointCorrupt, Snapshots, is_snapshot
+from jaxdp.checkpoint import CheckpointCorrupt, Snapshots, is_snapshot, snapshots
 from jaxdp.supervisor import channel, leftovers
 from jaxdp.supervisor.channel import open_channel, read_beat, reset
 from jaxdp.supervisor.child import VARIABLE
@@ -27,7 +28,7 @@ def supervised(tmp_path, monkeypatch):
     """As in a process that a supervisor has started; its folder."""
     path = leftovers.root_in(str(tmp_path)) / "session-0"
     path.mkdir()
-    open_channel(str(path), every=2, deadman=60.0)
+    open_channel(str(path), every=4, deadman=60.0)
     settings = (path / "settings.json").read_text()
     ours, parents = f'"parent": {os.getpid()}', f'"parent": {os.getppid()}'
     (path / "settings.json").write_text(settings.replace(ours, parents))
@@ -43,7 +44,6 @@ class Crash(Callback):
         self.at = at
 
     def on_train_batch_end(self, trainer, metrics, batch_idx):
-        time.sleep(0.05)  # one that is due while another is written is left out
         if trainer.global_step == self.at:
             raise OSError("crash")
 
@@ -103,11 +103,48 @@ def test_a_run_goes_on_from_a_snapshot_bit_for_bit(
     assert read_beat(str(supervised)).step == 12
 
 
+class Newest(Callback):
+    """What a kill at each step would cost: how many steps the newest one is behind."""
+
+    def __init__(self, folder, at_step=None, do=None):
+        self.folder, self.at_step, self.do, self.behind = folder, at_step, do, []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        path = leftovers.find_snapshots(channel().snapshots, str(self.folder))
+        newest = max(Snapshots(path).steps(), default=0)
+        self.behind.append(trainer.global_step - newest)
+        if trainer.global_step == self.at_step:
+            self.do()
+
+
+def test_no_more_steps_than_asked_are_lost_however_slow_it_is(
+    supervised, tmp_path, monkeypatch
+):
+    def slow(*arguments, write=snapshots._fill):
+        time.sleep(0.1)
+        write(*arguments)
+
+    monkeypatch.setattr(snapshots, "_fill", slow)
+    newest = Newest(tmp_path / "a")
+    make(tmp_path / "a", newest).fit(DATA, max_epochs=4, ckpt_path="auto")
+    assert len(newest.behind) == 12 and max(newest.behind) <= 4
+
+
+def test_nothing_waits_for_one_that_waits_for_a_checkpoint(
+    supervised, tmp_path, monkeypatch
+):
+    is_saved = threading.Event()
+    monkeypatch.setattr(snapshots, "wait_for_savings", is_saved.wait)
+    newest = Newest(tmp_path / "a", at_step=10, do=is_saved.set)
+    make(tmp_path / "a", newest).fit(DATA, max_epochs=4, ckpt_path="auto")
+    assert newest.behind[:10] == list(range(1, 11))
+
+
 def test_there_are_two_and_only_the_user_can_read_them(supervised, tmp_path):
-    snapshots = crash(tmp_path / "a", 9)
-    assert len(snapshots.steps()) <= 2 and snapshots.steps()[-1] == 8
-    assert stat.S_IMODE(os.stat(snapshots.path).st_mode) == 0o700
-    assert not os.path.exists(os.path.join(snapshots.path, ".writing"))
+    found = crash(tmp_path / "a", 9)
+    assert found.steps() == [6, 8]
+    assert stat.S_IMODE(os.stat(found.path).st_mode) == 0o700
+    assert not os.path.exists(os.path.join(found.path, ".writing"))
 
 
 def test_a_checkpoint_as_new_is_taken_first_and_the_snapshots_go(supervised, tmp_path):
@@ -120,8 +157,7 @@ def test_a_checkpoint_as_new_is_taken_first_and_the_snapshots_go(supervised, tmp
 
 
 def test_one_that_is_torn_or_changed_is_passed_over(supervised, tmp_path):
-    snapshots = crash(tmp_path / "a", 9)
-    path = snapshots.path_of(8)
+    path = crash(tmp_path / "a", 9).path_of(8)
     with open(path, "rb") as file:
         whole = file.read()
     assert is_snapshot(path)
@@ -153,8 +189,7 @@ def test_one_of_another_model_is_an_error(supervised, tmp_path):
 
 
 def test_links_are_not_followed(supervised, tmp_path):
-    snapshots = crash(tmp_path / "a", 5)
-    path = snapshots.path_of(4)
+    path = crash(tmp_path / "a", 5).path_of(4)
     os.rename(path, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", path)
     with pytest.raises((OSError, ValueError)):

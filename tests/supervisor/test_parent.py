@@ -256,6 +256,19 @@ def test_snapshots_are_kept_where_only_the_user_can_go(tmp_path):
         leftovers.root_in(str(tmp_path))
 
 
+def test_the_folder_may_be_removed_by_another_that_ends(tmp_path):
+    """Between a supervisor's first look and its own session."""
+    root = leftovers.root_in(str(tmp_path))
+    leftovers.close_session(*leftovers.open_session(root))
+    assert not root.exists()
+    assert leftovers.sweep(root) == []
+    first, second = leftovers.open_session(root), leftovers.open_session(root)
+    leftovers.close_session(*first)
+    assert os.path.isdir(second[0])
+    leftovers.close_session(*second)
+    assert not root.exists()
+
+
 def test_what_the_dead_left_is_told_and_what_nobody_can_use_is_removed(tmp_path):
     root = leftovers.root_in(str(tmp_path))
     for name in ("used", "removed"):

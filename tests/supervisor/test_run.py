@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_from_a_snapshot(whole, tmp_path):
     options = "--snapshot-every", "5", "--snapshot-dir", str(root)
     code, output = run(folder, *options, harm=[[18, "SIGKILL"]], pause=0.05)
     assert code == 0, output
-    assert "resumed step 15" in output and output.count("started again") == 1
+    assert "resumed step 16" in output and output.count("started again") == 1
     assert_same(folder, whole, 5)
     assert_nothing_is_left(folder, root)
 
@@ -106,8 +106,8 @@ def test_both_are_killed_and_the_next_start_goes_on(whole, tmp_path):
 
     code, output = run(folder, *options)
     assert code == 0, output
-    assert "left by a run that died, has a snapshot of step 20" in output
-    assert "resumed step 20" in output
+    assert "left by a run that died, has a snapshot of step 22" in output
+    assert "resumed step 22" in output
     assert_same(folder, whole, 5)
     assert_nothing_is_left(folder, root)
 
@@ -118,7 +118,7 @@ def test_the_users_own_exception_at_the_same_step_twice(whole, tmp_path):
     code, output = run(folder, *options, harm=[[8, "raise"]] * 9)
     assert code == 1 and len(taken(folder)) == 2
     assert "the second time at this step: it is not started again" in output
-    assert "a snapshot of step 5 stays in" in output
+    assert "a snapshot of step 6 stays in" in output
 
     # With that mended it goes on; with the checkpoints removed it starts anew.
     (folder / "attempts").unlink()
