@@ -93,9 +93,9 @@ class Callback:
     def on_train_batch_start(
         self, trainer: "Trainer", batch: Any, batch_idx: int
     ) -> None:
-        """Before a step. `batch` is on the host, as the loader gave it, and read-only:
-        the step may have been given its rows before. Change rows in the dataset or
-        `collate_fn`."""
+        """Runs before a step. `batch` is what the loader gave, on the host. It is
+        read-only, because the step may already have its rows; change rows in the
+        dataset or in `collate_fn`."""
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
@@ -103,9 +103,9 @@ class Callback:
         """Runs after a step was sent to the device; `trainer.global_step` counts it."""
 
     def on_boundary(self, trainer: "Trainer") -> None:
-        """After every callback has seen a step or the end of an epoch: the moment to
-        read or save `trainer.state`, which is that of `trainer.global_step`. Of several
-        steps per execution it comes once; ask for those you need with `next_stop`."""
+        """Runs after all callbacks have seen a step, or the end of an epoch. Read or
+        save `trainer.state` here: it belongs to `trainer.global_step`. With several
+        steps per execution it runs once for all of them, unless `next_stop` asks."""
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """Runs after an epoch and its validation; `metrics` has the `val_...` too."""
@@ -132,8 +132,8 @@ class Callback:
         """Runs when a fit ends, also by an exception: close files here."""
 
     def next_stop(self, trainer: "Trainer") -> int | None:
-        """The next `global_step` at which `on_boundary` must be called, where several
-        steps that run as one are cut; more than `trainer.global_step`. None: any."""
+        """The next `global_step` (a later one) after which `on_boundary` must run. With
+        several steps per execution, they are cut there. None if any will do."""
         return None
 
     def identity(self, trainer: "Trainer") -> str:
@@ -155,33 +155,33 @@ class Callback:
     # What has a part in the compiled step. One that is not overridden costs nothing.
 
     def step_options(self, options: StepOptions) -> StepOptions:
-        """`options` as this callback needs them, by `options._replace(...)`. Asked for
-        at the start of a fit, and by `plan`."""
+        """The options of the step that this callback needs: `options._replace(...)`.
+        Called at the start of a fit, and by `plan`."""
         return options
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
     ) -> dict[str, Array]:
-        """Traced into the compiled step; its values are among the step's `metrics`.
+        """Traced into the compiled step; returns values for the step's `metrics`.
 
         Args:
-            grads: of the trained leaves of the model, in their shapes.
-            updates: what the optimizer adds to them.
+            grads: the gradients of the trained leaves, each in the shape of its leaf.
+            updates: what the optimizer adds to these leaves.
             state: the new `TrainState`.
         """
         return {}
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """The optax transformation that the trainer uses in the optimizer's place.
+        """The optax transformation that the trainer uses instead of `optimizer`.
 
-        Asked for once, by `Trainer(...)`. Its state is placed, donated, saved and
-        loaded like the optimizer's own.
+        Called once, by `Trainer(...)`. Its state is placed, donated, saved and loaded
+        like that of any optimizer.
         """
         return optimizer
 
     def evaluated_state(self, state: Any) -> Any:
         """The state whose weights validation, `test`, `predict` and `trainer.model`
-        take, made of arrays in `state`; training goes on with those of `state`."""
+        use, made of arrays in `state`; training continues with `state` itself."""
         return state
 
 

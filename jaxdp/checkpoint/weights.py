@@ -27,19 +27,20 @@ def load_model(
     state: eqx.nn.State | None = None,
     partial: bool = False,
 ) -> Any:
-    """The model in a checkpoint or a file of weights, for inference or fine-tuning.
+    """Loads a model from a checkpoint or a file of weights.
 
-    The optimizer's state is not read, and which leaves were trained plays no part.
+    For inference or fine-tuning: the optimizer's state is not read, and it does not
+    matter which leaves were trained.
 
     Args:
-        path: a checkpoint's folder; a folder of them, of which the best by the
-            `ModelCheckpoint` that has saved them is taken, or without a `monitor` the
-            last; or what `save_model` wrote.
-        like: a model of the same structure; only its structure, shapes and dtypes
-            matter, so `eqx.filter_eval_shape(Model, ...)` will do.
-        state: the `eqx.nn.State` to fill too; checkpoints alone have one.
-        partial: leave leaves as they are in `like` that are not found in the file, or
-            have another shape there, and say which.
+        path: the folder of a checkpoint; a folder of several, from which the best is
+            taken (the last, if their `ModelCheckpoint` had no `monitor`); or a file
+            that `save_model` wrote.
+        like: a model of the same structure. Only structure, shapes and dtypes matter,
+            so `eqx.filter_eval_shape(Model, ...)` is enough.
+        state: an `eqx.nn.State` to fill as well. Only checkpoints contain one.
+        partial: keep the leaves of `like` that the file lacks or has in another shape,
+            and say which.
 
     Returns:
         A new model, on the default device; with `state`, `(model, state)`.
@@ -85,10 +86,10 @@ def save_model(path: Path, model: PyTree) -> str:
     """Writes the arrays of a model into one file, whole or not at all.
 
     Args:
-        path: ends with `.safetensors`, read by many programs (needs the extra
-            `safetensors`), or `.eqx`, the form of `eqx.tree_serialise_leaves`. A file
-            that is there is replaced.
-        model: any pytree of arrays; what else is in it is left out.
+        path: ends with `.safetensors`, which many programs read (needs the extra
+            `safetensors`), or `.eqx`, the format of `eqx.tree_serialise_leaves`. An
+            existing file is replaced.
+        model: any pytree. Only its arrays are written.
 
     Returns:
         The absolute path.

@@ -26,34 +26,34 @@ class Plan:
     `to_html(path)` a page that needs no network.
 
     Attributes:
-        device: what it is for: `"8 x cpu"`.
+        device: the devices it is for: `"8 x cpu"`.
         platform: whose compiler: `"cpu"`, `"gpu"` or `"tpu"`.
-        num_devices: how many.
-        num_hosts: on how many hosts they are. A host is a process.
+        num_devices: how many there are.
+        num_hosts: how many hosts have them. Each process counts as a host.
         mesh: sizes of the mesh's axes by name.
-        strategy: as it prints.
+        strategy: its `repr`.
         rows: rows of the global batch that a step computes, padding included.
         micro_batches: how many batches a step takes.
-        steps: how many steps the program takes at a time. Its batch is theirs together;
-            operations and collectives are a step's.
+        steps: how many steps the program takes per call. The batch is that of all of
+            them; operations and collectives are counted per step.
         memory: bytes per device.
-        flops: matrix operations, those of the products and convolutions in a step, on
-            all devices together, as traced; None if the strategy does not let one look.
-        flops_compiled: compiled operations: those of all kinds that the compiler counts
-            in a device's program, loop bodies once; None where it does not tell.
-        bubble: what share of the time in split layers devices wait for one another's
-            results, by the strategy's schedule; the operations count it as work.
-        traffic: collectives, the most bytes first.
-        leaves: every leaf of the state and the batch.
-        bounds: lower bounds beside what was found.
-        not_overwritten: paths of leaves that were donated and are copied all the same.
-        could_split: leaves that are whole everywhere and could be split over the
-            devices that rows are split over, the largest first.
-        estimate: seconds, if the hardware is known.
-        trace_seconds, compile_seconds: what it took; the first is None when the second
-            is both together.
-        notes: what is exact, what is indicative and what is not known.
-        planner: what compiles for other devices; None for the step that runs.
+        flops: operations in the matrix products and convolutions of a step, summed over
+            all devices, as traced; None if the strategy hides the traced step.
+        flops_compiled: all operations that the compiler counts in one device's program,
+            with each loop body counted once; None if the compiler does not tell.
+        bubble: the share of the time in split layers that devices spend waiting for
+            each other, by the strategy's schedule; `flops` counts it as work.
+        traffic: the collectives, those with the most bytes first.
+        leaves: every leaf of the state and of the batch.
+        bounds: lower bounds, each with the value that was found.
+        not_overwritten: paths of leaves that were donated but are copied anyway.
+        could_split: leaves that every device holds whole, and that could be split over
+            the devices that share the rows; the largest first.
+        estimate: the time of a step in seconds, if the hardware is known.
+        trace_seconds: time to trace the step; None if `compile_seconds` includes it.
+        compile_seconds: time to compile it.
+        notes: what is exact, what is an estimate and what is unknown.
+        planner: compiles for other devices; None for the step in use.
     """
 
     device: str
@@ -91,12 +91,12 @@ class Plan:
         *,
         keep: str = "rows_per_device",
     ) -> "Scaling":
-        """The same step planned for other numbers of devices.
+        """Plans the same step for other numbers of devices.
 
         Args:
-            counts: numbers of devices. Each is compiled.
-            keep: `"rows_per_device"`: the global batch grows with the devices, from
-                what this plan has per device; `"rows"`: it stays.
+            counts: numbers of devices; each means one compilation.
+            keep: what stays as in this plan: `"rows_per_device"` (the global batch
+                grows with the number of devices) or `"rows"`, the global batch.
         """
         check_choice("keep", keep, ("rows_per_device", "rows"))
         planner = self._compiling()
@@ -116,18 +116,17 @@ class Plan:
         return Scaling(tuple(found))
 
     def largest_batch(self, memory: int | float | None = None) -> int:
-        """The largest global batch whose peak fits: found by compiling, not crashing.
+        """Finds the largest global batch that fits into memory, without running it.
 
-        Some six to ten programs are compiled; what each needs is said.
+        Compiles six to ten programs, and says how much memory each of them needs.
 
         Args:
-            memory: bytes per device that may be used; by default what JAX gives a
-                program on the device, or on the hardware of the profile (of a GPU three
-                quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION), less a tenth for what no
-                program knows of.
+            memory: bytes per device that may be used. Default: the memory that JAX
+                takes of the device or of the plan's hardware (three quarters of a GPU,
+                or XLA_PYTHON_CLIENT_MEM_FRACTION), less a tenth as a reserve.
 
         Returns:
-            Rows; 0 if not even one row per shard fits.
+            The number of rows; 0 if not even one row per shard fits.
         """
         planner = self._compiling()
         limit = planner.limit(memory)
@@ -159,7 +158,7 @@ class Plan:
         return self.planner
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON takes it."""
+        """The whole plan as JSON values."""
         names = [field.name for field in dataclasses.fields(self)]
         found = {name: _plain(getattr(self, name)) for name in names[:-1]}
         for plain, bound in zip(found["bounds"], self.bounds, strict=True):
@@ -167,7 +166,7 @@ class Plan:
         return found | {"wire_bytes": self.wire_bytes}
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a page into one file that needs no network."""
+        """Writes the report as one HTML file that needs no network."""
         write_whole(path, page(self))
 
     def __str__(self) -> str:
@@ -178,7 +177,7 @@ class Plan:
 
 
 class Scaling(NamedTuple):
-    """A plan per number of devices. `str` of it is a table."""
+    """A plan for each number of devices; `str` makes a table of it."""
 
     rows: tuple[Row, ...]
 
@@ -186,14 +185,14 @@ class Scaling(NamedTuple):
         return scaling_table(self)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """A dict per number of devices."""
+        """A dict for each number of devices."""
         return [row._asdict() for row in self.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws memory, communication and speed over the number of devices.
+        """Plots memory, communication and speed against the number of devices.
 
         Args:
-            path: where to save the picture, as the suffix says: `scaling.svg`.
+            path: where to save the picture; the suffix decides the format.
         """
         matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
         lines = 1 if self.rows[0].step is None else 2  # speed needs a profile

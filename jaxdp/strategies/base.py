@@ -74,44 +74,48 @@ class DataParallel(abc.ABC):
     multiple of it, or asks `compile` for a step with whole batches everywhere."""
 
     bubble: float = 0.0
-    """What share of the time in split layers devices wait for one another's results,
-    by the schedule. `Trainer.plan` tells."""
+    """The share of the time in split layers that devices spend waiting for each other,
+    by the strategy's schedule. `Trainer.plan` reports it."""
 
     branch_every: int = 1
-    """In how many steps once the collectives are run that a branch of the program has.
-    `Trainer.plan` counts by it."""
+    """Every how many steps the collectives in a branch of the program run.
+    `Trainer.plan` divides their bytes by it."""
 
     compiles: bool = True
-    """Whether `compile` compiles anything. What does not may be given any batch sizes,
-    and Python's own control flow."""
+    """Whether `compile` compiles anything. If not, batches may have any size, and the
+    loss may use Python's own control flow."""
 
     program_digests: tuple[str, ...] = ()
-    """Of the programs built so far, in a job of several processes."""
+    """Digests of the programs built so far, in a job of several processes."""
 
     compiler_options: Mapping[str, Any] = MappingProxyType({})
-    """What `build` tells XLA besides; see `Trainer(compiler_options=...)`."""
+    """More options of XLA for `build`; see `Trainer(compiler_options=...)`."""
 
     def with_compiler_options(self, options: Mapping[str, Any]) -> "DataParallel":
-        """This strategy, whose programs are compiled with XLA's `options`."""
+        """A copy of this strategy that compiles programs with these options of XLA."""
         other = copy.copy(self)
         other.compiler_options = options
         return other
 
     compiler: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
-    """What `build` has compile instead of XLA, which may have the program already: of
-    what was lowered, the options and the devices it makes a `jax.stages.Compiled`."""
+    """Called by `build` instead of XLA, with the lowered program, the options and the
+    devices. Returns a `jax.stages.Compiled`, which it may have already."""
 
     def with_compiler(self, compiler: Callable[..., Any]) -> "DataParallel":
-        """This strategy, whose programs `compiler` makes."""
+        """A copy of this strategy that gets its programs from `compiler`."""
         other = copy.copy(self)
         other.compiler = compiler
         return other
 
     offloads: bool = False
-    """Whether the optimizer's large leaves are in host memory between steps."""
+    """Whether large leaves of the optimizer's state wait in host memory for a step."""
 
     def with_offload(self) -> "DataParallel":
-        """This strategy, with the optimizer's state in host memory between steps."""
+        """A copy of this strategy that keeps optimizer state on the host between steps.
+
+        Raises:
+            ValueError: if the strategy cannot do that.
+        """
         raise ValueError(
             "`offload`='optimizer' needs a strategy that says where each leaf of the"
             f" state is held, as SingleDevice and Sharded do; `strategy` is {self!r}."
@@ -121,35 +125,36 @@ class DataParallel(abc.ABC):
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-        """The optimizer, or one that keeps in its state what this strategy needs."""
+        """The optimizer, or one whose state also has what this strategy needs."""
         return optimizer
 
     def evaluated_state(self, state: TrainState) -> TrainState:
-        """The state whose weights are evaluated and handed out."""
+        """The state whose weights are evaluated and returned as `trainer.model`."""
         return state
 
     def as_held(self, state: TrainState) -> TrainState:
-        """`state` in the shapes that `place` gives it."""
+        """`state` in the shapes that it has once `place` has placed it."""
         return state
 
     def as_saved(
         self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
     ) -> TrainState:
-        """`state` in the shapes that a checkpoint has, if `place` can take those up.
+        """`state` in the shapes of a checkpoint, if `place` can start from those.
 
         Args:
-            state: a placed one.
-            shapes: of the checkpoint's leaves, by name: `opt_state: 0.mu.weight`.
+            state: a placed state.
+            shapes: shapes of the checkpoint's leaves by name, such as
+                `opt_state: 0.mu.weight`.
         """
         return state
 
     @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
-        """A fresh copy of `state` on the devices, in this strategy's layout.
+        """Copies `state` to the devices, in this strategy's layout.
 
-        Every leaf must be a new buffer: the step will overwrite it, and the arrays
-        handed in belong to the user. Arrays may come from host memory or from any
-        other layout. Leaves shaped alike but missing (None) stay missing.
+        Every leaf must be a new buffer, because the step will overwrite it and the
+        arrays passed in belong to the user. They may come from host memory or from any
+        other layout. Leaves that are None stay None.
         """
 
     @abc.abstractmethod
@@ -166,24 +171,24 @@ class DataParallel(abc.ABC):
         """Compiles `step(collectives, *arguments)` for arguments like these.
 
         Args:
-            step: pure; its first argument is the `Collectives` that fit how this
-                strategy splits the batch.
-            arguments: example values, or `jax.ShapeDtypeStruct`s of them; leaves of an
+            step: a pure function. Its first argument is the `Collectives` that fit how
+                this strategy splits the batch.
+            arguments: example values or `jax.ShapeDtypeStruct`s; the leaves of an
                 argument `"state"` have a `sharding`.
             roles: what each argument is.
-            results: what each result is, or the only result. The result `"state"` is
-                laid out as the argument `"state"`.
-            donate: places of arguments whose memory the step may overwrite.
-            split: whether rows are split over the devices. False when rows interact
-                and their number is not divisible: every device then works on the
-                whole batch, and no sum over devices may be taken. True says nothing of
-                whether they interact: with `AxisCollectives` the step then raises
-                `RowsInteract`, and has to be compiled with `Collectives()`.
+            results: what each result is, or the only result. A result `"state"` has
+                the layout of the argument `"state"`.
+            donate: positions of arguments whose memory the step may overwrite.
+            split: whether rows are split over the devices. False if rows interact and
+                the devices do not divide their number: then every device works on the
+                whole batch, and must not sum over devices. If it is True, rows may
+                still interact: with `AxisCollectives` the step then raises
+                `RowsInteract`, and must be compiled with `Collectives()`.
 
         Returns:
-            A callable with the arguments of `step` less the first: best what `build`
-            returns, of which the plan and the checks of donation read what the step
-            does.
+            A callable that takes the arguments of `step` without the first. Return what
+            `build` returns, so that plans and the checks of donation can read what the
+            step does.
         """
 
     def build(
@@ -192,11 +197,11 @@ class DataParallel(abc.ABC):
         arguments: tuple[Any, ...],
         options: dict[str, Any] | None = None,
     ) -> jax.stages.Compiled:
-        """What `compile` ends with: a jitted program made ready for its arguments.
+        """The last step of `compile`: compiles a jitted program for its arguments.
 
-        Rows that interact are found here, see `trace`, and plans have from here what
-        was traced; both need `compile` to call it. `options` are XLA's; without them it
-        gets those that are fast on the hardware.
+        Call it from `compile`: it finds rows that interact (see `trace`), and keeps
+        what was traced for plans. `options` are XLA's; by default those that are fast
+        on the hardware.
         """
         started = time.perf_counter()
         traced = self.trace(program, arguments)
@@ -231,8 +236,8 @@ class DataParallel(abc.ABC):
         return traced
 
     def lower(self, traced: Any) -> Any:
-        """A program before it is compiled. Of several processes, each notes its text:
-        `Lockstep` compares them."""
+        """Lowers a program. With several processes, each notes a digest of its text for
+        `Lockstep` to compare."""
         lowered = traced.lower()
         self.rewrite(lowered)
         if jax.process_count() > 1:
@@ -242,12 +247,13 @@ class DataParallel(abc.ABC):
         return lowered
 
     def rewrite(self, lowered: Any) -> None:  # noqa: B027
-        """Changes a program in place before it is compiled; here, not at all."""
+        """Changes a program in place before it is compiled. The base does nothing."""
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The sharding that `place` gives each leaf of `state`, from shapes alone.
 
-        Only `Trainer.plan` needs it, and `on`; a strategy may do without.
+        Only `Trainer.plan` needs this and `on`; without them a strategy can't be
+        planned.
         """
         raise NotImplementedError(
             f"`{type(self).__name__}` can't be planned: it has no"
@@ -256,23 +262,23 @@ class DataParallel(abc.ABC):
         )
 
     def on(self, devices: Sequence[Any]) -> "DataParallel":
-        """This strategy, on other devices: more or fewer, or some that are not here."""
+        """This strategy on other devices: more, fewer, or some that are not here."""
         raise NotImplementedError(
             f"`{type(self).__name__}` can't be planned for other devices: it has no"
             " `on(devices)` that returns the same strategy for them."
         )
 
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        """Batches as `compile`d steps take them. On one process: as they are.
+        """Prepares batches for compiled steps. On one process it returns them as is.
 
-        Host arrays go straight into the compiled step, which places them in less
-        time than `jax.device_put` takes. With several processes `groups` have the rows
-        of this process's own blocks, and become arrays of them all.
+        Host arrays go straight into the compiled step, which places them faster than
+        `jax.device_put`. With several processes, `groups` have the rows of this
+        process's own blocks, and become arrays of the rows of all.
         """
         return groups
 
     def row_blocks(self) -> RowBlocks:
-        """Which rows of a batch this process loads, if there are several."""
+        """Which rows of a batch this process loads, if there are several processes."""
         if jax.process_count() == 1:
             return RowBlocks()
         raise ValueError(
@@ -282,14 +288,14 @@ class DataParallel(abc.ABC):
         )
 
     def gather(self, tree: PyTree) -> PyTree:
-        """Whole arrays, new and on the default device, from arrays in this layout.
+        """Returns new whole arrays, on the default device, from arrays in this layout.
 
-        With several processes all must call it, if anything is split between them.
+        If anything is split between processes, all of them must call it.
         """
         return jax.tree.map(jnp.asarray, self.fetch(tree))
 
     def fetch(self, tree: PyTree) -> PyTree:
-        """`gather`, to the host: NumPy arrays, and typed PRNG keys as they are."""
+        """Like `gather`, but returns NumPy arrays, and typed PRNG keys unchanged."""
         return jax.tree.map(_fetch_leaf, tree)
 
 

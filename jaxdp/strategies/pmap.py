@@ -17,13 +17,13 @@ from .sharded import Sharded, shardings_of
 class Pmap(Sharded):
     """What `jax.pmap` does: every device runs the step on its rows, then sums.
 
-    So it is where each value of the loss is of one row. Where rows interact, in a
-    scalar loss, BatchNorm, a `loss_fn` that takes `key` or values that other rows have
-    a part in, the step is written for the whole batch, which XLA takes apart: the
-    numbers are those of one device, not means over devices of what each made of its
-    own rows. A loss from a `jax.pmap` program may reduce over the axis `"data"`
-    (`jax.lax.pmean(x, "data")`, `BatchNorm(axis_name=("batch", "data"))`): as under
-    every strategy it is an axis of one then, along which the whole batch lies.
+    This holds if each value of the loss depends on one row only. If rows interact (a
+    scalar loss, BatchNorm, a `loss_fn` that takes `key`), the step is written for the
+    whole batch and XLA splits it: the numbers are those of one device, not a mean over
+    devices that each saw only their own rows. A loss from a `jax.pmap` program may
+    reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
+    `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis then
+    has size one, and the whole batch lies along it.
 
     Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
     state is replicated, never stacked, so checkpoints interchange with `Sharded`.

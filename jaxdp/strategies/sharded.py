@@ -91,7 +91,7 @@ class Sharded(DataParallel):
         return self.param_spec(path, leaf)
 
     def state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a leaf of the optimizer state is split that is like no parameter."""
+        """How a leaf of the optimizer state is split that belongs to no parameter."""
         return PartitionSpec()
 
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
