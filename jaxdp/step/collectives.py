@@ -20,20 +20,20 @@ class RowsInteract(Exception):
 
 
 class Collectives:
-    """How a compiled step reaches the other devices' shards. Here: no need to.
+    """What a compiled step uses to communicate with other devices.
 
-    Under `jax.jit` with shardings, and on one device, the step sees the whole batch
-    and XLA inserts what communication there is. `AxisCollectives` is for steps that
-    see one device's shard.
+    In this class every method does nothing: on one device, and under `jax.jit` with
+    shardings, the step sees the whole batch, and XLA inserts the communication.
+    `AxisCollectives` is for steps that see only the rows of one device.
     """
 
     axis_names: tuple[str, ...] = ()
-    """The axes over which rows are split, if the step sees those of one device."""
+    """The axes over which rows are split, if the step sees only one device's rows."""
 
     num_shards: int = 1
 
     def row_ids(self, rows: int) -> Int[Array, " rows"]:
-        """Places in the global batch of the `rows` rows that this step sees."""
+        """Positions in the global batch of the `rows` rows that this step sees."""
         return jnp.arange(rows)
 
     def over_rows(
@@ -43,45 +43,46 @@ class Collectives:
         groups: Sequence[Any],
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
-        """`function(collectives, inputs, groups)`: all of a step that looks at rows.
+        """Runs the part of a step that uses rows: `function(self, inputs, groups)`.
 
-        What comes after it, the optimizer and whatever callbacks trace, is written for
-        whole arrays. Here both see the same.
+        The rest of the step, the optimizer and what callbacks trace, works on whole
+        arrays. In this class both parts see the same arrays.
         """
         return function(self, inputs, groups)
 
     def weights(self, state: Any) -> Any:
-        """The `Weights` of a `TrainState` that gradients are taken at."""
+        """The `Weights` of a `TrainState` at which gradients are taken."""
         return state.weights
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients of `over_rows`, shaped as the parameters are, for hooks."""
+        """Gradients from `over_rows`, in the shapes of the parameters, for hooks."""
         return gradients
 
     def need_all_rows(self) -> None:
-        """Told, while a step is traced, that its rows can't be worked on apart.
+        """Called, while a step is traced, if its rows can't be computed separately.
 
-        It draws one key for all of them, or takes a mean over them by itself. Where a
-        device is shown its own rows only, this must raise `RowsInteract`.
+        For example, it draws from one key for all rows, or takes a mean over them. If
+        a device sees only its own rows, this must raise `RowsInteract`.
         """
 
     def arrange(self, model: PyTree) -> PyTree:
-        """The model as it is to be called here: the same function of a row."""
+        """The model to call in this step. It computes the same function of a row."""
         return model
 
     def gather(self, params: PyTree) -> PyTree:
-        """Whole parameters from the shards held here, before they are used."""
+        """Whole parameters, made from this device's shards before they are used."""
         return params
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Sums gradients of whole parameters over all devices' rows; held as updated.
+        """Sums gradients over the rows of all devices.
 
-        Called once per optimizer step, after all micro-batches.
+        Takes gradients of whole parameters, and returns them in the layout in which
+        parameters are updated. Called once per optimizer step, after all micro-batches.
         """
         return gradients
 
     def like_gradients(self, params: PyTree) -> PyTree:
-        """Parameters, held as `sum_gradients` holds their gradients."""
+        """Parameters in the layout that `sum_gradients` gives their gradients."""
         return params
 
     def sum(self, values: PyTree) -> PyTree:
@@ -92,12 +93,12 @@ class Collectives:
 class AxisCollectives(Collectives):
     """Explicit collectives over a mapped axis, as in `jax.pmap` and `jax.shard_map`.
 
-    For steps whose rows are independent. The others raise `RowsInteract` while they are
-    traced; a strategy then compiles them with `Collectives()` over whole batches.
+    For steps whose rows are independent. Other steps raise `RowsInteract` while they
+    are traced; a strategy then compiles them with `Collectives()` for whole batches.
 
     Args:
-        axis_name: the axis, or axes, that the rows of a batch are split over.
-        num_shards: how many parts that makes.
+        axis_name: the axis, or axes, over which the rows of a batch are split.
+        num_shards: the number of parts.
     """
 
     def __init__(self, axis_name: str | tuple[str, ...], num_shards: int):
