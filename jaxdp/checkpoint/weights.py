@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
+from ..basics.extras import import_extra
 from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
 from .folder import CheckpointDir
@@ -277,11 +278,4 @@ def _write_eqx(path: Path, model: PyTree) -> None:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "a .safetensors file needs safetensors, which is not installed; run"
-            ' `pip install "jaxdp[safetensors]"`.'
-        ) from error
-    return safetensors.numpy
+    return import_extra("safetensors.numpy", "a .safetensors file", "safetensors")
