@@ -28,6 +28,9 @@ _MORE_TIME: Final = 3.0
 _MOST_BYTES: Final = 2**16
 """Of a message. Who sends more is none of us."""
 
+_MOST_OF_A_NAME: Final = 2**9
+"""Bytes that each process adds to the answer, which names all."""
+
 _SILENCE: Final = 1.0
 """Seconds in which a caller must have shown its card; ours do it at once."""
 
@@ -61,10 +64,16 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """Messages over a socket, a line of JSON for each."""
+    """Messages over a socket, a line of JSON for each.
 
-    def __init__(self, sock: socket.socket):
+    Args:
+        sock: connected.
+        most: how many bytes a message may have.
+    """
+
+    def __init__(self, sock: socket.socket, most: int = _MOST_BYTES):
         self.sock = sock
+        self._most = most
         self.heard = time.monotonic()  # when something came last
         self._buffer = b""
         self._lock = threading.Lock()
@@ -88,11 +97,11 @@ class Connection:
         self.heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
-            messages = [parse_json(line, _MOST_BYTES) for line in lines]
+            messages = [parse_json(line, self._most) for line in lines]
         except ValueError:
             return None
         is_ours = all(isinstance(message, dict) for message in messages)
-        return messages if is_ours and len(self._buffer) <= _MOST_BYTES else None
+        return messages if is_ours and len(self._buffer) <= self._most else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -235,8 +244,9 @@ def _call(
     place: Place, port: int, me: Message, seconds: float
 ) -> tuple[Connection, Message] | str:
     """A connection to process 0 and its answer; else what is there, "" for nothing."""
+    most = _MOST_BYTES + _MOST_OF_A_NAME * place.num_processes
     try:
-        connection = Connection(socket.create_connection((place.host, port), 5.0))
+        connection = Connection(socket.create_connection((place.host, port), 5.0), most)
     except OSError as error:
         return "" if isinstance(error, ConnectionRefusedError) else str(error)
     connection.send(me)

@@ -1,6 +1,13 @@
 """What can be wrong when the processes of a job start: named, and by all of them."""
 
+import concurrent.futures
 import socket
+
+import pytest
+from crew import free_port
+
+from jaxdp.distributed.launchers import Place
+from jaxdp.distributed.roll_call import call_the_roll
 
 
 def test_a_missing_process_is_named(crew):
@@ -68,3 +75,21 @@ def test_processes_start_with_nothing_but_their_variables(crew):
     codes, outputs = crew("nothing", start={"devices": 2}).join()
     assert codes == [0, 0]
     assert "here" in outputs[0] and "here" in outputs[1]
+
+
+@pytest.mark.parametrize("count, length", [(250, 253), (1000, 70)])
+def test_many_processes_with_long_names_hear_who_is_there(monkeypatch, count, length):
+    """The answer has all names: more bytes than any other message may have."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * length)
+    ports = (free_port(),)
+
+    def call(process):
+        place = Place("x", process, count, "127.0.0.1", ports, "job", None, None)
+        return call_the_roll(place, {"jax": "1"}, 60.0)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        found = list(threads.map(call, range(count)))
+    for roll_call in found:
+        assert len(roll_call.names) == count
+        for connection in roll_call.connections.values():
+            connection.close()
