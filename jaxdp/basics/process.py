@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import functools
 import hashlib
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -100,6 +101,20 @@ def put_off_aborts() -> None:
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def is_imported_by_a_worker() -> bool:
+    """Whether a worker of a loader imports the script again, as spawned ones do."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def refuse_to_train_in_a_worker() -> None:
+    """Raises a RuntimeError if this process only imports a script that trains."""
+    if is_imported_by_a_worker():
+        raise RuntimeError(
+            "a data loader worker runs the training script itself, which workers"
+            ' import: what trains must stand under `if __name__ == "__main__":`.'
+        )
 
 
 def cache_home() -> pathlib.Path:

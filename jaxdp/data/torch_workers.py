@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..basics.process import refuse_to_train_in_a_worker
 from .random_states import seed_generators
 from .sessions import context_of_session, has_no_file
 from .torch_sending import sharing_arrays
@@ -186,11 +187,7 @@ def safe_workers(loader: Any) -> Iterator[None]:
     if not loader.num_workers:
         yield
         return
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            "a data loader worker runs the training script itself, which workers"
-            ' import: what trains must stand under `if __name__ == "__main__":`.'
-        )
+    refuse_to_train_in_a_worker()
     users = loader.multiprocessing_context, loader.worker_init_fn
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     available = "forkserver" in multiprocessing.get_all_start_methods()

@@ -11,14 +11,13 @@ alone, the same script trains alone.
 """
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 
 import jax
 
 from ..basics.environment import versions
-from ..basics.process import put_off_aborts
+from ..basics.process import is_imported_by_a_worker, put_off_aborts
 from .ending import abandon, end_with_the_others, first_line
 from .launchers import Place, choose_place, find_place
 from .lifeline import Lifeline
@@ -71,7 +70,7 @@ def initialize(
         RuntimeError: if the processes don't belong together, or JAX has begun already.
     """
     global _lifeline, _is_alone_on_purpose
-    if jax.distributed.is_initialized() or _is_being_imported_by_a_worker():
+    if jax.distributed.is_initialized() or is_imported_by_a_worker():
         return
     timeouts = {
         "initialization_timeout": initialization_timeout,
@@ -146,7 +145,7 @@ def lifeline() -> Lifeline | None:
 def forgotten() -> str | None:
     """A warning, if there are other processes in the environment only."""
     is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
-    if is_started or _is_being_imported_by_a_worker():
+    if is_started or is_imported_by_a_worker():
         return None
     place = None
     with contextlib.suppress(ValueError):
@@ -159,11 +158,6 @@ def forgotten() -> str | None:
         " `jaxdp.distributed.initialize()` at the top of the script to train together,"
         " or `jaxdp.distributed.initialize(num_processes=1)` if that is meant."
     )
-
-
-def _is_being_imported_by_a_worker() -> bool:
-    """Whether a worker of a loader imports the script again, as spawned ones do."""
-    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _facts() -> dict[str, str]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from ..basics.process import refuse_to_train_in_a_worker
+
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
@@ -29,5 +31,6 @@ def instead_of_training(function: Instead) -> Iterator[None]:
 
 def leave_if_asked(trainer: "Trainer", train_loader: Any) -> None:
     """What `fit` and `steps` begin with."""
+    refuse_to_train_in_a_worker()  # before it can open the run's own files
     if (function := _ASKED.get()) is not None:
         function(trainer, train_loader)

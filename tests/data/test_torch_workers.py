@@ -16,6 +16,7 @@ from squares import Squares, assert_same, flat  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
+from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
 from jaxdp.data import torch_source  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.source import Position, open_loader  # noqa: E402
@@ -25,6 +26,19 @@ from jaxdp.data.torch_workers import PIPE_BYTES, started  # noqa: E402
 
 def linear():
     return eqx.nn.Linear(1, 1, key=jax.random.key(0))
+
+
+def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
+    monkeypatch, tmp_path
+):
+    saver = ModelCheckpoint(tmp_path / "checkpoints")
+    trainer = Trainer(linear(), loss_fn=lambda *_: 0.0, callbacks=[saver])
+    worker = multiprocessing.current_process()
+    monkeypatch.setattr(worker, "_inheriting", True, raising=False)
+    for train in (trainer.fit, trainer.steps):
+        with pytest.raises(RuntimeError, match="must stand under `if __name__ == "):
+            train(DataLoader(Squares(), 4))
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_workers_that_last_end_with_the_fit():
