@@ -41,7 +41,8 @@ distributed/test_lockstep.py::test_evaluations_that_differ_are_found
 distributed/test_lockstep.py::test_a_process_in_another_phase_is_found
 distributed/test_lockstep.py::test_the_slowest_process_is_in_the_log
 distributed/test_lockstep.py::test_meeting_rarely_is_enough_to_find_it
-distributed/test_failures.py::test_a_stopped_process_ends_the_others
+distributed/test_failures.py::test_a_stopped_process_ends_the_others[0]
+distributed/test_failures.py::test_a_stopped_process_ends_the_others[1]
 distributed/test_failures.py::test_a_failing_loader_ends_all
 distributed/test_failures.py::test_a_process_that_leaves_before_a_test_ends_the_others
 distributed/test_together.py::test_a_signal_to_one_stops_all[SIGTERM-0-on_validation_start-143]

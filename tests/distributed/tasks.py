@@ -357,3 +357,18 @@ def tell_end(trainer):
     leaves = jax.tree.leaves(trainer.model)
     bits = b"".join(np.asarray(x).tobytes() for x in leaves if eqx.is_array(x))
     say("ended", trainer.global_step, hashlib.sha256(bits).hexdigest())
+
+
+def save_often(path):
+    """Saves at every second step what takes longer to write than to train."""
+    trainer = jaxdp.Trainer(
+        Net(100_000),
+        optax.adam(1e-3),
+        loss="cross_entropy",
+        strategy=jaxdp.FSDP(),
+        callbacks=[callbacks.ModelCheckpoint(path, every_n_train_steps=2)],
+        enable_progress_bar=False,
+    )
+    loader = torch.utils.data.DataLoader(rows(), 8, shuffle=True)
+    trainer.fit(loader, max_epochs=3, ckpt_path="auto")
+    tell_end(trainer)

@@ -1,5 +1,6 @@
 """Processes that die, fail or stop: the others end too, and say which one it was."""
 
+import os
 import re
 
 import pytest
@@ -37,11 +38,18 @@ def test_a_failing_loader_ends_all(crew):
         assert "OSError: a row can't be read" in output
 
 
-def test_a_stopped_process_ends_the_others(crew):
-    job = crew("fit", at=(1, 5, tasks.stop), start={"heartbeat_timeout": 8.0})
-    codes, outputs = job.join(but=[1])
-    assert codes[0] == 71
-    assert re.search(r"process 1 \(.*not a word of it for \d+ s", outputs[0])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stopped_process_ends_the_others(crew, index):
+    job = crew("fit", at=(index, 5, tasks.stop), start={"heartbeat_timeout": 8.0})
+    codes, outputs = job.join(but=[index])
+    assert codes[1 - index] == 71
+    said = rf"process {index} \(.*not a word of it for \d+ s"
+    assert re.search(said, outputs[1 - index])
+
+    job.signal(index, "SIGCONT")  # it does not go on alone
+    codes, outputs = job.join()
+    assert codes[index] != 0
+    assert re.search(rf"process {1 - index} \(.* died", outputs[index])
 
 
 @pytest.mark.slow
@@ -65,3 +73,36 @@ def test_an_error_that_all_have_and_catch_ends_nobody(crew):
         # Gloo may write between two words.
         assert "caught" in output and "a row can't be read" in output
         assert "went on to step 8" in output
+
+
+@pytest.mark.slow
+def test_kills_while_several_processes_write_a_checkpoint(crew, tmp_path):
+    codes, outputs = crew("save_often", path=str(tmp_path / "whole")).join()
+    assert codes == [0, 0]
+    (end,) = re.findall("ended .*", outputs[0])
+
+    folder = tmp_path / "killed"
+    for index in (0, 1, 1, 0):
+        job = crew("save_often", path=str(folder))
+        saved = whole(folder)
+        while not (whole(folder) - saved and being_written(folder)):
+            assert all(process.is_alive() for process in job.processes)
+        job.signal(index, "SIGKILL")
+        codes, outputs = job.join()
+        assert codes[index] == -9 and codes[1 - index] != 0
+
+    codes, outputs = crew("save_often", path=str(folder)).join()
+    assert codes == [0, 0]
+    assert re.search(r"resumed step \d+", outputs[0])
+    assert [re.findall("ended .*", output) for output in outputs] == [[end], [end]]
+    assert not being_written(folder)
+
+
+def whole(folder):
+    names = os.listdir(folder) if folder.exists() else []
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def being_written(folder):
+    names = os.listdir(folder) if folder.exists() else []
+    return [name for name in names if "tmp" in name]
