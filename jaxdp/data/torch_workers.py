@@ -62,6 +62,12 @@ def started(loader: Any, argument: str) -> Iterator[Any]:
             if end is not None:
                 with contextlib.suppress(AttributeError):  # of parts it has not yet
                     end()
+        if isinstance(error, EOFError | BlockingIOError):  # of a server that has died
+            error.add_note(
+                f"The workers of `{argument}` could not be started; what they have"
+                " printed may say why. A limit on processes (`ulimit -u`) or memory may"
+                " be too low: raise it, or use fewer `num_workers`."
+            )
         if all(frame.f_code is not reduction.dump.__code__ for frame in frames):
             raise
         raise TypeError(

@@ -41,6 +41,18 @@ def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(11, "")])
+def test_workers_that_a_limit_keeps_from_starting(error):
+    class Loader:
+        def __iter__(self):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        started(Loader(), "train_loader")
+    assert "`train_loader` could not be started" in caught.value.__notes__[0]
+    assert "`ulimit -u`" in caught.value.__notes__[0]
+
+
 def test_workers_that_last_end_with_the_fit():
     loader = DataLoader(Squares(), 4, num_workers=1, persistent_workers=True)
     trainer = Trainer(linear(), loss_fn=lambda model, i, x: model.weight[0] * x)

@@ -13,6 +13,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -62,8 +63,15 @@ def harm(what):
         sys.exit(3)
     elif what == "gil":
         ctypes.PyDLL(None).sleep(600)  # which does not let go of Python's lock
-    elif what == "segv":
-        ctypes.string_at(0)
+    elif what == "segv":  # in a thread
+        threading.Thread(target=ctypes.string_at, args=(0,)).start()
+        time.sleep(1)
+    elif what == "inject":  # from outside, as a watchdog may do
+        thread = ctypes.c_ulong(threading.get_ident())
+        error = ctypes.py_object(RuntimeError)
+        set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        threading.Thread(target=set_error, args=(thread, error)).start()
+        time.sleep(1)
     elif what == "hang":
         time.sleep(600)
     else:

@@ -81,8 +81,9 @@ def test_a_killed_run_goes_on_from_a_snapshot(whole, tmp_path):
 def test_kills_of_all_kinds(whole, tmp_path, devices, saves, most):
     folder, root = whole.parent / f"kinds{devices}", tmp_path / "snapshots"
     options = "--deadman", "2", "--snapshot-every", "5", "--snapshot-dir", str(root)
-    kinds = ["SIGKILL", "segv", "SIGSTOP", "gil", "hang", "raise", "SIGTERM", "exit"]
-    harm = [[8 + 5 * number, kind] for number, kind in enumerate(kinds)]
+    kinds = ["SIGKILL", "segv", "SIGSTOP", "gil", "inject", "hang", "raise", "SIGTERM"]
+    kinds += ["exit"]
+    harm = [[6 + 5 * number, kind] for number, kind in enumerate(kinds)]
     settings = {"pause": 0.05, "devices": devices, "every": saves}
     code, output = run(folder, *options, harm=harm, **settings)
     assert code == 0, output
