@@ -27,29 +27,29 @@ _REMEDY: Final = (
 class GradientMonitor(Callback):
     """Logs norms of gradients and updates, and finds leaves that do not learn.
 
-    Every `trainer.log_every_n_steps` steps, these join the metrics of the step, and so
-    appear in all loggers:
+    Every `trainer.log_every_n_steps` steps, these values join the metrics of the step,
+    and so all loggers:
 
-    - `grad_norm`, of the whole gradient as the optimizer gets it (before clipping), and
-      `grad_norm/<layer>` of each layer, such as `blocks[3].attention`;
-    - `update_ratio`, the norm of the update over that of the weights it was added to,
-      and `update_ratio/<layer>`. With Adam about 1e-3 is common; much less means that
-      hardly anything is learned, much more that steps are wild.
+    - `grad_norm`, the norm of the whole gradient before clipping, and
+      `grad_norm/<layer>` for each layer, such as `blocks[3].attention`;
+    - `update_ratio`, the norm of the update divided by the norm of the weights it was
+      added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
+      means that the model hardly learns, much more that training is unstable.
 
     They are computed inside the compiled step, in one pass over gradients, updates and
     weights; the host reads a few numbers per leaf (array), some steps late.
 
-    After `check_steps` steps a warning names the leaves whose gradient was exactly zero
-    in all of them (nothing depends on them, or a stage before them is dead), and those
-    that had a gradient and were never updated (the optimizer leaves them out).
+    After `check_steps` steps, a warning names leaves whose gradient was exactly zero in
+    all of them (nothing depends on them, or a layer before them is dead), and leaves
+    that had a gradient but were never updated (the optimizer leaves them out).
 
     Args:
-        max_layers: how many layers to log at most; 0 logs the whole model only.
+        max_layers: how many layers to log at most; 0 logs only the whole model.
         check_steps: how many steps to look for leaves that do not learn; 0 for none.
 
     Attributes:
-        dead: paths of the leaves without a gradient, once checked.
-        never_updated: paths of those with a gradient and without an update.
+        dead: paths of the leaves without a gradient, after the check.
+        never_updated: paths of the leaves with a gradient but without an update.
     """
 
     looks_inside_blocks = False

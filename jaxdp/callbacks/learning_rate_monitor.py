@@ -19,18 +19,17 @@ class LearningRateMonitor(Callback):
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
         Trainer(model, optimizer, callbacks=[LearningRateMonitor()])
 
-    It is the rate that the latest update was made with, read inside the compiled step
-    from what `optax.inject_hyperparams` keeps in the optimizer's state: the first step
-    shows `schedule(0)`. Other optimizers keep their rate to themselves; for them pass
-    the schedule here, too.
+    This is the rate of the latest update, read inside the compiled step from the state
+    of `optax.inject_hyperparams`; the first step shows `schedule(0)`. The rate of other
+    optimizers can't be read: pass their schedule here as well.
 
     Several rates in an optimizer have names of their own: `lr/<label>` with the label
     of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`).
 
     Args:
-        schedule: a number, or a function from the count of earlier steps to the rate,
-            to show in place of what is in the optimizer's state.
-        name: of the metric.
+        schedule: a number, or a function from the number of earlier steps to the rate,
+            to show instead of the optimizer's state.
+        name: the name of the metric.
     """
 
     looks_inside_blocks = False

@@ -25,16 +25,16 @@ _MAX_SHARE: Final = 0.05
 
 
 class LivePlot(Callback):
-    """Draws the curves of a run as it goes: to a PNG, and in place in a notebook.
+    """Draws the curves of a run while it trains: into a PNG file or a notebook cell.
 
-    The loss of single steps is drawn thin with a smoothed line over it, the means of
-    epochs and validations as points at their step. The file is replaced in one piece,
-    every few seconds at most, less often where drawing would take more than a twentieth
-    of the time, and at the ends of epochs and of the fit; the device never waits.
+    The loss of single steps is a thin line under a smoothed one; means of epochs and
+    validations are points. The file is always complete. It is redrawn every few seconds
+    (less often if drawing would take more than a twentieth of the time), and at the end
+    of each epoch and of the fit. The device never waits for it.
 
     Args:
-        path: of the PNG; None means `curves.png` in `trainer.default_root_dir`.
-        every_n_seconds: the least time between two pictures.
+        path: the PNG file; None means `curves.png` in `trainer.default_root_dir`.
+        every_n_seconds: the shortest time between two pictures.
     """
 
     looks_inside_blocks = False

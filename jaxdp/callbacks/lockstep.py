@@ -42,18 +42,18 @@ class Lockstep(Callback):
     wrong numbers without an error, or wait for each other forever. With several
     processes, every trainer has this as its first callback; pass one to change it.
 
-    When a fit starts, versions, arguments, the model and the compiled step are
-    compared. Then the processes meet before every step, batch of an evaluation and end
-    of a pass. If they are not about to do the same, all of them raise a RuntimeError
-    that says which process is where. Nothing waits for the device.
+    When a fit starts, the processes compare versions, arguments, the model and the
+    compiled step. Then they meet before every step, every batch of an evaluation and
+    every end of a pass. If they are about to do different things, all of them raise a
+    RuntimeError that says where each process is. Nothing waits for the device.
 
     Args:
-        every_n_steps: how often they meet, in steps and batches of evaluations. What
-            differs in between is found at the next meeting.
+        every_n_steps: how often they meet, in steps and batches of evaluations. A
+            difference in between is found at the next meeting.
         fingerprint_every_n_steps: how often the state is compared, bit by bit; None
-            leaves it out. Only what every process holds a copy of can differ.
-        timeout: seconds that a process waits for another one to come.
-        warn_after: seconds after which it says for whom, and what that one does.
+            turns this off. Only arrays of which every process has a copy can differ.
+        timeout: how many seconds a process waits for another.
+        warn_after: after how many seconds it says which one, and what that one does.
     """
 
     looks_inside_blocks = False

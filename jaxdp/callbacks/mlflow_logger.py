@@ -23,19 +23,19 @@ class MLFlowLogger(Logger):
     """Logs to MLflow: to a server, or to a database file in `dirpath`.
 
     Metrics have the names that `CSVLogger` has as columns; hyperparameters are the
-    run's parameters, versions and hardware its tags. A trainer that is loaded from a
-    checkpoint goes on in the same run, if the store that this logger writes to has it.
+    run's parameters, versions and hardware its tags. A run that is resumed from a
+    checkpoint continues the same MLflow run, if this logger's store has it.
     Needs the extra `mlflow`. Look at a local store with
     `mlflow ui --backend-store-uri sqlite:///<dirpath>/mlflow.db`.
 
     Args:
-        experiment_name: made if there is none of that name.
-        run_name: of the run; MLflow invents one otherwise.
-        tracking_uri: of a server or database. By default that of the environment
-            variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in `dirpath`, with
+        experiment_name: name of the experiment; it is made if there is none.
+        run_name: name of the run; by default MLflow invents one.
+        tracking_uri: address of a server or database. By default the environment
+            variable MLFLOW_TRACKING_URI or, without it, `mlflow.db` in `dirpath`, with
             files in `mlartifacts` beside it.
         dirpath: folder of the local store; None means `trainer.default_root_dir`.
-        run_id: of a run to go on with.
+        run_id: the id of a run to continue.
         hyperparameters: your own, by name, to record beside the trainer's arguments.
         tags: of the run.
 

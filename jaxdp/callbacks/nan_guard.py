@@ -36,11 +36,11 @@ _SAVED = fields(
 class NanGuard(Callback):
     """Looks for NaN and infinity in the loss and gradients of every step.
 
-    The compiled step drops an update that is not finite, so the model, the optimizer
-    state and the means of the epoch never see it. The findings are read some steps
-    later, so nothing waits. With `spike`, a finite loss far above its running mean
-    counts, too; by the time it is read its update was made, so `action="skip"` only
-    warns of it.
+    The compiled step drops an update that is not finite, so it never reaches the model,
+    the optimizer state or the means of the epoch. The host reads the findings some
+    steps later, so nothing waits. With `spike`, a finite loss far above its running
+    mean counts as well. Its update was made by the time it is read, so
+    `action="skip"` only warns.
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
@@ -50,10 +50,11 @@ class NanGuard(Callback):
             the batch that caused it; the loader must be able to start again.
         max_skips: with `"skip"`, how many steps in a row may be dropped before a
             FloatingPointError after all.
-        max_rollbacks: with `"rollback"`, how often, before a FloatingPointError.
-        spike: how many standard deviations above the running mean of the loss are a
-            spike, 6.0 for example; None looks for none.
-        warmup: how many steps of a fit are only learned from before a spike can be one.
+        max_rollbacks: with `"rollback"`, how many there may be before a
+            FloatingPointError.
+        spike: a loss is a spike if it is this many standard deviations above its
+            running mean, 6.0 for example; None turns this off.
+        warmup: how many steps of a fit only build the running mean.
 
     Attributes:
         skipped_steps: the numbers of the steps that were dropped.

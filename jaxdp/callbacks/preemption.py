@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class Preemption(Callback):
     """Chooses which signals end a fit at the next boundary, and what happens then.
 
-    Without it SIGTERM does, which SLURM, Kubernetes and spot machines send before they
-    take the machine away, and SIGHUP, which comes when the terminal is closed: the step
-    is finished, `ModelCheckpoint` saves and waits until that is on disk, and the
-    process exits with code 143. A second signal ends it at once, the last checkpoint
-    intact. Under `nohup`, which has SIGHUP ignored, the fit goes on.
+    Without this callback, SIGTERM (which SLURM, Kubernetes and spot machines send
+    before they take the machine away) and SIGHUP (the terminal was closed) do the
+    following: the step finishes, `ModelCheckpoint` saves and waits until the checkpoint
+    is on disk, and the process exits with code 143. A second signal ends the process at
+    once; the last checkpoint stays intact. Under `nohup`, SIGHUP is ignored.
 
     Args:
-        signals: their names, such as `("SIGTERM", "SIGUSR1")` for
+        signals: names of signals, such as `("SIGTERM", "SIGUSR1")` for
             `sbatch --signal=USR1@120`.
         action: `"exit"` with code 143, or `"return"` from `fit` with the history so
             far.

@@ -23,24 +23,24 @@ _CONTAINERS: Final = ("while", "call", "conditional")
 
 
 class Profiler(Callback):
-    """Traces a window of steps, and says which operations took the time.
+    """Traces a few steps, and lists the operations that took the most time.
 
-    The trace is written to `dirpath` in the forms that TensorBoard (`pip install
-    tensorboard-plugin-profile`, then `tensorboard --logdir <dirpath>`) and
-    https://ui.perfetto.dev (open `perfetto_trace.json.gz`) read. Beside it,
-    `summary.txt` lists the operations by the time they took on all devices, with the
-    part of the program that each comes from. The loop waits for the device before the
-    window and after it, so that it has whole steps.
+    Writes the trace to `dirpath`, for TensorBoard (`pip install
+    tensorboard-plugin-profile`, then `tensorboard --logdir <dirpath>`) and for
+    https://ui.perfetto.dev (open `perfetto_trace.json.gz`). `summary.txt` lists the
+    operations by their time on all devices, with the part of the program that each
+    comes from. The loop waits for the device before and after the traced steps, so that
+    all of them are complete.
 
     Args:
         dirpath: folder to write to; None means `profile` in
             `trainer.default_root_dir`.
-        start_step: how many steps of a fit to leave out: the first ones warm up.
-        num_steps: how many to trace. Traces grow with it: 5 to 20 is common.
+        start_step: how many steps of a fit to skip first, as a warm-up.
+        num_steps: how many steps to trace; 5 to 20 is common, since traces are large.
         top: how many operations the summary lists.
 
     Attributes:
-        operations: what the summary lists, all of it, once the window is over.
+        operations: all operations with their times, after the last traced step.
     """
 
     skip_in_fast_dev_run = True

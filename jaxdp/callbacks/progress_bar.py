@@ -24,15 +24,15 @@ _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows the batches of this epoch done, the time left, the loss of some steps
-    ago (reading the newest would make the device wait), and batches and examples per
-    second, which a narrow terminal does without. With `accumulate_grad_batches` a batch
-    here is one optimizer step. Where the output is no terminal (a job's log), there are
-    lines, some in long epochs, no bar.
+    The bar shows how many batches of the epoch are done, the time left, the loss of a
+    few steps ago (reading the newest would make the device wait), and, if the terminal
+    is wide enough, batches and examples per second. With `accumulate_grad_batches` it
+    counts optimizer steps. If the output is not a terminal (the log of a job), it
+    prints lines instead: one per epoch, and more in long epochs.
 
     Args:
-        refresh_per_second: how often the bar is drawn at most.
-        every_n_seconds: time between two lines where the output is no terminal.
+        refresh_per_second: how often the bar is redrawn at most.
+        every_n_seconds: time between two lines if the output is not a terminal.
         file: an open text file; None means `sys.stderr`, in a notebook `sys.stdout`.
     """
 

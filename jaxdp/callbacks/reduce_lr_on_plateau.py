@@ -20,24 +20,24 @@ class ReduceLROnPlateau(MetricCheck):
         Trainer(model, optimizer, callbacks=[ReduceLROnPlateau(patience=5)])
 
     A check happens after every validation when `monitor` begins with `val_`, and after
-    every training epoch otherwise. The new rate holds from the next step on, without a
-    new compilation. Of several learning rates in the optimizer, all are lowered. The
-    optimizer must keep its rate where it can be set, in `optax.inject_hyperparams`.
+    every training epoch otherwise. The new rate is used from the next step on; nothing
+    is compiled again. If the optimizer has several learning rates, all are lowered. The
+    optimizer must be made with `optax.inject_hyperparams`, so that its rate can be set.
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
-        factor: what the rate is multiplied by; less than 1.
-        patience: after how many checks in a row without improvement.
-        verbose: whether to say so.
+        factor: the rate is multiplied by this; less than 1.
+        patience: how many checks in a row without improvement to wait.
+        verbose: whether to print each new rate.
         mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
             `"max"` for names with `acc` in them, and `"min"` otherwise.
-        min_delta: what counts as improvement: more than this, in the unit of the value.
-        cooldown: how many checks after a reduction are not counted.
-        min_lr: the rate is never made smaller than this.
+        min_delta: an improvement must be larger than this, in the unit of the value.
+        cooldown: how many checks to skip after a reduction.
+        min_lr: the lowest rate.
 
     Attributes:
         wait_count: checks since the last improvement, reduction or cooldown.
-        cooldown_count: checks of the cooldown that are left.
+        cooldown_count: checks that are left of the cooldown.
         best_score: the best value so far; None before the first check.
     """
 

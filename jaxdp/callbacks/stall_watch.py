@@ -38,19 +38,19 @@ _PHASES: Final = {
 
 
 class StallWatch(Callback):
-    """Reports a fit in which no step has ended for a time.
+    """Reports a fit that makes no progress for a while.
 
-    It says, once for each time, what the fit waits for (the loader, the device, a
-    checkpoint, the other processes or a callback, by name) and writes the stacks of all
-    threads. A thread looks on; steps cost nothing but a note of the time. Of several
-    processes each reports for itself.
+    Says, once per stall, what the fit is waiting for (the loader, the device, a
+    checkpoint, other processes or a callback, by name), and writes the stacks of all
+    threads. A thread does this; a step only notes the time. With several processes,
+    each reports for itself.
 
     Args:
-        timeout: seconds without a step or a validation batch, from the first step of
-            a fit.
-        abort: whether to end the process then, at once and with exit code 70, for a
-            launcher to start it again.
-        path: a file to write to, appended to; None is stderr.
+        timeout: seconds without a step or a validation batch, counted from the first
+            step of a fit.
+        abort: whether to end the process then, with exit code 70, so that a launcher
+            can restart it.
+        path: a file to append the report to; None means stderr.
     """
 
     looks_inside_blocks = False

@@ -50,45 +50,43 @@ _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
 class ThroughputMonitor(Callback):
     """Measures a fit's speed, and what share of its time goes where.
 
-    The clock runs from the first step to the end of the fit, without a pause: what is
-    compiled before the first step is not in it; validations, checkpoints and the wait
-    for the last of them are. Every `trainer.log_every_n_steps` steps these are added to
-    the step's metrics, and so to all loggers. They are of the time since the last row:
+    The clock runs from the first step to the end of the fit. It includes validations
+    and checkpoints, but not the compilation before the first step. Every
+    `trainer.log_every_n_steps` steps, these values join the metrics of the step, and so
+    all loggers. They describe the time since the last row:
 
-    - `throughput/seconds`, how long that was, and `throughput/examples`, the rows that
-      were trained on;
-    - `throughput/examples_per_s` and `throughput/steps_per_s`, over those seconds;
-    - `throughput/flops_per_s`, of the model: the matrix operations of its forward and
-      backward pass (products and convolutions), counted in the traced step, without
-      what `remat` computes again; and `throughput/mfu`, its share of what the hardware
-      can do;
+    - `throughput/seconds`, its length, and `throughput/examples`, the rows trained on;
+    - `throughput/examples_per_s` and `throughput/steps_per_s`;
+    - `throughput/flops_per_s`: matrix operations (products and convolutions) of the
+      model's forward and backward pass, counted in the traced step, without those that
+      `remat` repeats; and `throughput/mfu`, their share of the hardware's peak;
     - `throughput/data`, `.../device`, `.../callbacks`, `.../checkpoints`,
-      `.../validation` and `.../loop`: shares of those seconds, which add up to 1; the
-      last is packing batches and handing them over.
+      `.../validation` and `.../loop`: the shares of that time, which add up to 1.
+      `loop` is packing batches and calling the step.
 
-    When the fit ends, a last row has what was left, so that the rows add up to the
-    whole: `summary`, the line in the terminal, `trainer.report` and
-    `python -m jaxdp compare` divide all examples by all seconds.
+    The last row, at the end of the fit, has the rest, so the rows add up to the whole.
+    `summary`, the line in the terminal, `trainer.report` and `python -m jaxdp compare`
+    divide all examples by all seconds.
 
-    With several processes `throughput/others` is the share that this one has waited for
-    the others to come. Of the one that waits least, for which the others do,
-    `throughput/slowest_process` is the number, and `throughput/slowest_data` and
-    `throughput/slowest_others` are its shares in the interval before.
+    With several processes, `throughput/others` is the share of time that this process
+    waited for others. `throughput/slowest_process` is the number of the process that
+    waited least, and `throughput/slowest_data` and `throughput/slowest_others` are its
+    shares in the interval before.
 
-    The progress bar shows the largest share: "input-bound 43%" says that the device
-    would have been done sooner if the batches had come faster, "device-bound" that
-    nothing is to be gained in the loader. Nothing here waits for the device.
+    The progress bar shows the largest share. "input-bound 43%" means that the device
+    waited for batches; "device-bound" means that a faster loader would not help.
+    Nothing here waits for the device.
 
     Args:
-        flops_per_example: matrix operations of the training step per row, where you
-            know better; found by tracing the step once more otherwise. 0 leaves them
-            out.
-        peak_flops_per_device: what one device can do per second, for `mfu`. Known for
-            common GPUs and TPUs, as the dense bfloat16 peak that MFU is commonly
-            measured against; on others, CPUs included, there is no `mfu` without it.
+        flops_per_example: matrix operations of the training step per row, if you know
+            them; otherwise they are counted by tracing the step once more. 0 leaves
+            them out.
+        peak_flops_per_device: the peak of one device per second, for `mfu`. It is known
+            for common GPUs and TPUs: the dense bfloat16 peak, as is usual for MFU. On
+            other devices, CPUs included, there is no `mfu` without it.
 
     Attributes:
-        summary: the same values for all of the fit, without the prefix, and `steps`.
+        summary: the same values for the whole fit, without the prefix, and `steps`.
     """
 
     looks_inside_blocks = False

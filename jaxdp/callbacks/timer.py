@@ -19,11 +19,11 @@ _SAVED = fields({"elapsed": fields({"train": _SECONDS, "validate": _SECONDS})})
 
 
 class Timer(Callback):
-    """Stops a fit when its time is up, and tells the time it has taken.
+    """Stops a fit when its time is up, and reports the time it has taken.
 
-    The fit ends at the next boundary, with everything that ends a fit: validation
-    under way is finished and checkpoints are written. A resumed run goes on with the
-    time that was used before.
+    The fit ends at the next boundary, as every fit does: a validation that has begun is
+    finished, and checkpoints are written. In a resumed run, the time used before
+    counts.
 
     Args:
         duration: `"DD:HH:MM:SS"`, a `datetime.timedelta`, keywords of one as a dict

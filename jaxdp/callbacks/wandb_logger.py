@@ -22,16 +22,16 @@ class WandbLogger(Logger):
 
     Names are those that `CSVLogger` has as columns; the horizontal axis is `step`, the
     number of optimizer steps. Hyperparameters, versions and hardware are the run's
-    config. A trainer that is loaded from a checkpoint goes on in the same W&B run.
+    config. A run that is resumed from a checkpoint continues the same W&B run.
     Needs the extra `wandb`.
 
     Args:
-        project: of W&B.
-        name: of the run; W&B invents one otherwise.
+        project: the W&B project.
+        name: name of the run; by default W&B invents one.
         dirpath: where the files go, in a folder `wandb`; None means
             `trainer.default_root_dir`.
-        offline: whether to write files only, and talk to no server.
-        id: of a run to go on with.
+        offline: whether to only write files, without a connection to a server.
+        id: the id of a run to continue.
         hyperparameters: your own, by name, to record beside the trainer's arguments.
         options: for `wandb.init`, such as `entity`, `group` and `tags`.
 

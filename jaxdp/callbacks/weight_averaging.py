@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class WeightAveraging(Callback):
-    """Keeps a moving average of the trained weights, and evaluates that.
+    """Keeps a moving average (EMA) of the trained weights, and evaluates with it.
 
-    Training goes on with its own weights, which `trainer.state.params` has;
-    validation, `test`, `predict` and `trainer.model` take the average. It is part of
-    the optimizer's state: laid out, donated, saved and loaded with it. It costs one
-    copy of the weights (in float32 at least) and one pass over them per step. Running
-    statistics of BatchNorm are not averaged, but those of the training model taken.
+    Training continues with its own weights, in `trainer.state.params`; validation,
+    `test`, `predict` and `trainer.model` use the average. The average is part of the
+    optimizer's state, and is sharded, donated, saved and loaded with it. It costs one
+    copy of the weights (at least float32) and one pass over them per step. Running
+    statistics of BatchNorm are not averaged; those of the training model are used.
 
     Args:
-        decay: share of the average that each step keeps; 0.999 looks back over about a
-            thousand steps. None takes the plain mean over all steps since `start_step`
+        decay: how much of the average each step keeps; 0.999 looks back over about a
+            thousand steps. None takes the plain mean of all steps since `start_step`
             (stochastic weight averaging).
-        every_n_steps: take in only the weights of every so many optimizer steps.
-        start_step: how many steps to leave out; until then the average is the weights.
-        evaluate: whether validation, `test`, `predict` and `trainer.model` take the
-            average. If not, only `averaged_model` gives it.
+        every_n_steps: average only the weights of every n-th optimizer step.
+        start_step: how many steps to skip; until then the average is the weights.
+        evaluate: whether validation, `test`, `predict` and `trainer.model` use the
+            average. If not, only `averaged_model` returns it.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def table(rows, hand, repeated, survived):
     ends = "those" if survived else "NOT those"
     lines += [
         "",
-        f"Of {len(repeated)} faults in one run with a snapshot every {EVERY} steps: its"
+        f"Of {len(repeated)} faults in one run with `--snapshot-every {EVERY}`: its"
         " parameters,",
         f"history and log were in the end {ends} of the run that was left alone, and"
         " nothing was",
