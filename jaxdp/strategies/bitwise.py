@@ -36,6 +36,9 @@ _OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
 """XLA merges equal operations at other times in programs for several devices, and then
 fuses others: with 2 devices a LayerNorm had other bits than with 1."""
 
+_ON_GPUS: Final[dict[str, Any]] = {"xla_gpu_deterministic_ops": True}
+"""No atomic sums, and no kernels that are chosen by timing them."""
+
 _SMALL: Final = 4096
 """Elements up to which a sum is gathered by every device, not shared out."""
 
@@ -158,7 +161,7 @@ class Bitwise(DataParallel):
             everywhere if isinstance(results, str) else (everywhere,) * len(results),
             donate,
         )
-        return self.build(made, arguments, _OPTIONS)
+        return self.build(made, arguments, _options_on(self.mesh.devices.flat[0]))
 
     def rewrite(self, lowered: Any) -> None:
         _merge_equal_operations(lowered)
@@ -385,6 +388,11 @@ def _of_rows(
     if isinstance(results, str):
         return one(found, results)
     return tuple(map(one, found, results))
+
+
+def _options_on(device: Any) -> dict[str, Any]:
+    """What XLA is told so that equal work has equal bits on a device."""
+    return _OPTIONS | (_ON_GPUS if device.platform == "gpu" else {})
 
 
 def _merge_equal_operations(lowered: jax.stages.Lowered) -> None:

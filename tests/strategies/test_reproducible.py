@@ -1,6 +1,7 @@
 """`reproducible="bitwise"`: hashes on 1, 2, 4 and 8 devices."""
 
 import hashlib
+import types
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.strategies.bitwise import _options_on
 
 EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
 
@@ -317,3 +319,11 @@ def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows(
         return recorder.losses
 
     assert losses(SingleDevice()) == losses(Sharded(2))
+
+
+def test_gpus_are_told_to_be_deterministic():
+    own, cpus = (
+        _options_on(types.SimpleNamespace(platform=name)) for name in ("gpu", "cpu")
+    )
+    assert own == cpus | {"xla_gpu_deterministic_ops": True}
+    jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows
