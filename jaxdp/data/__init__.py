@@ -6,27 +6,3 @@ from .loader_state import check_loader, checksum
 from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share
 from .source import ALL, Position, Source, capped, check_limit, open_loader
-
-__all__ = [
-    "ALL",
-    "Dispatch",
-    "GlobalShare",
-    "LocalShare",
-    "Packer",
-    "Position",
-    "Share",
-    "Source",
-    "capped",
-    "check_labels",
-    "check_loader",
-    "check_limit",
-    "checksum",
-    "inputs_of",
-    "leaf_name",
-    "open_loader",
-    "read_only",
-    "rows_of",
-    "shown",
-    "taken",
-    "windows",
-]

@@ -4,12 +4,3 @@ from .engine import Engine, wait
 from .fetching import Fetching
 from .hyperparams import RATES
 from .programs import Kind, StepOptions
-
-__all__ = [
-    "Engine",
-    "Fetching",
-    "Kind",
-    "RATES",
-    "StepOptions",
-    "wait",
-]

@@ -4,12 +4,3 @@ from .instead import instead_of_training, leave_if_asked
 from .limits import Wanted
 from .pass_metrics import Metric, PassMetric
 from .run import Run
-
-__all__ = [
-    "Metric",
-    "PassMetric",
-    "Run",
-    "Wanted",
-    "instead_of_training",
-    "leave_if_asked",
-]

@@ -4,22 +4,3 @@ from .figures import Curve, draw, member_curves, metric_curves, save_figure, to_
 from .page import write_comparison, write_report
 from .runs import comparison, differences, in_words, read_run, run_of_history
 from .summary import Layer, Summary, summarize
-
-__all__ = [
-    "Curve",
-    "Layer",
-    "Summary",
-    "comparison",
-    "differences",
-    "draw",
-    "in_words",
-    "member_curves",
-    "metric_curves",
-    "read_run",
-    "run_of_history",
-    "save_figure",
-    "summarize",
-    "to_png",
-    "write_comparison",
-    "write_report",
-]

@@ -10,14 +10,3 @@ It knows nothing of training and touches no device. `parent.py` is that process;
 from .channel import Channel, alive, channel, patience
 from .leftovers import find_snapshots, make_snapshots, remove_snapshots
 from .parent import Supervisor
-
-__all__ = [
-    "Channel",
-    "Supervisor",
-    "alive",
-    "channel",
-    "find_snapshots",
-    "make_snapshots",
-    "patience",
-    "remove_snapshots",
-]
