@@ -92,7 +92,7 @@ def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
         "a full disk",
         1,
         1,
-        "SaveFailed at the next step, with the space left; the last checkpoint stays",
+        "SaveFailed at the next step, with the free space; the last checkpoint stays",
     )
 
 
@@ -113,7 +113,7 @@ def test_a_full_disk_may_be_survived(small_disk, table):
         "a full disk, `on_save_error='warn'`",
         2,
         2,
-        "a warning each time; saves go on when there is room",
+        "a warning each time; it saves again when there is room",
     )
 
 
@@ -147,7 +147,7 @@ def test_a_second_run_in_one_folder_is_refused(jobs, table):
         "two runs in one folder",
         2,
         2,
-        "the second is refused, with process and host; a dead one holds nothing",
+        "the second is refused, with process and host; a dead run locks nothing",
     )
 
 
@@ -177,7 +177,7 @@ def test_a_loader_that_raises(tmp_path, table):
         "the loader raises at step k",
         1,
         1,
-        "its error, with epoch and batch; resumed bit for bit",
+        "the error, with epoch and batch; resumed bit for bit",
     )
 
 
@@ -203,10 +203,10 @@ def test_a_callback_that_raises(tmp_path, table, hook):
         np.testing.assert_array_equal(ours, theirs)
     assert again.history["val_loss"] == whole.history["val_loss"]
     table.add(
-        f"a callback raises in `{hook}`",
+        "a callback raises, in each hook",
         1,
         1,
-        "its error, with callback and hook; resumed bit for bit",
+        "the error, with callback and hook; resumed bit for bit",
     )
 
 
@@ -235,7 +235,7 @@ def test_a_worker_that_is_killed(jobs, table):
         "a loader's worker is killed",
         1,
         1,
-        "torch's error and what may be the cause; resumed bit for bit, without workers",
+        "torch's error and a likely cause; resumed bit for bit, without workers",
     )
 
 

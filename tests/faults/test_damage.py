@@ -78,7 +78,7 @@ def test_damage_to_any_file_is_seen_or_harmless(saved, table):
             f"{what}, in every file of a checkpoint",
             count,
             count,
-            f"{seen} times `the checkpoint ... is damaged`, else no harm was done",
+            f"{seen} times `the checkpoint ... is damaged`; the others were harmless",
         )
 
 
@@ -110,10 +110,10 @@ def test_the_newest_whole_one_is_used(saved, table, tmp_path, word):
     assert (folder / "before-1" / "4").is_dir()
     make().load(folder / "4")
     table.add(
-        "the newest checkpoint is torn",
+        "the newest checkpoint is damaged",
         1,
         1,
-        "a warning that names it; the one before is used",
+        "a warning that names it; the previous one is used",
     )
 
 
@@ -130,7 +130,7 @@ def test_a_run_does_not_start_over_when_all_are_damaged(saved, table, tmp_path):
     assert trainer.global_step == 0
     assert set(os.listdir(folder)) - {"programs"} == {".lock", "2", "4"}
     table.add(
-        "all checkpoints are torn", 1, 1, "an error; nothing is changed or started over"
+        "all checkpoints are damaged", 1, 1, "an error; the run does not start over"
     )
 
 
@@ -277,7 +277,12 @@ def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, 
     assert any(re.search(told, str(warning.message)) for warning in caught)
     for ours, theirs in zip(leaves(trainer), saved[1], strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    table.add(what, 1, 1, "a warning or an error that names it")
+    table.add(
+        "files, metadata or folders are swapped, forged or replaced",
+        1,
+        1,
+        "a warning or an error that names it",
+    )
 
 
 def test_links_alone_are_no_reason_to_start_over(tmp_path):

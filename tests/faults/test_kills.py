@@ -35,7 +35,7 @@ def test_kills_at_random_moments(jobs, table, seed):
     code, output = jobs.run(name, epochs=6)
     assert code == 0, output
     jobs.assert_same(name, "whole")
-    text = "`resumed step N`; the end is bit for bit that of an unbroken run"
+    text = "`resumed step N`; ends with the bits of an unbroken run"
     table.add("kill -9 and SIGTERM at random moments", killed, killed, text)
 
 
@@ -63,7 +63,7 @@ def test_kills_while_a_checkpoint_is_written(jobs, table):
         "kill -9 while a checkpoint is written",
         killed,
         killed,
-        "the one before is used; no rubbish stays",
+        "the previous one is used; no leftovers",
     )
 
 
@@ -93,10 +93,10 @@ def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
         survived += set(os.listdir(folder)) == {"0", "2", ".lock"}
         there.close()
     table.add(
-        "kill -9 while an old one is removed",
+        "kill -9 while an old checkpoint is removed",
         tries,
         survived,
-        "it is gone; its rest is swept at the next start",
+        "it is gone; the next start removes the rest",
     )
 
 
@@ -123,7 +123,12 @@ def test_sigterm_at_chosen_moments(jobs, table, moment):
     code, output = jobs.run(name, epochs=6)
     assert code == 0, output
     jobs.assert_same(name, "whole")
-    table.add(f"SIGTERM during {moment}", 1, 1, "exit code 143; resumed bit for bit")
+    table.add(
+        "SIGTERM at each of six moments of a run",
+        1,
+        1,
+        "exit code 143; resumed bit for bit",
+    )
 
 
 def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
@@ -139,7 +144,7 @@ def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
         "Ctrl-C to all processes, two workers",
         1,
         1,
-        "KeyboardInterrupt, no traces of workers",
+        "KeyboardInterrupt, no tracebacks of workers",
     )
 
 
@@ -154,4 +159,9 @@ def test_a_signal_may_hand_control_back(jobs, table):
     code, output = jobs.run("usr1", **options)
     assert code == 0, output
     jobs.assert_same("usr1", "whole")
-    table.add("SIGUSR1 with Preemption(action='return')", 1, 1, "`fit` returns, saved")
+    table.add(
+        "SIGUSR1 with Preemption(action='return')",
+        1,
+        1,
+        "`fit` returns after a checkpoint",
+    )

@@ -166,7 +166,9 @@ def main(kills, page=None):
 def table(rows, hand, repeated, survived):
     """Markdown: for each kind how often, and the seconds to the next new step."""
     start = statistics.median(hand)
-    lines = ["| fault | tries | seconds to the next new step | of a start by hand |"]
+    lines = [
+        "| fault | tries | seconds to the next new step | divided by a start by hand |"
+    ]
     lines += ["|---|---|---|---|"]
     for kind, times in rows.items():
         if times:
@@ -176,14 +178,13 @@ def table(rows, hand, repeated, survived):
             ratio = f"{seconds / start:.2f}"
             lines.append(f"| {kind} | {len(times)} | {seconds:.1f}{after} | {ratio} |")
     lines.append(f"| started by hand | {len(hand)} | {start:.1f} | 1 |")
-    ends = "those" if survived else "NOT those"
+    ends = "equal" if survived else "NOT equal"
     lines += [
         "",
-        f"Of {len(repeated)} faults in one run with `--snapshot-every {EVERY}`: its"
+        f"After {len(repeated)} faults in one run with `--snapshot-every {EVERY}`, its"
         " parameters,",
-        f"history and log were in the end {ends} of the run that was left alone, and"
-        " nothing was",
-        f"left behind. At most {max(repeated)} steps were repeated.",
+        f"history and log were {ends} to those of the undisturbed run, and no files",
+        f"were left behind. At most {max(repeated)} steps were repeated.",
         "",
     ]
     return "\n".join(lines)
