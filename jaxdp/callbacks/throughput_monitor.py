@@ -174,7 +174,7 @@ class ThroughputMonitor(Callback):
         if "flops_per_s" in values:
             text.append(f"{in_words(values['flops_per_s'])} FLOP/s of the model")
         if "mfu" in values:
-            text.append(f"MFU {values['mfu']:.1%}")
+            text.append(f"MFU {100 * values['mfu']:.3g}%")
         shares = sorted(_BOUND, key=lambda phase: -values[phase])
         text += [f"{name} {values[name]:.0%}" for name in shares if values[name] > 5e-3]
         if "others" in values:

@@ -10,18 +10,28 @@ from .text import Section, headline, leaves_section, sections
 SUFFIX: Final = ".plan.html"
 """Of the page that `CSVLogger` writes beside its table."""
 
-_PAGE: Final = string.Template("""\
+SCROLLS: Final = """
+section{overflow-x:auto;background:
+linear-gradient(to right,Canvas 40%,transparent) 0/2em 100% local no-repeat,
+linear-gradient(to left,Canvas 40%,transparent) 100%/2em 100% local no-repeat,
+linear-gradient(to right,#888a,transparent) 0/.6em 100% scroll no-repeat,
+linear-gradient(to left,#888a,transparent) 100%/.6em 100% scroll no-repeat}
+"""
+"""Style: what is too wide scrolls, with a shadow at the side where there is more."""
+
+_PAGE: Final = string.Template(f"""\
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>
-:root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1.2em}
-h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #8886}
-section{overflow-x:auto}
-table{border-collapse:collapse;font-size:.87em}
-th,td{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
-font-variant-numeric:tabular-nums;vertical-align:top}
+:root{{color-scheme:light dark}}
+body{{font:15px/1.5 system-ui,sans-serif;
+max-width:960px;margin:2em auto;padding:0 1.2em}}
+h2{{font-size:1.15em;margin-top:2em;border-bottom:1px solid #8886}}{SCROLLS}\
+table{{border-collapse:collapse;font-size:.87em}}
+th,td{{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
+font-variant-numeric:tabular-nums;vertical-align:top}}
+td:not(:last-child){{white-space:nowrap}}
 </style></head><body>
 <h1>$title</h1>
 <p>$headline.</p>

@@ -9,6 +9,7 @@ from string import Template
 from typing import Any, Final
 
 from ..basics.files import write_whole
+from ..plan.page import SCROLLS
 from ..plan.page import page as plan_page
 from ..plan.text import in_seconds
 from .figures import Curve, draw, metric_curves, to_svg
@@ -20,6 +21,7 @@ from .runs import (
     Run,
     comparison,
     differences,
+    in_percent,
     in_words,
     short_names,
     throughput_of,
@@ -74,7 +76,9 @@ def _subtitle(run: Run) -> str:
     facts = [made.get("model"), made.get("strategy")]
     if {"num_devices", "device_kind"} <= hardware.keys():
         facts.append(f"{hardware['num_devices']} x {hardware['device_kind']}")
-    facts += [record.get("started"), record.get("status")]
+    if started := record.get("started"):
+        facts.append(f"{datetime.fromisoformat(started):%Y-%m-%d %H:%M %Z}")
+    facts.append(record.get("status"))
     return " | ".join(str(fact) for fact in facts if fact)
 
 
@@ -100,7 +104,7 @@ def _results(run: Run) -> Iterable[tuple[str, ...]]:
     if found:
         yield "examples/s", in_words(found["examples_per_s"]), ""
     if "mfu" in found:
-        yield "MFU", f"{found['mfu']:.1%}", ""
+        yield "MFU", in_percent(found["mfu"]), ""
 
 
 def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
@@ -223,24 +227,24 @@ _FRAME: Final = (  # as high as what is in it, which runs no scripts
     " this.contentDocument.documentElement.scrollHeight + 40 + 'px'\"></iframe>"
 )
 
-_PAGE: Final = Template("""<!doctype html>
+_PAGE: Final = Template(f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root {color-scheme: light dark}
-body {max-width: 1200px; margin: 2em auto; padding: 0 1em;
-  font: 14px/1.5 system-ui, sans-serif}
-h1 {font-size: 22px; margin: 0; overflow-wrap: anywhere}
-h2 {font-size: 16px; margin: 2em 0 .5em; border-bottom: 1px solid #8886}
-section {overflow-x: auto}
-svg {max-width: 100%; height: auto}
-table {border-collapse: collapse; font-size: 13px; margin: 0 0 1em}
-th, td {text-align: left; vertical-align: top; padding: 3px 14px 3px 0;
-  border-bottom: 1px solid #8884; overflow-wrap: break-word}
-th, header p {color: #888; font-weight: normal}
-iframe {width: 100%; height: 900px; border: 1px solid #8886}
-@media (prefers-color-scheme: dark) {svg {filter: invert(.88) hue-rotate(180deg)}}
+:root {{color-scheme: light dark}}
+body {{max-width: 1200px; margin: 2em auto; padding: 0 1em;
+  font: 14px/1.5 system-ui, sans-serif}}
+h1 {{font-size: 22px; margin: 0; overflow-wrap: anywhere}}
+h2 {{font-size: 16px; margin: 2em 0 .5em; border-bottom: 1px solid #8886}}{SCROLLS}\
+svg {{max-width: 100%; height: auto}}
+@media (max-width: 700px) {{svg {{max-width: none; width: 700px}}}}
+table {{border-collapse: collapse; font-size: 13px; margin: 0 0 1em}}
+th, td {{text-align: left; vertical-align: top; padding: 3px 14px 3px 0;
+  border-bottom: 1px solid #8884; overflow-wrap: break-word}}
+th, header p {{color: #888; font-weight: normal}}
+iframe {{width: 100%; height: 900px; border: 1px solid #8886}}
+@media (prefers-color-scheme: dark) {{svg {{filter: invert(.88) hue-rotate(180deg)}}}}
 </style></head>
 <body><header><h1>$title</h1><p>$subtitle</p></header>
 $body

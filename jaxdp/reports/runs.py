@@ -166,7 +166,8 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
         best = None
         if len(finite) > 1 and name not in _UNRANKED:
             best = max(finite) if larger_is_better(name) else min(finite)
-        marked = (in_words(v) + (" *" if v == best else "") for v in values)
+        shown = in_percent if name == "mfu" else in_words
+        marked = (shown(v) + (" *" if v == best else "") for v in values)
         rows.append([name, *marked])
 
     totals = [throughput_of(run) for run in runs]
@@ -255,6 +256,11 @@ def throughput_of(run: Run) -> dict[str, float]:
         scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
         found["mfu"] = found["examples_per_s"] * scale
     return found
+
+
+def in_percent(share: float) -> str:
+    """A share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
+    return f"{100 * share:.3g}%" if math.isfinite(share) else "-"
 
 
 def in_words(value: float) -> str:

@@ -31,6 +31,7 @@ from jaxdp.reports.runs import (
     Run,
     comparison,
     differences,
+    in_percent,
     in_words,
     read_run,
     throughput_of,
@@ -91,7 +92,7 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
     for name in ("loss", "accuracy", "steps, smoothed", "grad norm by layer"):
         assert f" {name} " in page.text
     assert "scale_by_adam(b1=0.9" in page.text and jax.__version__ in page.text
-    assert "finished" in page.text
+    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d UTC \| finished ", page.text)
     plan = page.source  # of which the plan's page is in a frame
     assert "Memory per device" in plan and "layers[1].weight" in plan
     assert page.loaded == [] and "@import" not in page.source
@@ -124,6 +125,8 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     assert f"{in_words(found['examples_per_s'])} per second" in page.text
     assert rows["examples_per_s"] == in_words(found["examples_per_s"])
     assert f"checkpoints {found['checkpoints']:.1%}" in page.text
+    assert rows["mfu"] == in_percent(found["mfu"])
+    assert f" MFU {rows['mfu']} " in page.text and f"MFU {rows['mfu']}" in said
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
 
@@ -160,6 +163,8 @@ def test_numbers_are_written_in_short():
     values = (0.001, 12, 4869, 13130, 4.2e6, 1e-7, 0, float("nan"))
     texts = ["0.001", "12", "4.869 k", "13.13 k", "4.2 M", "1e-07", "0", "-"]
     assert [in_words(value) for value in values] == texts
+    shares = {0.4321: "43.2%", 0.000259: "0.0259%", float("nan"): "-"}
+    assert [in_percent(share) for share in shares] == [*shares.values()]
 
 
 def test_runs_are_compared(tmp_path):
