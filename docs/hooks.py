@@ -24,8 +24,8 @@ ORDER = {
         "reproducibility",
     ],
     "Recipes": [],
-    "Devices": ["strategies", "plan", "speed", "speed_inside"],
-    "Several processes": ["distributed", "processes"],
+    "Devices": ["strategies", "own_strategy", "plan", "speed", "speed_inside"],
+    "Several processes": ["distributed", "processes", "failures"],
     "Looking": ["watching", "command_line", "troubleshooting"],
     "Reference": [
         "reference/api",

@@ -31,6 +31,7 @@ test_docs.py::test_a_recipe_runs_as_a_script_and_draws_its_picture[streams]
 test_docs.py::test_a_recipe_runs_as_a_script_and_draws_its_picture[sweep]
 test_docs.py::test_a_recipe_runs_as_a_script_and_draws_its_picture[vae]
 test_docs.py::test_code_blocks_of_a_page_run_in_order[strategies.md]
+test_docs.py::test_code_blocks_of_a_page_run_in_order[own_strategy.md]
 test_docs.py::test_code_blocks_of_a_page_run_in_order[watching.md]
 test_docs.py::test_code_blocks_of_a_page_run_in_order[plan.md]
 data/test_torch_workers.py::test_workers_find_the_libraries_of_the_script_already_imported

@@ -46,7 +46,7 @@ def initialize(
     second call does nothing.
 
     From then on a process that dies or fails takes the others with it within seconds,
-    each saying which one it was, and none with exit code 0: see docs/distributed.md.
+    each saying which one it was, and none with exit code 0: see docs/failures.md.
     An exception that nobody catches ends the process by `os._exit`, after its traceback
     is printed. No credentials are asked for; the network must be a trusted one.
 
