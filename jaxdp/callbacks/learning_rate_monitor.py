@@ -24,7 +24,8 @@ class LearningRateMonitor(Callback):
     optimizers can't be read: pass their schedule here as well.
 
     Several rates in an optimizer have names of their own: `lr/<label>` with the label
-    of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`).
+    of `optax.partition`, or `lr/0`, `lr/1`, ... (see `trainer.hyperparams`). Those of
+    the members of an ensemble are `lr[0]`, `lr[1]`, ...
 
     Args:
         schedule: a number, or a function from the number of earlier steps to the rate,
@@ -63,15 +64,17 @@ class LearningRateMonitor(Callback):
             return {self.name: jnp.asarray(rate, jnp.float32)}
         held = hyperparams.find(state)
         rates = {name: each.leaf for name, each in held.items() if is_rate(name)}
-        if len(rates) == 1:
-            return {self.name: jnp.float32(*rates.values())}
         labels = [name.rpartition("/")[0] or name for name in rates]
         if len({*labels}) < len(labels):
             labels = list(rates)
-        return {
-            f"{self.name}/{label}": jnp.float32(rate)
-            for label, rate in zip(labels, rates.values(), strict=True)
-        }
+        found: dict[str, Array] = {}
+        for label, rate in zip(labels, rates.values(), strict=True):
+            name = self.name if len(rates) == 1 else f"{self.name}/{label}"
+            if jnp.ndim(rate) == 1:  # of each member of an ensemble
+                found |= {f"{name}[{i}]": jnp.float32(r) for i, r in enumerate(rate)}
+            else:
+                found[name] = jnp.float32(rate)
+        return found
 
 
 def is_rate(name: str) -> bool:

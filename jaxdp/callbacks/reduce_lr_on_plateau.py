@@ -21,8 +21,9 @@ class ReduceLROnPlateau(MetricCheck):
 
     A check happens after every validation when `monitor` begins with `val_`, and after
     every training epoch otherwise. The new rate is used from the next step on; nothing
-    is compiled again. If the optimizer has several learning rates, all are lowered. The
-    optimizer must be made with `optax.inject_hyperparams`, so that its rate can be set.
+    is compiled again. If the optimizer has several learning rates, as members of an
+    ensemble may have, all are lowered. The optimizer must be made with
+    `optax.inject_hyperparams`, so that its rate can be set.
 
     Args:
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
@@ -98,26 +99,27 @@ class ReduceLROnPlateau(MetricCheck):
     def _reduce(self, trainer: "Trainer") -> None:
         before = _rates(trainer)
         lowered = {
-            name: max(rate * self.factor, self.min_lr)
+            name: np.where(low, rate, np.maximum(rate * self.factor, self.min_lr))
             for name, rate in before.items()
-            if rate > self.min_lr
+            if not (low := rate <= self.min_lr).all()
         }
         trainer.set_hyperparams(**lowered)
         # In the optimizer's dtype `min_lr` may be rounded up: no reduction, every time.
-        new = {n: rate for n, rate in _rates(trainer).items() if rate != before[n]}
+        new = {n: r for n, r in _rates(trainer).items() if (r != before[n]).any()}
         if not new:
             return
         if self.verbose:
-            rates = ", ".join(f"{name} is {rate:.6g}" for name, rate in new.items())
+            shown = {n: [f"{x:.6g}" for x in rate.flat] for n, rate in new.items()}
+            rates = ", ".join(f"{name} is {', '.join(r)}" for name, r in shown.items())
             text = f"{self.not_improved()}: {rates} from now on"
             announce(trainer, "ReduceLROnPlateau", text)
         self.cooldown_count, self.wait_count = self.cooldown, 0
 
 
-def _rates(trainer: "Trainer") -> dict[str, Any]:
+def _rates(trainer: "Trainer") -> dict[str, np.ndarray]:
     """The learning rates in the optimizer's state, by the names to set them by."""
     return {
-        name: rate
+        name: np.asarray(rate)
         for name, rate in trainer.hyperparams.items()
-        if name.rpartition("/")[2] in RATES and np.ndim(rate) == 0
+        if name.rpartition("/")[2] in RATES
     }

@@ -60,7 +60,10 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             "Single examples must be put together first:"
             " torch.utils.data.DataLoader(dataset, batch_size)."
         )
-        if any(isinstance(leaf, bool | int | float | complex) for leaf in leaves):
+        if any(
+            isinstance(leaf, bool | int | float | complex | np.generic)
+            for leaf in leaves
+        ):
             remedy = (
                 "A list of numbers is a leaf for each: make an array of it (np.asarray)"
                 " in the dataset or in the loader's `collate_fn`."
@@ -76,8 +79,17 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     return treedef.unflatten(arrays)
 
 
-def check_labels(batch: Batch, num_classes: int) -> None:
-    """Raises when an integer label of `(x, y)` batches is no class of the model."""
+def check_targets(batch: Batch, num_classes: int | None) -> None:
+    """Raises for a negative weight in a batch `(x, y)` or `(x, y, weight)`, and for an
+    integer label that is no class of the model."""
+    if len(batch) == 3 and (least := batch[2].min()) < 0:
+        raise ValueError(
+            f"weights must be 0 or more, since the mean is divided by their sum; this"
+            f" batch (x, y, weight) has {least}. For factors with a sign, as advantages"
+            " are, multiply the losses by them in a `loss_fn(model, x, y, factor)`."
+        )
+    if num_classes is None:
+        return
     labels = batch[1]  # JAX would clamp and wrap them, silently
     low, high = labels.min(), labels.max()
     if low < 0 or high >= num_classes:

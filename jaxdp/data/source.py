@@ -374,10 +374,13 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
             )
 
     # Any iterable, but not what iterates over something else.
-    if hasattr(loader, "dtype"):
+    arrays = loader if isinstance(loader, tuple) else (loader,)
+    if arrays and all(hasattr(each, "dtype") for each in arrays):
+        what = ", ".join(f"an array of shape {np.shape(each)}" for each in arrays)
+        what = f"a tuple of {what}" if arrays is loader else what
         raise TypeError(
-            f"`{argument}` is an array of shape {np.shape(loader)}, not an iterable"
-            " of batches. Of arrays x and y pass one loader of both:"
+            f"`{argument}` is {what}, not an iterable of batches. Of arrays x and y"
+            " pass one loader of both:"
             " [(x[i : i + 32], y[i : i + 32]) for i in range(0, len(x), 32)];"
             " of x alone, [x]."
         )

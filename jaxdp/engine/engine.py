@@ -15,12 +15,13 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data import Dispatch, Packer, check_labels
+from ..data import Dispatch, Packer, check_targets
 from ..distributed import RowBlocks
 from ..step import (
     IN_FLIGHT,
     LONG_IN_FLIGHT,
     Batch,
+    CriterionObjective,
     Group,
     Metrics,
     Steps,
@@ -266,7 +267,7 @@ class Engine:
             if self._blocks.count > 1:  # other processes may know of nothing wrong
                 raise
             return None  # the steps before the wrong batch are taken first
-        return None if self._has_wrong_labels(together) else together
+        return None if self._has_wrong_targets(together) else together
 
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
@@ -287,17 +288,17 @@ class Engine:
             if all(each.shape != dispatch.shape for each in again):
                 self.programs.forget_training()  # a program that nothing will run
             return again
-        if self._has_wrong_labels(dispatch):
+        if self._has_wrong_targets(dispatch):
             return map(self._single, dispatch.windows)
         return [dispatch]
 
-    def _has_wrong_labels(self, dispatch: Dispatch) -> bool:
-        """Whether a step of several, on one process, will be refused for its labels."""
+    def _has_wrong_targets(self, dispatch: Dispatch) -> bool:
+        """Whether a dispatch of several steps of one process will be refused."""
         several = len(dispatch.rows) > 1 and self._blocks.count == 1
         if not several or "train" not in self.facts:
             return False
         try:
-            self._check_labels("train", dispatch)
+            self._check_targets("train", dispatch)
         except ValueError:
             return True
         return False
@@ -309,7 +310,7 @@ class Engine:
         compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
         if is_new or steps == 1 or self._blocks.count > 1:  # others: when packed
-            self._check_labels("train", dispatch)
+            self._check_targets("train", dispatch)
         if is_new and facts.rows_interact > self.packers["train"].rows_interact:
             raise ValueError(
                 "in batches of this shape values of rows depend on other rows, and in"
@@ -368,7 +369,7 @@ class Engine:
         """
         with _in_batch(batch_idx):
             dispatch, compiled = self.prepare("evaluate", batch)
-            self._check_labels("evaluate", dispatch)
+            self._check_targets("evaluate", dispatch)
             groups = self._placed("evaluate", dispatch, compiled)
             totals, means, *kept = compiled(
                 weights, totals, np.int32(batch_idx), groups
@@ -437,14 +438,14 @@ class Engine:
                 error.add_note(note)
             raise
 
-    def _check_labels(self, kind: Kind, dispatch: Dispatch) -> None:
+    def _check_targets(self, kind: Kind, dispatch: Dispatch) -> None:
         facts = self.programs.facts_of.get((kind, dispatch.forms))
-        num_classes = facts and facts.num_classes
-        if num_classes is None:
+        objective = self.programs.steps.objective
+        if facts is None or not isinstance(objective, CriterionObjective):
             return
         for group in dispatch.groups:
             try:
-                check_labels(group.batch, num_classes)
+                check_targets(group.batch, facts.num_classes)
             except ValueError:
                 self._unpad(kind)
                 raise

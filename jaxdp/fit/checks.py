@@ -15,7 +15,7 @@ from ..basics.arguments import check_choice, check_count, check_is_local, check_
 from ..basics.console import listed
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
-from ..data import shown
+from ..data import shown, to_host
 from ..distributed import find_processes
 from ..step import (
     CriterionObjective,
@@ -77,7 +77,6 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     if found["reproducible"]:
         strategy = Bitwise(strategy)
     check_processes(strategy, found["data"], found["reproducible"])
-    check_pass_metrics(found)
     if several:
         check_parts(found)
     return found
@@ -109,7 +108,9 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
 
     # What would say it a second time, or otherwise.
-    beside = [each for each in ("loss", "loss_fn", "metrics") if arguments[each]]
+    beside = [each for each in ("loss", "loss_fn") if arguments[each]]
+    if split_metrics(arguments["metrics"])[0]:
+        beside.append("metrics")
     if arguments["filter_spec"] is not eqx.is_inexact_array:
         beside.append("filter_spec")
     if arguments["gradient_clip_val"] is not None:
@@ -118,7 +119,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{', '.join(f'`{each}`' for each in beside)} can't stand beside a list of"
             " parts: each has a `loss_fn`, which may return metrics, the `params` that"
-            " it trains, and a `gradient_clip_val`."
+            " it trains, and a `gradient_clip_val`. (A PassMetric may stand there.)"
         )
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
@@ -136,31 +137,14 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_pass_metrics(arguments: Mapping[str, Any]) -> None:
-    """Raises where a `PassMetric` would not know which predictions are meant."""
-    of_passes = split_metrics(arguments["metrics"])[1]
-    if not of_passes:
-        return
-    here = f"`metrics`: the PassMetric {next(iter(of_passes))!r} can't stand beside"
-    if arguments["ensemble"] is not None:
-        raise ValueError(
-            f"{here} `ensemble`, where each member has predictions of its own. Compute"
-            " it from what `predict` returns, (rows, members, ...), of each member."
-        )
-    if is_several(arguments["optimizer"]):
-        raise ValueError(
-            f"{here} a list of parts in the place of `optimizer`, where each part calls"
-            " the model as it likes. Compute it in a callback's `on_validation_end`,"
-            " and log it by `trainer.log`."
-        )
-
-
 def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
     """The parts in the place of the optimizer; none if it is one."""
     optimizer = arguments["optimizer"]
     if not is_several(optimizer):
         return ()
-    return find_parts(optimizer, arguments["model"])
+    keeps = bool(split_metrics(arguments["metrics"])[1])
+    of = arguments["model"], arguments["ensemble"]
+    return find_parts(optimizer, *of, keeps_outputs=keeps)
 
 
 def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
@@ -182,11 +166,6 @@ def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
         raise ValueError(
             "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which are"
             " its blocks and, in an ensemble, the members. Use Members() or Sharded()."
-        )
-    if is_several(arguments["optimizer"]):
-        raise ValueError(
-            "`ensemble` can't stand beside a list of parts in the place of `optimizer`:"
-            " train one model with parts, or an ensemble with one loss."
         )
     if isinstance(strategy, Members) and ensemble.size % strategy.mesh.size:
         raise ValueError(
@@ -404,8 +383,13 @@ def check_state(model: PyTree, state: Any) -> None:
         )
 
 
-def check_pairs(loader: Any, argument: str) -> None:
-    """Raises where a list does not begin with a batch (x, y), before a compilation."""
+def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
+    """Raises where a list does not begin with a batch, before a compilation.
+
+    Args:
+        loader: what was passed as `argument`.
+        needs_pairs: whether a batch must be (x, y).
+    """
     if not isinstance(loader, list | tuple) or not loader:
         return
     batch = shown(loader[0])
@@ -413,8 +397,13 @@ def check_pairs(loader: Any, argument: str) -> None:
         return  # whose own errors say more
     batch = tuple(batch) if type(batch) is list else batch
     try:
-        split_batch(batch[:2] if type(batch) is tuple and len(batch) == 3 else batch)
-    except TypeError as error:
+        if needs_pairs:
+            split_batch(
+                batch[:2] if type(batch) is tuple and len(batch) == 3 else batch
+            )
+        elif type(batch) is tuple and all(type(x) in (list, tuple) for x in batch):
+            to_host(batch)  # or is it a loader of batches?
+    except (TypeError, ValueError) as error:
         error.add_note(
             f"That is the first batch of `{argument}`. Several loaders to validate or"
             " test on are passed by name: {'clean': a, 'shifted': b}."

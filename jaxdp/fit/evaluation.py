@@ -11,9 +11,9 @@ from .. import distributed
 from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import Hooks
-from ..data import Source, inputs_of
+from ..data import Source, inputs_of, shown
 from ..engine import Fetching
-from ..step import means_of
+from ..step import Whole, means_of
 from ..supervisor import alive
 from .pass_metrics import add_pass_values
 from .resume import taken
@@ -89,7 +89,7 @@ def evaluate(
     for prefix, (each, outputs) in totals.items():
         means = means_of(np.asarray(each), facts)  # waits for the device
         if run.pass_metrics:
-            add_pass_values(means, run.pass_metrics, outputs.rows())
+            add_pass_values(means, run.pass_metrics, outputs.rows(), run.ensemble)
         names_of(sources, means)
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
     metrics |= logged
@@ -187,8 +187,22 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
         distributed.together("predict"),
         run.engine.as_settled(),
     ):
-        inputs = (inputs_of(batch) for batch in _pass(trainer, source, "predict"))
-        found = run.engine.predict(inputs, gather=gather)
+        given: list[Any] = []
+
+        def inputs() -> Iterator[Any]:
+            for batch in _pass(trainer, source, "predict"):
+                given[:] = shown(batch) if isinstance(shown(batch), tuple) else ()
+                yield inputs_of(batch)
+
+        try:
+            found = run.engine.predict(inputs(), gather=gather)
+        except Exception as error:
+            if any(isinstance(each, Whole) for each in given[1:]):
+                error.add_note(
+                    "`predict` gave the model the first element of the batch, without"
+                    " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
+                )
+            raise
 
     if found is None:
         raise ValueError(source.gave_nothing())
@@ -199,7 +213,11 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
     for source in sources.values():
         if (sample := source.sample()) is not None:
-            trainer.run.engine.prepare("evaluate", sample)
+            try:
+                trainer.run.engine.prepare("evaluate", sample)
+            except Exception as error:
+                error.add_note(f"in the first batch of `{source.argument}`")
+                raise
 
 
 def _pass(

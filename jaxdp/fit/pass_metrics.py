@@ -1,6 +1,7 @@
 """Metrics that are no means over rows: of all predictions and targets of a pass."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import losses
 from ..basics.arguments import as_number
+from ..step import Ensemble
 
 
 class PassMetric:
@@ -23,7 +25,9 @@ class PassMetric:
     not in training. It is given exactly the rows that came, in their order, with the
     predictions that the loss has had; those of all processes, in each of them. The host
     holds them all. With `loss_fn` they are what it returns as `"predictions"` and
-    `"targets"` among its metrics.
+    `"targets"` among its metrics. With a list of `Part`s the metric is computed for
+    each part that returns these, and has the part's name before its own; with
+    `ensemble`, for each member.
 
     Args:
         fn: `(predictions, targets)`, NumPy arrays shaped `(rows, ...)` or trees of
@@ -106,23 +110,50 @@ def split_metrics(
 def add_pass_values(
     means: dict[str, float],
     metrics: Mapping[str, PassMetric],
-    outputs: tuple[PyTree, PyTree],
+    outputs: PyTree,
+    ensemble: Ensemble | None,
 ) -> None:
     """Adds what metrics of passes are to the means of a pass, by name.
 
     Args:
         means: which they are added to.
         metrics: by name.
-        outputs: the predictions and targets of all rows of the pass.
+        outputs: the predictions and targets of all rows of the pass; of parts, by the
+            part's name. Of an ensemble they are `(rows, members, ...)`.
+        ensemble: of the models, if there are several.
     """
-    for name, metric in metrics.items():
-        values = metric(name, *outputs)
+    of_parts = outputs if isinstance(outputs, dict) else {"": outputs}
+    for (part, given), (name, metric) in itertools.product(
+        of_parts.items(), metrics.items()
+    ):
+        name = f"{part}_{name}" if part else name
+        if ensemble is None:
+            values = metric(name, *given)
+        else:
+            values = _over_members(metric, name, given, ensemble)
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"
                 f" the PassMetric {name!r}; rename it."
             )
         means |= values
+
+
+def _over_members(
+    metric: PassMetric, name: str, outputs: PyTree, ensemble: Ensemble
+) -> dict[str, float]:
+    """The mean of each value over members, and the value of each."""
+    each = [
+        metric(name, *jax.tree.map(lambda leaf, at=member: leaf[:, at], outputs))
+        for member in range(ensemble.size)
+    ]
+    found: dict[str, float] = {
+        key: float(np.mean([v[key] for v in each])) for key in each[0]
+    }
+    for key in [*found]:
+        owns = zip(ensemble.names(key), each, strict=True)
+        found |= {own: values[key] for own, values in owns}
+    return found
 
 
 def _widened(leaf: np.ndarray) -> np.ndarray:

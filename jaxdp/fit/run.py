@@ -114,8 +114,8 @@ class Run:
         trained = trained_by(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
         if self.ensemble is not None and self.ensemble.values:
-            members = self.ensemble.wrap_optimizer(checks.with_clipping(arguments))
-            jax.eval_shape(members.init, self.parts[0])  # does it hold them?
+            init = self._own_optimizer().init
+            jax.eval_shape(init, self.parts[0])  # does its state hold the values?
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own
@@ -209,14 +209,17 @@ class Run:
         self, strategy: DataParallel
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
-        if self.several:
-            optimizer = optimizer_of(self.several)
-        else:
-            optimizer = checks.with_clipping(self.arguments)
-        if self.ensemble is not None:
-            optimizer = self.ensemble.wrap_optimizer(optimizer)
-        optimizer = strategy.wrap_optimizer(optimizer)
+        optimizer = strategy.wrap_optimizer(self._own_optimizer())
         return optax.with_extra_args_support(self.hooks.wrap_optimizer(optimizer))
+
+    def _own_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer as the arguments describe it."""
+        if self.several:
+            return optimizer_of(self.several)
+        optimizer = checks.with_clipping(self.arguments)
+        if self.ensemble is None:
+            return optimizer
+        return self.ensemble.wrap_optimizer(optimizer)
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:
         """`strategy` as the trainer's arguments want it to compile."""
@@ -235,8 +238,9 @@ class Run:
         if self._engine is not None and not self.is_fitting:
             self._engine.follow_settings()
         source = open_loader(loader, argument, self.seed, self.share(kind))
-        if kind != "predict" and self.arguments["loss_fn"] is None and not self.several:
-            checks.check_pairs(loader, argument)
+        if kind != "predict":
+            has_own_loss = self.arguments["loss_fn"] is not None or self.several
+            checks.check_first(loader, argument, needs_pairs=not has_own_loss)
         return source
 
     def share(self, kind: Kind) -> Share:

@@ -94,7 +94,7 @@ class Ensemble:
 
     def _with_values(self, state: PyTree) -> PyTree:
         """The state of an optimizer with the members' own hyperparameters."""
-        missing = set(self.values)
+        missing, held = set(self.values), set[str]()
 
         def is_injected(node: Any) -> bool:
             return isinstance(node, tuple) and hasattr(node, "hyperparams")
@@ -103,6 +103,7 @@ class Ensemble:
             if not is_injected(node):
                 return node
             found = dict(node.hyperparams)
+            held.update(found)
             for name in found.keys() & self.values.keys():
                 dtype = jnp.asarray(found[name]).dtype
                 found[name] = jnp.asarray(self.values[name], dtype)
@@ -113,7 +114,8 @@ class Ensemble:
         if missing:
             raise ValueError(
                 f"`ensemble`: members were to have their own {sorted(missing)}, which"
-                " the optimizer's state does not hold. Make the optimizer by"
+                " the optimizer's state does not hold; it holds"
+                f" {', '.join(sorted(held)) or 'none'}. Make the optimizer by"
                 " optax.inject_hyperparams, as in"
                 " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
             )
@@ -145,11 +147,11 @@ class OfMembers:
         def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
             found = self.objective(model, state, batch, own, bound_axes)
             traced[:] = [found]
-            return found.values, found.weights, found.model_state
+            return found.values, found.weights, found.model_state, found.outputs
 
         try:
-            values, weights, new_state = over_members(
-                of_one, self.size, model, model_state, rows, (0, None, 0)
+            values, weights, new_state, outputs = over_members(
+                of_one, self.size, model, model_state, rows, (0, None, 0, 1)
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -168,6 +170,7 @@ class OfMembers:
                 for name in (of, *self.names(of))
             },
             model_state=new_state,
+            outputs=outputs,
         )
 
     def _named(

@@ -105,10 +105,22 @@ class CriterionObjective:
 
 
 class LossFnObjective:
-    """The user's whole `loss_fn(model, *batch)`, given what it names."""
+    """The user's whole `loss_fn(model, *batch)`, given what it names.
 
-    def __init__(self, loss_fn: Callable[..., Any], *, keeps_outputs: bool = False):
-        self.loss_fn, self.keeps_outputs = loss_fn, keeps_outputs
+    Args:
+        loss_fn: as the user wrote it.
+        keeps_outputs: whether it gives predictions and targets, too.
+        is_part: whether there are others, so that it may have none of these.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        keeps_outputs: bool = False,
+        is_part: bool = False,
+    ):
+        self.loss_fn, self.keeps_outputs, self.is_part = loss_fn, keeps_outputs, is_part
         self.signature = inspect.signature(loss_fn)
         # What functools.partial has filled is not ours to give.
         self.filled = getattr(loss_fn, "keywords", {})
@@ -150,7 +162,8 @@ class LossFnObjective:
 
         loss, metrics = _loss_and_metrics(result)
         num_rows, outputs = len(rows.mask), None
-        if self.keeps_outputs:
+        is_other_part = self.is_part and not {*_OUTPUTS} & {*metrics}
+        if self.keeps_outputs and not is_other_part:
             metrics, outputs = _outputs_in(metrics)
             outputs = _checked_outputs(outputs, num_rows)
         found = {"loss": _of_loss_fn("loss", loss, num_rows)}

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .. import losses
 from ..basics.tree import leaf_path
 from .collectives import Collectives
+from .ensemble import Ensemble
 from .means import Sums, count_rows
 from .metrics import Facts, Metrics, check_count
 from .objective import LossFnObjective
@@ -68,15 +69,28 @@ class FoundPart:
         part: as the user wrote it.
         name: its own, or the default.
         mask: bools in the structure of the model.
+        ensemble: of the models, if there are several.
+        keeps_outputs: whether its predictions and targets are kept, if it has some.
     """
 
-    def __init__(self, part: Part, name: str, mask: PyTree):
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        mask: PyTree,
+        ensemble: Ensemble | None,
+        keeps_outputs: bool,
+    ):
         self.name, self.mask, self.every = name, mask, int(part.every)
-        self.objective = LossFnObjective(part.loss_fn)
+        self.objective = LossFnObjective(
+            part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
+        )
         optimizer = part.optimizer
         if part.gradient_clip_val is not None:
             clip = optax.clip_by_global_norm(float(part.gradient_clip_val))
             optimizer = optax.chain(clip, optimizer)
+        if ensemble is not None:
+            optimizer = ensemble.wrap_optimizer(optimizer)
         self.optimizer = optax.with_extra_args_support(optimizer)
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -84,7 +98,13 @@ class FoundPart:
         return eqx.partition(params, self.mask)
 
 
-def find_parts(parts: Sequence[Part], model: PyTree) -> tuple[FoundPart, ...]:
+def find_parts(
+    parts: Sequence[Part],
+    model: PyTree,
+    ensemble: Ensemble | None = None,
+    *,
+    keeps_outputs: bool = False,
+) -> tuple[FoundPart, ...]:
     """The leaves of `model` that each of `parts` trains.
 
     Raises:
@@ -120,7 +140,7 @@ def find_parts(parts: Sequence[Part], model: PyTree) -> tuple[FoundPart, ...]:
                     " one optimizer, so take it out of one of them."
                 )
         owners |= dict.fromkeys(mine, name)
-        found.append(FoundPart(part, name, mask))
+        found.append(FoundPart(part, name, mask, ensemble, keeps_outputs))
     return tuple(found)
 
 
@@ -236,7 +256,7 @@ class StepsOfParts(Steps):
             ran.append(due)
             summed.append(taken.summed)
 
-        joined, due = _joined(self.parts, ran, summed, total)
+        joined, due = self._joined(ran, summed, total)
         updates, opt_state = self.optimizer.update(
             updates, state.opt_state, state.params, states=states
         )
@@ -254,12 +274,58 @@ class StepsOfParts(Steps):
         batch_idx: Int[Array, ""],
         group: Group,
     ) -> tuple[Sums, PyTree]:
-        summed = [
-            self._of(part).evaluated(collectives, weights, batch_idx, group)[0]
-            for part in self.parts
-        ]
+        summed, outputs = [], {}
+        for part in self.parts:
+            sums, own = self._of(part).evaluated(collectives, weights, batch_idx, group)
+            summed.append(sums)
+            if own is not None:
+                outputs[part.name] = own
+        if self.keeps_outputs and not outputs:
+            raise ValueError(
+                "`metrics` has a PassMetric, and no part has a `loss_fn` that returns"
+                " (loss, {'predictions': ..., 'targets': ...}), with whatever else."
+            )
         always = [jnp.array(True)] * len(self.parts)
-        return _joined(self.parts, always, summed, count_rows([group]))[0], None
+        return self._joined(always, summed, count_rows([group]))[0], outputs or None
+
+    def _joined(
+        self,
+        ran: Sequence[Bool[Array, ""]],
+        summed: Sequence[Sums],
+        total: Float[Array, ""],
+    ) -> tuple[Sums, Bool[Array, " metrics"]]:
+        """The sums of all parts that ran, under their own names; and which did."""
+        means = [each.means(total) for each in summed]
+        sums: dict[str, Array] = {}
+        weights: dict[str, Array] = {}
+        members = () if self.ensemble is None else self.ensemble.names("loss")
+        for name in ("loss", *members):
+            places = [each.facts.names.index(name) for each in summed]
+            own = [each[place] for each, place in zip(means, places, strict=True)]
+            sums[name] = functools.reduce(jnp.add, own) * total
+        due = [jnp.array(True)] * len(sums)
+        for part, did, each in zip(self.parts, ran, summed, strict=True):
+            for short in each.facts.names:
+                name = f"{part.name}_{short}"
+                if name in sums:
+                    raise ValueError(
+                        f"there are two values named {name!r}: metrics of parts have"
+                        " the names of these before their own. Rename a part or a"
+                        " metric."
+                    )
+                sums[name] = each.sums[short]
+                due.append(did)
+                if short in each.weights:
+                    weights[name] = each.weights[short]
+                elif part.every > 1:
+                    weights[name] = jnp.where(did, total, 0)
+
+        facts = [each.facts for each in summed]
+        notes = dict.fromkeys(note for each in facts for note in each.notes)
+        interact = any(each.rows_interact for each in facts)
+        joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
+        check_count(joined.names + joined.weighted, self.most_values)
+        return Sums(sums, weights, joined), jnp.stack(due)
 
     def _of(self, part: FoundPart) -> Steps:
         """The plain steps of a part."""
@@ -299,37 +365,3 @@ def _when_due(
         return jaxpr_as_fun(traced)(*jax.tree.leaves(state))
 
     return due, treedef.unflatten(jax.lax.cond(due, run, skip, state))
-
-
-def _joined(
-    parts: Sequence[FoundPart],
-    ran: Sequence[Bool[Array, ""]],
-    summed: Sequence[Sums],
-    total: Float[Array, ""],
-) -> tuple[Sums, Bool[Array, " metrics"]]:
-    """The sums of all parts that ran, under the names of their own; and which did."""
-    means = [each.means(total)[0] for each in summed]
-    sums = {"loss": functools.reduce(jnp.add, means) * total}
-    weights: dict[str, Array] = {}
-    due = [jnp.array(True)]
-    for part, did, each in zip(parts, ran, summed, strict=True):
-        for short in each.facts.names:
-            name = f"{part.name}_{short}"
-            if name in sums:
-                raise ValueError(
-                    f"there are two values named {name!r}: metrics of parts have the"
-                    " names of these before their own. Rename a part or a metric."
-                )
-            sums[name] = each.sums[short]
-            due.append(did)
-            if short in each.weights:
-                weights[name] = each.weights[short]
-            elif part.every > 1:
-                weights[name] = jnp.where(did, total, 0)
-
-    facts = [each.facts for each in summed]
-    notes = dict.fromkeys(note for each in facts for note in each.notes)
-    interact = any(each.rows_interact for each in facts)
-    joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
-    check_count(joined.names + joined.weighted)
-    return Sums(sums, weights, joined), jnp.stack(due)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdp.data.batches import windows
-from jaxdp.data.conversion import check_labels, to_host
+from jaxdp.data.conversion import check_targets, to_host
 from jaxdp.data.padding import Packer
 
 
@@ -133,10 +133,10 @@ def test_leaves_that_disagree_on_rows_are_listed():
 
 
 def test_labels_outside_the_classes_are_refused():
-    check_labels((np.ones(2), np.array([0, 9])), 10)
+    check_targets((np.ones(2), np.array([0, 9])), 10)
     for bad in (-1, 10):
         with pytest.raises(ValueError, match=f"0 to 9.*labels from .*{bad}|{bad} to"):
-            check_labels((np.ones(2), np.array([3, bad])), 10)
+            check_targets((np.ones(2), np.array([3, bad])), 10)
 
 
 def test_short_batches_are_padded_with_their_own_first_row_and_counted():

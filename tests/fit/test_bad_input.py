@@ -175,7 +175,10 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
     with pytest.raises(
         TypeError, match=r"shape \(8, 4\).*themselves, pass \[\(x, y\)\]"
     ):
-        trainer.fit((X, Y))
+        trainer.fit([X, Y])
+    for method in (trainer.fit, trainer.validate, trainer.predict):
+        with pytest.raises(TypeError, match=rf"tuple of an array of shape .*{one}"):
+            method((X, Y))
     assert trainer.global_step == 0
 
 
@@ -251,14 +254,22 @@ def test_an_empty_val_loader_is_refused():
         make().fit(batches(8), [])
 
 
-@pytest.mark.parametrize("is_batch", [True, False])
-def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling(is_batch):
+def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling():
     data, strategy = batches(8), counting(Sharded)
     trainer = make(strategy=strategy)
     with pytest.raises(TypeError, match="need batches") as caught:
-        trainer.fit(data, data[0] if is_batch else [data, data])
+        trainer.fit(data, [data, data])
     (note,) = caught.value.__notes__
     assert "first batch of `val_loader`" in note and "{'clean': a" in note
+    assert strategy.count == 0
+
+
+def test_so_are_loaders_in_a_list_beside_a_loss_fn():
+    strategy, data = counting(Sharded), batches(8, 8, 5)
+    trainer = make(loss_fn=lambda model, x, y: y, metrics=(), strategy=strategy)
+    with pytest.raises(ValueError, match="must share a leading axis") as caught:
+        trainer.fit(data, [data, data])
+    assert "first batch of `val_loader`" in caught.value.__notes__[0]
     assert strategy.count == 0
 
 

@@ -20,7 +20,13 @@ from jaxdp import (
     SingleDevice,
     Trainer,
 )
-from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+from jaxdp.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+)
 
 SIZE = 4
 KEYS = jax.random.split(jax.random.key(7), SIZE)
@@ -284,6 +290,68 @@ def test_weights_are_the_same_for_all_members(alone):
         trainer.fit(DATA)
 
 
+@pytest.mark.parametrize("strategy", [Sharded(8), Members(2)])
+def test_a_metric_over_a_pass_is_of_each_member(strategy):
+    def counts(logits, labels):
+        assert logits.shape == (50, 3) and labels.shape == (50,)
+        return {"hits": (logits.argmax(1) == labels).sum(), "rows": len(labels)}
+
+    metrics = {"n": PassMetric(counts)}
+    trainer = make_small(stack(), ensemble=SIZE, metrics=metrics, strategy=strategy)
+    found = trainer.validate(DATA)
+    labels = np.concatenate([y for _, y in DATA])
+    hits = (trainer.predict(DATA).argmax(2) == labels[:, None]).sum(0)
+    assert [found[f"val_n_hits[{i}]"] for i in range(SIZE)] == hits.tolist()
+    assert found["val_n_hits"] == hits.mean() and found["val_n_rows"] == 50
+
+
+@pytest.mark.parametrize("strategy", [Sharded(8), Members(2)])
+def test_parts_train_the_members_each_by_itself(strategy):
+    def hinge(model, x, y):
+        return jax.nn.relu(1 - jax.vmap(model)(x)[:, 0])
+
+    def logits(model, x, y):
+        found = jax.vmap(model)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(found, y)
+        return losses, {"right": (found.argmax(1) == y).astype(np.float32)}
+
+    def train(model, first, second, **options):
+        parts = [
+            Part("layers[0]", hinge, first, name="one", gradient_clip_val=0.1),
+            Part("layers[1]", logits, second, name="two", every=2),
+        ]
+        trainer = Trainer(model, parts, enable_progress_bar=False, **options)
+        return trainer.fit(DATA, DATA[3:], max_epochs=2)
+
+    optimizer, ensemble = adam(learning_rate=RATES)
+    options = {"ensemble": ensemble, "strategy": strategy, "steps_per_execution": 2}
+    together = train(stack(), optimizer, optimizer, **options)
+    own = optax.adam(RATES[2])
+    for name, values in train(make(KEYS[2]), own, own, strategy=SingleDevice()).items():
+        np.testing.assert_allclose(together[f"{name}[2]"], values, rtol=1e-5)
+        members = [together[f"{name}[{i}]"] for i in range(SIZE)]
+        np.testing.assert_allclose(together[name], np.mean(members, 0), rtol=1e-5)
+
+
+def test_rates_of_members_are_logged_and_lowered():
+    optimizer, ensemble = adam(learning_rate=RATES)
+    seen = []
+
+    class Rates(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            seen.append([float(metrics[f"lr[{member}]"]) for member in range(SIZE)])
+
+    plateau = ReduceLROnPlateau("loss", patience=1, min_delta=9.0, min_lr=2e-3)
+    trainer = make_small(
+        stack(), optimizer, ensemble=ensemble, strategy=SingleDevice(),
+        callbacks=[LearningRateMonitor(), Rates(), plateau],
+    )  # fmt: skip
+    trainer.fit([DATA[0]], max_epochs=3)
+    # The first epoch is the best so far; those below `min_lr` stay as they are.
+    expected = np.array([RATES, RATES, [1e-3, 2e-3, 2e-3, 3e-3]])
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
+
+
 # --- errors -------------------------------------------------------------------------
 
 
@@ -298,14 +366,11 @@ def test_wrong_arguments_are_named():
         Ensemble(2, learning_rate=["fast", "slow"])
     with pytest.raises(ValueError, match="Pipeline splits the first axis"):
         make_small(stack(), ensemble=SIZE, strategy=Pipeline(2, 2))
-    part = Part("layers", lambda model, x, y: 0.0, optax.adam(1e-3), name="all")
-    with pytest.raises(ValueError, match="`ensemble` can't stand beside a list"):
-        make_small(stack(), [part], ensemble=SIZE)
-    with pytest.raises(ValueError, match="'area' can't stand .*`ensemble`.*`predict`"):
-        make_small(stack(), ensemble=SIZE, metrics={"area": PassMetric(sum)})
     rates = Ensemble(SIZE, learning_rate=RATES)
     with pytest.raises(ValueError, match=r"\['learning_rate'\].*inject_hyperparams"):
         make_small(stack(), optax.adam(1e-3), ensemble=rates)
+    with pytest.raises(ValueError, match=r"\['lr'\].* holds b1, .*, learning_rate"):
+        make_small(stack(), adam()[0], ensemble=Ensemble(SIZE, lr=RATES))
     with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
         make_small(stack(), optax.lbfgs(), ensemble=SIZE).fit(DATA)
     with pytest.raises(ValueError, match="4 members can't be split over the 8 devices"):

@@ -351,11 +351,6 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([CRITIC, GENERATOR], {}, "every element must be a jaxdp.Part"),
         ([], {}, "empty list"),
         ([one()], {"loss": "mse", "metrics": ["accuracy"]}, "`loss`, `metrics` can't"),
-        (
-            [one()],
-            {"metrics": {"area": PassMetric(sum)}},
-            "PassMetric 'area' can't stand beside a list of parts.*trainer.log",
-        ),
         ([one()], {"loss_fn": critic_loss}, "`loss_fn` can't stand beside"),
         ([one()], {"filter_spec": eqx.is_array}, "`filter_spec` can't stand beside"),
         ([one()], {"gradient_clip_val": 1.0}, "`gradient_clip_val` can't stand"),
@@ -366,6 +361,31 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
 def test_parts_that_cannot_be(of_parts, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Trainer(Gan(), of_parts, **options)
+
+
+def test_a_metric_over_a_pass_is_of_parts_that_return_predictions():
+    def returning(*names):
+        def loss_fn(gan, x, keys):
+            loss, metrics = critic_loss(gan, x, keys)
+            both = {"predictions": jax.vmap(gan.critic)(x)[:, 0], "targets": x}
+            return loss, metrics | {name: both[name] for name in names}
+
+        return [one(loss_fn=loss_fn), parts()[1]]
+
+    metrics = {"most": PassMetric(lambda scores, x: scores.max() + x.min())}
+    options = {"strategy": Sharded(8), "metrics": metrics}
+    trainer = fit(returning("predictions", "targets"), **options)
+    data = DATA[:3] + [(DATA[3][0][:5],)]
+    found = trainer.validate(data)
+    x = np.concatenate([each for (each,) in data])
+    expected = jax.vmap(trainer.model.critic)(x).max() + x.min()
+    assert found["val_critic_most"] == pytest.approx(float(expected), rel=1e-5)
+    assert "val_generator_most" not in found and "val_critic_real" in found
+
+    with pytest.raises(ValueError, match="no part has a `loss_fn` that returns"):
+        Trainer(Gan(), returning(), **options).validate(data)
+    with pytest.raises(ValueError, match=r"does not return \['targets'\]"):
+        Trainer(Gan(), returning("predictions"), **options).validate(data)
 
 
 def test_predict_of_a_model_that_cannot_be_called_says_what_to_call():

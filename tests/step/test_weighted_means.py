@@ -205,6 +205,13 @@ def mean(prediction, target):
         ({"loss": "cross_entropy"}, np.ones((8, 2)), ValueError, r"shape \(8, 2\)"),
         ({"loss": mean}, ONES, ValueError, r"values of shape \(\) and"),
         ({"metrics": {"m": mean}}, ONES, ValueError, "return no mean, which can't be"),
+        ({"loss": "cross_entropy"}, -ONES, ValueError, "0 or more.* has -1.0. For fac"),
+        (
+            {"loss": lambda p, t: p.mean(1)},
+            ONES - 2 * np.eye(8)[3],
+            ValueError,
+            "has -1",
+        ),
         ({"loss_fn": lambda m, x, *b: (x[0], 1.0)}, ONES, ValueError, "into a dict"),
         ({"loss_fn": lambda m, x, *b: (b[0], b[1])}, ONES, TypeError, "dtype int32"),
     ],
