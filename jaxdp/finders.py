@@ -1,4 +1,4 @@
-"""Finds what to train with, by trying: the learning rate.
+"""Finds a learning rate by trying many.
 
 The largest batch that fits is `trainer.plan(loader).largest_batch()`, from the compiled
 program.
@@ -33,8 +33,8 @@ class LRFinder:
     """The losses of a learning-rate range test.
 
     Attributes:
-        results: `{"lr": [...], "loss": [...]}`, a float for each step, the loss being
-            that before the step with that rate.
+        results: `{"lr": [...], "loss": [...]}`, with a float for each step: its rate,
+            and the loss before the step.
     """
 
     def __init__(self, rates: list[float], losses: list[float]):
@@ -44,8 +44,8 @@ class LRFinder:
         """The rate at which the smoothed loss falls fastest, or None if none does.
 
         Args:
-            skip_begin: steps to leave out at the begin.
-            skip_end: and at the end.
+            skip_begin: how many steps to leave out at the beginning.
+            skip_end: how many to leave out at the end.
         """
         losses = np.array(self._smoothed())
         last = len(losses) - skip_end
@@ -130,11 +130,12 @@ def lr_find(
         max_lr: the last rate.
         num_training: how many steps.
         mode: "exponential" or "linear" growth.
-        early_stop_threshold: stops when the loss is so many times the best one, or is
-            not finite; None never stops.
-        optimizer: makes the optimizer for a rate, `optax.adam` say. By default the
-            trainer's own is used, of which `optax.inject_hyperparams` must hold the
-            rate. (Its updates must be proportional to it, as those of optax's are.)
+        early_stop_threshold: stops when the loss is this many times the best one, or
+            is not finite; None never stops.
+        optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
+            default the trainer's own optimizer is used, which must be made by
+            `optax.inject_hyperparams`. (Updates must be proportional to the rate, as
+            in optax's optimizers.)
     """
     if not 0 < min_lr < max_lr:
         raise ValueError(

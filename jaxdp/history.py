@@ -52,7 +52,7 @@ class History(Mapping[str, list[float]]):
         return len(self._values)
 
     def append(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Adds the means of an epoch, or to those of the last one.
+        """Adds the means of an epoch, or updates those of the last one.
 
         Args:
             epoch: counted from 0; the last one again (an epoch that was interrupted
@@ -76,11 +76,11 @@ class History(Mapping[str, list[float]]):
         """The member of an ensemble whose last value of `name` is best.
 
         Args:
-            name: as for the mean over members: `"val_loss"`.
-            mode: whether the least or the greatest is: `"min"` or `"max"`.
+            name: the name of the mean over members, such as `"val_loss"`.
+            mode: `"min"` if the smallest value is best, `"max"` if the largest is.
 
         Raises:
-            KeyError: if nothing of that name was logged for members.
+            KeyError: if no values of members have that name.
         """
         check_choice("mode", mode, ("min", "max"))
         found = {
@@ -106,7 +106,7 @@ class History(Mapping[str, list[float]]):
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws every metric, training and validation in the same axes.
 
-        Of an ensemble the mean over members, and each member's validation.
+        For an ensemble: the mean over members, and each member's validation.
 
         Args:
             path: where to save the picture too, as the suffix says (`curves.png`);
@@ -155,7 +155,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave, in place of what is here."""
+        """Replaces this history by the one that `state_dict` returned."""
         self.epochs = [int(epoch) for epoch in state["epochs"]]
         self._values = {
             name: [None if v is None else float(v) for v in values]

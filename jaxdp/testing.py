@@ -1,4 +1,4 @@
-"""What a strategy must do, as a check that anyone can run on one of their own."""
+"""Checks for strategies of your own."""
 
 import tempfile
 from collections.abc import Sequence

@@ -45,8 +45,8 @@ class Trainer:
             ones the mean squared error. If batches are `(x, y, weight)`, the loss and
             the metrics are weighted means, over each step and over the whole set.
         loss_fn: replaces `loss` by a computation of your own, `loss_fn(model, *batch)`;
-            a batch that is not a tuple is one argument. It may also ask by name for
-            `keys` (a PRNG key per row), `key` (one per batch), `mask` (`(batch,)`
+            a batch that is not a tuple is one argument. It may also have arguments
+            named `keys` (a PRNG key per row), `key` (one per batch), `mask` (`(batch,)`
             bools, which rows are real), `state` (the `eqx.nn.State`), `step` (int32,
             how many are completed) and `training` (a bool). It returns the loss or
             `(loss, metrics)`, followed by the new state if it takes one. A loss of
@@ -277,8 +277,8 @@ class Trainer:
                 the like for GPUs, "v5p-2048" for TPU slices. Needs the extra `plan`.
             hardware: the peaks to estimate time with: "h100", "v5e", ..., or a
                 `jaxdp.plan.Hardware`. Default: those of the devices, if known.
-            hosts: the number of hosts that share the devices equally. A topology tells
-                it, and so does a job of several processes.
+            hosts: the number of hosts that share the devices equally. A topology
+                includes it, and so does a job of several processes.
         """
         from .fit import previews
 
@@ -399,12 +399,12 @@ class Trainer:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """As passed. For another number make a new Trainer and `load`."""
+        """The value passed. For another one, make a new Trainer and `load`."""
         return self.run.accumulate_grad_batches
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that were taken."""
+        """How many optimizer steps were taken."""
         return self.run.progress.global_step
 
     @property
@@ -430,7 +430,7 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what `save` wrote, under any strategy and on any number of devices.
 
-        An error changes nothing. A callback without a state in it is warned about.
+        If it raises, nothing has changed. A warning names callbacks that it lacks.
         """
         snapshot.load(self, path)
 

@@ -1,4 +1,4 @@
-"""What watches and steers a fit. Write your own by overriding `Callback`'s hooks."""
+"""Callbacks watch and steer a fit. Write your own by overriding hooks of `Callback`."""
 
 from .base import Callback
 from .csv_logger import CSVLogger

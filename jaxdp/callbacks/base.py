@@ -82,7 +82,7 @@ class Callback:
     callbacks, so that `metrics` have what these log by `trainer.log`."""
 
     def setup(self, trainer: "Trainer") -> None:
-        """Runs before placement and compilation: set here what they depend on."""
+        """Runs before placement and compilation; set options that they need here."""
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Runs after the step is compiled, so `trainer.run.logged_names` is known."""
@@ -93,8 +93,8 @@ class Callback:
     def on_train_batch_start(
         self, trainer: "Trainer", batch: Any, batch_idx: int
     ) -> None:
-        """Runs before a step. `batch` is what the loader gave, on the host. It is
-        read-only, because the step may already have its rows; change rows in the
+        """Runs before a step. `batch` comes from the loader, as arrays on the host. It
+        is read-only, because the step may already have its rows; change rows in the
         dataset or in `collate_fn`."""
 
     def on_train_batch_end(
@@ -108,7 +108,7 @@ class Callback:
         steps per execution it runs once for all of them, unless `next_stop` asks."""
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """Runs after an epoch and its validation; `metrics` has the `val_...` too."""
+        """Runs after an epoch and its validation; `metrics` includes `val_...`."""
 
     def on_pass_start(self, trainer: "Trainer") -> None:
         """Runs before the first batch of a validation, test or prediction is read."""
@@ -126,14 +126,14 @@ class Callback:
         """Runs after a checkpoint was written to the folder `path`."""
 
     def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
-        """Runs when an exception or Ctrl-C ends a fit, before it is raised on."""
+        """Runs when an exception or Ctrl-C ends a fit, before `fit` raises it."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Runs when a fit ends, also by an exception: close files here."""
 
     def next_stop(self, trainer: "Trainer") -> int | None:
-        """The next `global_step` (a later one) after which `on_boundary` must run. With
-        several steps per execution, they are cut there. None if any will do."""
+        """A later `global_step` after which `on_boundary` must run, or None. With
+        several steps per execution, a block of steps ends there."""
         return None
 
     def identity(self, trainer: "Trainer") -> str:
@@ -142,11 +142,11 @@ class Callback:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: JSON values only."""
+        """The state that a checkpoint saves of this callback: JSON values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
 
     def bar_note(self) -> str:
         """What the progress bar shows beside the numbers; "" for nothing."""

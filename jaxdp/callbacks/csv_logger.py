@@ -34,8 +34,8 @@ class CSVLogger(Logger):
     another run keeps it as `metrics.1.csv` and so on, and says so.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
-    the run, what its step takes, and how it ended; `metrics.plan.html` is the plan as a
-    page. `python -m jaxdp report <dirpath>` and `... compare` read them.
+    the run, the plan of its step, and how it ended; `metrics.plan.html` is the plan as
+    a page. `python -m jaxdp report <dirpath>` and `... compare` read them.
 
     Args:
         dirpath: folder of the table; None means `trainer.default_root_dir`.

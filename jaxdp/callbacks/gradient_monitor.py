@@ -34,7 +34,7 @@ class GradientMonitor(Callback):
       `grad_norm/<layer>` for each layer, such as `blocks[3].attention`;
     - `update_ratio`, the norm of the update divided by the norm of the weights it was
       added to, and `update_ratio/<layer>`. With Adam, about 1e-3 is common. Much less
-      means that the model hardly learns, much more that training is unstable.
+      means that the model hardly learns; much more means that training is unstable.
 
     They are computed inside the compiled step, in one pass over gradients, updates and
     weights; the host reads a few numbers per leaf (array), some steps late.

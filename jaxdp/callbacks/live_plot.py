@@ -27,10 +27,10 @@ _MAX_SHARE: Final = 0.05
 class LivePlot(Callback):
     """Draws the curves of a run while it trains: into a PNG file or a notebook cell.
 
-    The loss of single steps is a thin line under a smoothed one; means of epochs and
-    validations are points. The file is always complete. It is redrawn every few seconds
-    (less often if drawing would take more than a twentieth of the time), and at the end
-    of each epoch and of the fit. The device never waits for it.
+    The loss of single steps is a thin line, with a smoothed line over it; means of
+    epochs and validations are points. The file is always complete. It is redrawn every
+    few seconds (less often if drawing would take more than a twentieth of the time),
+    and at the end of each epoch and of the fit. The device never waits for it.
 
     Args:
         path: the PNG file; None means `curves.png` in `trainer.default_root_dir`.

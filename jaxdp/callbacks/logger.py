@@ -72,7 +72,7 @@ class Logger(Callback):
         raise NotImplementedError
 
     def log_run(self, facts: Facts) -> None:
-        """Records what a run is made of, after `open`. See `run_facts.Facts`."""
+        """Records hyperparameters, versions and hardware, after `open`."""
 
     def log_plan(self, plan: Any) -> None:
         """Shows the `jaxdp.plan.Plan` of the step that runs, once per fit."""
@@ -85,13 +85,13 @@ class Logger(Callback):
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
 
     def open(self, trainer: "Trainer", folder: Path) -> None:
-        """Before the first `log` of a fit. `folder` exists."""
+        """Called before the first `log` of a fit. `folder` exists."""
 
     def close(self) -> None:
-        """After the last `log` of a fit."""
+        """Called after the last `log` of a fit."""
 
     def flush(self) -> None:
-        """Before a checkpoint: what was logged must be where it goes."""
+        """Called before a checkpoint: everything logged so far must be written."""
 
     def setup(self, trainer: "Trainer") -> None:
         if trainer.is_global_zero:
@@ -168,7 +168,7 @@ class Logger(Callback):
         return os.path.abspath(self._folder(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Logs what is left to log first, so that a checkpoint's log is complete."""
+        """Writes pending rows first, so that the log is complete up to here."""
         # What was loaded for a fit that has not begun yet is saved as it came.
         if self._restored is not None:
             return self._restored
@@ -183,7 +183,7 @@ class Logger(Callback):
         return {"validation": self._validation, **self.own_state()}
 
     def own_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of a subclass beside that: JSON values only."""
+        """What a checkpoint also saves of a subclass: JSON values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ class ModelCheckpoint(Callback):
         return self._ranked(_scores_in(state))
 
     def setup(self, trainer: "Trainer") -> None:
-        """Takes the folder, so that one that can't be written to is found now."""
+        """Locks the folder, so that an unwritable one is an error before training."""
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone = False
@@ -235,7 +235,7 @@ class ModelCheckpoint(Callback):
             self._dir.close()
 
     def finish_saving(self) -> None:
-        """Waits until what is being saved is in its folder."""
+        """Waits until the checkpoint that is being saved is in its folder."""
         self._settle(wait=True)
 
     def identity(self, trainer: "Trainer") -> str:

@@ -23,9 +23,9 @@ class TensorBoardLogger(Logger):
     """Logs for TensorBoard: `tensorboard --logdir <dirpath>`.
 
     Tags of scalars are the names that `CSVLogger` has as columns, and `epoch`; the
-    horizontal axis is the number of optimizer steps. What the run is made of and its
-    plan are under TEXT, the curves of the epochs under IMAGES. Needs the extra
-    `loggers`.
+    horizontal axis is the number of optimizer steps. Hyperparameters, versions,
+    hardware and the plan are under TEXT, the curves of the epochs under IMAGES. Needs
+    the extra `loggers`.
 
     Args:
         dirpath: folder of the event files; None means `trainer.default_root_dir`.

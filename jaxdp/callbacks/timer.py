@@ -43,8 +43,8 @@ class Timer(Callback):
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds spent in a stage so far, resumed runs included.
 
-        `"train"` is all of `fit` after compilation, its validations included;
-        `"validate"` is these.
+        `"train"` is all of `fit` after compilation, including its validations;
+        `"validate"` is the validations alone.
         """
         check_choice("stage", stage, tuple(self._spent))
         now = time.monotonic()

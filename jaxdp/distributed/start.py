@@ -41,30 +41,30 @@ def initialize(
 ) -> None:
     """Joins the other processes of this job; does nothing if there are none.
 
-    Call it before anything touches a device, and after `jax.config.update`, if there
-    is any. What is not given is taken from the environment that the launcher made. A
-    second call does nothing.
+    Call it before anything uses a device, and after any `jax.config.update`. Arguments
+    that you leave out come from the launcher's environment. A second call does nothing.
 
-    From then on a process that dies or fails takes the others with it within seconds,
-    each saying which one it was, and none with exit code 0: see docs/failures.md.
-    An exception that nobody catches ends the process by `os._exit`, after its traceback
-    is printed. No credentials are asked for; the network must be a trusted one.
+    From then on, if a process dies or fails, the others end within seconds. They say
+    which process it was, and never exit with code 0: see docs/failures.md. After an
+    exception that nobody catches, the process prints its traceback and ends by
+    `os._exit`. Nothing is authenticated, so the network must be trusted.
 
     Args:
         coordinator_address: "host:port" of process 0, the same for all.
-        num_processes: of the job; 1 is to train alone, whatever the environment says.
-        process_id: from 0.
-        local_device_ids: which GPUs of its machine this process takes. Where several
-            processes run on one machine, each takes the one of its local number.
+        num_processes: how many there are; 1 trains alone, whatever the environment
+            says.
+        process_id: the number of this process, from 0.
+        local_device_ids: which GPUs of its machine this process uses. By default, if
+            several processes run on one machine, each uses the one of its local number.
         initialization_timeout: seconds that processes wait for each other to start.
-        heartbeat_timeout: seconds without a word from a process, after which it counts
-            as dead. One that was killed is known at once, without waiting for this.
-        shutdown_timeout: seconds that a process which is done waits for the others.
-        coordinator_bind_address: the address that process 0 listens at, where it is not
-            that of `coordinator_address`, as behind a proxy.
+        heartbeat_timeout: seconds without a sign of life after which a process counts
+            as dead. A process that was killed is noticed at once.
+        shutdown_timeout: seconds that a process waits for the others when it is done.
+        coordinator_bind_address: the address that process 0 listens at, if it differs
+            from `coordinator_address`, as behind a proxy.
 
     Raises:
-        ValueError: if the place can't be told from arguments and environment.
+        ValueError: if arguments and environment do not give the process's number.
         OSError: if process 0 can't listen at its address.
         TimeoutError: if a process is missing; the message says which.
         RuntimeError: if the processes don't belong together, or JAX has begun already.

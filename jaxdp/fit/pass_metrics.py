@@ -1,4 +1,5 @@
-"""Metrics that are no means over rows: of all predictions and targets of a pass."""
+"""Metrics that are not means over rows, but use all predictions and targets of a
+pass."""
 
 import inspect
 import itertools
@@ -21,19 +22,18 @@ class PassMetric:
 
         Trainer(model, metrics={"auroc": PassMetric(roc_auc_score)})
 
-    It is computed once per pass of `validate`, `test` and the validations of a fit, and
-    not in training. It is given exactly the rows that came, in their order, with the
-    predictions that the loss has had; those of all processes, in each of them. The host
-    holds them all. With `loss_fn` they are what it returns as `"predictions"` and
-    `"targets"` among its metrics. With a list of `Part`s the metric is computed for
-    each part that returns these, and has the part's name before its own; with
-    `ensemble`, for each member.
+    It is computed once per pass of `validate`, `test` and the validations of a fit, not
+    in training. `fn` gets all rows of the loader, in order, with the predictions that
+    the loss used; with several processes, each of them gets all rows. The host holds
+    them all. A `loss_fn` must return both among its metrics, as `"predictions"` and
+    `"targets"`. With a list of `Part`s, the metric is computed for each part that
+    returns both, under the part's name; with `ensemble`, for each member.
 
     Args:
-        fn: `(predictions, targets)`, NumPy arrays shaped `(rows, ...)` or trees of
-            them, to a number, or a dict of numbers, which are logged as
-            `val_<name>_<key>`. A function whose first argument is called `y_true`, as
-            scikit-learn's are, is called with `(targets, predictions)`.
+        fn: takes `(predictions, targets)`, NumPy arrays shaped `(rows, ...)` or trees
+            of them, and returns a number, or a dict of numbers, which are logged as
+            `val_<name>_<key>`. If its first argument is called `y_true`, as in
+            scikit-learn, it is called with `(targets, predictions)`.
     """
 
     def __init__(self, fn: Callable[..., Any]):

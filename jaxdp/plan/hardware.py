@@ -21,7 +21,7 @@ MOST_FAKED: Final = 2048
 
 
 class Hardware(NamedTuple):
-    """What one device can do at best, as its maker says."""
+    """The peak rates of one device, as its manufacturer states them."""
 
     name: str
     flops: float

@@ -128,7 +128,7 @@ def read(text: str) -> Program:
     """Reads a compiled program, as `compiled.as_text()` prints it.
 
     Raises:
-        ValueError: if the text is not that of a compiled module.
+        ValueError: if the text does not come from a compiled program.
     """
     module = Module(text)
     return Program(tuple(_collectives(module, module.entry, 1, False)), module.aliased)

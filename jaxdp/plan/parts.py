@@ -93,7 +93,7 @@ class Traffic(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A lower bound of this layout, and what the compiled program does."""
+    """A lower bound of this layout, and the value of the compiled program."""
 
     what: str
     least: float
@@ -101,7 +101,7 @@ class Bound(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """1.0 is the bound."""
+        """The value divided by the bound: 1.0 is optimal."""
         return self.found / self.least if self.least else float(self.found == 0) or 1.0
 
 
@@ -114,11 +114,12 @@ class Split(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A roofline: seconds at the hardware's peaks, in which a step is hardly ever done.
+    """A roofline estimate: the seconds of a step at the hardware's peaks. Real steps
+    take longer.
 
-    Made in the same way for every compiler, so that those of GPUs, TPUs and faked CPU
-    devices can be compared. The bytes that compilers count are not: each counts them in
-    a way of its own.
+    It is computed in the same way for every compiler, so that estimates for GPUs, TPUs
+    and faked CPU devices can be compared. It does not use the bytes that compilers
+    report, because each compiler counts them differently.
     """
 
     hardware: str

@@ -16,7 +16,7 @@ from ..plan.text import in_bytes
 
 
 class Layer(NamedTuple):
-    """A module with arrays of its own, without those of the modules in it."""
+    """A module with arrays of its own, not counting the modules inside it."""
 
     path: str
     """As a user writes it, `layers[0]`; empty for the model itself."""
@@ -36,15 +36,15 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """What `Trainer.summary` gives: a table when printed, or shown in a notebook.
+    """What `Trainer.summary` returns; printing it shows a table, as a notebook does.
 
     Attributes:
         name: of the model.
         layers: the modules that have arrays, in the order of the model.
         state: numbers in the `eqx.nn.State`, and their bytes.
-        members: models of an ensemble, which the layers have all together, or None.
+        members: how many models of an ensemble the layers contain, or None.
         strategy: where the model lives.
-        devices: how many devices that are.
+        devices: on how many devices.
     """
 
     name: str

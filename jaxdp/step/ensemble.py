@@ -48,11 +48,11 @@ class Ensemble:
         return f"Ensemble({self.size}{values})"
 
     def names(self, name: str) -> list[str]:
-        """What the values of each member are called."""
+        """The names of the values that differ by member."""
         return [f"{name}[{member}]" for member in range(self.size)]
 
     def check(self, argument: str, tree: PyTree) -> None:
-        """Raises for an array that has no axis of members in front."""
+        """Raises if the first axis of an array is not the axis of members."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
                 if leaf.shape[:1] != (self.size,):
@@ -75,7 +75,7 @@ class Ensemble:
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """One that updates each member by itself, of gradients of their mean loss."""
+        """An optimizer for each member, from the gradients of their mean loss."""
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> PyTree:

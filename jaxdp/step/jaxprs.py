@@ -37,9 +37,9 @@ def has_own_loop(jaxpr: Any) -> bool:
 
 
 def repeated(times: int) -> str:
-    """What to name the scope (`jax.named_scope`) of a loop that runs so many times.
+    """The name for the scope (`jax.named_scope`) of a loop that runs `times` times.
 
-    For a `jax.lax.while_loop` whose length a program does not tell.
+    For a `jax.lax.while_loop`, whose length the program does not contain.
     """
     return f"runs_{times}_times"
 

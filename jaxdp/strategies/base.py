@@ -225,8 +225,8 @@ class DataParallel(abc.ABC):
         """A jitted program traced for its arguments.
 
         Raises:
-            RowsInteract: if values that must come from a row alone don't.
-            CallsPython: if it calls Python that may raise.
+            RowsInteract: if values that must depend on one row depend on others.
+            CallsPython: if the program calls Python functions that may raise.
         """
         traced = program.trace(*arguments)
         if values_mix_rows(traced.jaxpr):

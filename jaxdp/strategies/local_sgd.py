@@ -61,8 +61,8 @@ class LocalSGD(Sharded):
     the outer optimizer uses the mean of their changes as its gradient, and all replicas
     continue from its result. Devices exchange `1/every` of the bytes of `Sharded`, and
     the sums of the loss and metrics, a few bytes, at each step. For machines that are
-    far apart or badly connected. **It changes the numbers**: with more than one device
-    or step it is another algorithm than the other strategies.
+    far apart or badly connected. **It changes the numbers**: with more than one
+    device or step it is a different algorithm.
 
     With the defaults it is DiLoCo, whose inner optimizer is AdamW; `every` is some
     tens to hundreds there. `outer=optax.sgd(1.0)` is local SGD: the mean of the
@@ -71,13 +71,13 @@ class LocalSGD(Sharded):
     - `trainer.model`, validation and `predict` take the mean of the replicas, which
       right after an outer step are the outer weights. `trainer.state.params` and
       `load_model` of a checkpoint have the outer weights, as of the last outer step.
-    - A replica's gradient is the sum over its real rows by the mean number of real rows
-      per replica, so that with `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
-      optimizer the numbers are those of `Sharded`, with ragged batches too.
-    - Where rows interact (a scalar loss), those of one replica do.
-    - A checkpoint can be resumed on another number of replicas: each then begins with
-      the mean of the saved ones, and of the states of their optimizers; integers are
-      those of the first.
+    - A replica's gradient is the sum over its real rows, divided by the mean number of
+      real rows per replica. So `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
+      optimizer give the numbers of `Sharded`, even with ragged batches.
+    - If rows interact (a scalar loss), only rows of the same replica do.
+    - A checkpoint can be resumed on another number of replicas: each then
+      starts from the mean of the saved replicas and of their optimizer states; integers
+      come from the first.
     - Gradients are clipped in each replica; hooks of the step see the mean gradient.
     - `WeightAveraging` averages the outer weights, step by step.
 

@@ -21,11 +21,11 @@ _STAGE = "stage"
 class Pipeline(Sharded):
     """Splits the blocks of a `jaxdp.Stack` over stages of devices, as GPipe does.
 
-    A batch is cut into micro-batches, which go through the stages one behind the other:
-    while the second stage works on the first, the first works on the second. The blocks
-    of a stage, with their gradients and optimizer state, are on its devices only; the
-    rest of the model is replicated. The outputs of blocks are sent to the next stage,
-    and their gradients back; parameters are never sent.
+    A batch is cut into micro-batches, which go through the stages one after the other:
+    while the second stage works on the first micro-batch, the first stage works on the
+    second one. The blocks of a stage, with their gradients and optimizer state, are
+    only on its devices; the rest of the model is replicated. The outputs of blocks are
+    sent to the next stage, and their gradients back; parameters are never sent.
 
     Stages wait for a share of the time in the blocks, the `bubble`: (stages - 1) /
     (microbatches + stages - 1). The numbers are those of one device.
@@ -34,7 +34,7 @@ class Pipeline(Sharded):
         stages: into how many parts the blocks are split. Devices beyond that split the
             rows: eight devices in four stages are two pipelines.
         microbatches: into how many parts each pipeline's rows are cut. If it does not
-            divide them, some are computed twice and count once.
+            divide them, some rows are computed twice and counted once.
         devices: how many, or which; all by default.
     """
 

@@ -17,9 +17,9 @@ class Stack(eqx.Module):
         self.blocks = Stack([Block(width, key=key) for key in keys])
         x = self.blocks(x)
 
-    A loop over one block's program: it is compiled once, however many blocks there are.
-    The blocks' arrays are stacked, `blocks.stacked.norm.weight` has the norms of all of
-    them, so that a layout can split them by layers; `Pipeline` does.
+    It is a loop over one block, which is compiled once, however many blocks there are.
+    The arrays of the blocks are stacked: `blocks.stacked.norm.weight` has the norms of
+    all blocks. So a layout can split them by blocks, as `Pipeline` does.
 
     Args:
         blocks: modules of one structure, called as `block(x)`, or `block(x, key=key)`

@@ -41,13 +41,13 @@ class TensorParallel(Sharded):
     whole. XLA works out the communication. `tensor_rules(model)` makes rules for MLPs
     and attention.
 
-    An axis named `"fsdp"` splits rows further, and every parameter besides: as `FSDP`
-    does, within what the rules leave.
+    An axis named `"fsdp"` splits rows further. It also splits every parameter, as
+    `FSDP` does, along axes that the rules leave free.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
         rules: `(path pattern, PartitionSpec)`; in a pattern, `*` stands for anything.
-            A pattern is of the whole path, such as `layers[0].weight`.
+            A pattern must match the whole path, such as `layers[0].weight`.
         devices: how many, or which; all by default.
         min_size: leaves of fewer elements are not split over `"fsdp"`.
     """
@@ -136,13 +136,13 @@ class TensorParallel(Sharded):
 def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
     """Rules that split the layers of MLPs and attention in pairs, as Megatron-LM does.
 
-    Of each pair of layers in an `eqx.nn.MLP` the first is split by its outputs and the
-    second by its inputs, so that only the second one's sum crosses the devices; an odd
+    In each pair of layers of an `eqx.nn.MLP`, the first is split by its outputs and the
+    second by its inputs, so that devices only exchange the sum after the second. An odd
     last layer stays whole. An `eqx.nn.MultiheadAttention` is split by heads, whose
     number the axis should divide.
 
     Args:
-        model: whose submodules are looked for.
+        model: the model whose layers are to be split.
         axis: the axis of the mesh to split over.
 
     Returns:
