@@ -1,6 +1,7 @@
 """Arrows between rooms go down only, and heavy packages wait until needed."""
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
@@ -69,20 +70,39 @@ def test_what_waits_until_it_is_asked_for_is_there():
         jaxdp.callbacks.EarlyStoping  # noqa: B018
 
 
-def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import():
-    code = (
-        "import jax, signal, sys\n"
-        "def settings():\n"
-        "    handlers = [signal.getsignal(n) for n in (2, 6, 15)]\n"
-        "    return [jax.config.jax_compilation_cache_dir, sys.excepthook, *handlers]\n"
-        "before = settings()\n"
-        "import jaxdp\n"
-        "print([name for name in ('torch', 'orbax', 'tqdm', 'matplotlib',"
-        " 'tensorboard', 'wandb', 'mlflow') if name in sys.modules],"
-        " settings() == before)"
-    )
+IMPORT = """
+import logging, os, signal, sys, threading, warnings
+import equinox, jax, numpy, optax
+
+def settings():
+    return {
+        "JAX": dict(jax.config.values),
+        "environment": dict(os.environ),
+        "signals": [str(signal.getsignal(n)) for n in signal.valid_signals()],
+        "hooks": [sys.excepthook, threading.excepthook, warnings.showwarning],
+        "warnings": list(warnings.filters),
+        "logging": [list(logging.root.handlers), logging.root.level],
+        "threads": threading.enumerate(),
+        "random": numpy.random.get_state()[1].tolist(),
+        "devices": list(jax._src.xla_bridge._backends),
+    }
+
+before = settings()
+import jaxdp
+heavy = ("torch", "orbax", "tqdm", "matplotlib", "tensorboard", "wandb", "mlflow")
+print([name for name in heavy if name in sys.modules])
+print([name for name, value in settings().items() if value != before[name]])
+"""
+
+
+def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", IMPORT],
+        env=os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.strip() == "[] True"
+    assert done.stdout.split() == ["[]", "[]"]
     assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []

@@ -11,25 +11,32 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
+from jaxlib import xla_client
 
 from ..basics.environment import versions
+from ..basics.process import keep_programs
 from ..plan.device_compilers import installed as compilers_installed
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
 
 _EXTRAS: Final = {
-    "matplotlib": "plots",
-    "tensorboard": "loggers",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "safetensors": "safetensors",
-    "torch": "torch",
+    "matplotlib": ("plots", "history.plot, curves in reports"),
+    "tensorboard": ("loggers", "TensorBoardLogger"),
+    "wandb": ("wandb", "WandbLogger"),
+    "mlflow": ("mlflow", "MLFlowLogger"),
+    "safetensors": ("safetensors", "weights in its format"),
+    "torch": ("torch", "its DataLoader"),
 }
-"""Packages that may be missing, and the extra that brings each."""
+"""Packages that may be missing: the extra that brings each, and what needs it."""
+
+_BAD_FLAGS: Final = (
+    r"(Unknown flags? in XLA_FLAGS|Couldn't interpret value|Could not open file).*"
+)
+"""What XLA says last, but for a page of flags, before it aborts."""
 
 
 class Finding(NamedTuple):
@@ -52,8 +59,8 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
         quick: whether to leave out what takes seconds.
     """
     yield Finding("ok", ", ".join(" ".join(each) for each in versions().items()))
-    if unknown := _unknown_flags():
-        yield unknown
+    if wrong := _wrong_flags():
+        yield wrong
         return  # whatever uses JAX would be aborted
     yield from _devices()
     yield from _settings()
@@ -70,36 +77,25 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
             "pip install -U orbax-checkpoint",
         )
     yield from _compilers(quick)
-    missing = [name for name in _EXTRAS if not find_spec(name)]
-    extras = ",".join(_EXTRAS[name] for name in missing)
-    yield Finding(
-        "ok",
-        f"optional packages not here: {', '.join(missing) or 'none'}"
-        + (f" (where you need them: pip install 'jaxdp[{extras}]')" if missing else ""),
-    )
+    if missing := [name for name in _EXTRAS if not find_spec(name)]:
+        extras = ",".join(_EXTRAS[name][0] for name in missing)
+        needs = ", ".join(f"{name} (for {_EXTRAS[name][1]})" for name in missing)
+        remedy = f"where you need them: pip install 'jaxdp[{extras}]'"
+        yield Finding("ok", f"not installed: {needs}", remedy)
 
 
-def _unknown_flags() -> Finding | None:
-    """What of XLA_FLAGS this jaxlib does not know, for which XLA aborts a process."""
+def _wrong_flags() -> Finding | None:
+    """What makes XLA abort every process that uses JAX."""
     if "XLA_FLAGS" not in os.environ:
         return None
-    done = subprocess.run(
-        [sys.executable, "-c", "import jax; jax.devices('cpu')"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_LIMIT,
-    )
-    found = re.search(r"Unknown flags? in XLA_FLAGS: *([^\n]*)", done.stderr)
-    if found is None:
+    _, error = _try(_START)
+    if not re.match(_BAD_FLAGS, error):
         return None
     return Finding(
         "problem",
-        f"XLA_FLAGS has what this jaxlib does not know: {found[1]}. XLA aborts the"
-        " process at the first use of JAX",
-        "take it out, or pass it as Trainer(compiler_options=...), where a name that is"
-        " not known is an error with the nearest that are",
+        f"XLA aborts every process that uses JAX, because of XLA_FLAGS: {error}",
+        "correct it; or pass the option as Trainer(compiler_options=...), where an"
+        " unknown name is an error that lists similar ones",
     )
 
 
@@ -124,18 +120,23 @@ def _devices() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """What is set or installed such that a GPU may not be what JAX takes it for."""
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    share = os.environ.get(name, "0.75")
+    """What is set or installed that JAX would suffer from on a GPU."""
+    name = "XLA_CLIENT_MEM_FRACTION"
+    remedy = (
+        f"set {name}, which replaces XLA_PYTHON_CLIENT_MEM_FRACTION, to a number above"
+        " 0 and at most 1, or unset both"
+    )
     try:
-        is_share = 0 < float(share) <= 1
-    except ValueError:
-        is_share = False
-    if not is_share:
-        remedy = f"set {name} to a number above 0 and at most 1, or unset it"
-        yield Finding("problem", f"{name} is {share!r}: no share of a memory", remedy)
-    elif _accelerators() == "NVIDIA GPU":
-        yield Finding("ok", f"JAX takes {float(share):.0%} of a GPU's memory ({name})")
+        share = xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction", 0)
+    except ValueError as error:
+        yield Finding("problem", f"JAX can't start on a GPU: {error}", remedy)
+    else:
+        share = float(share or 0.75)  # which is what JAX takes by itself
+        if not 0 < share <= 1:
+            what = f"JAX would fail to reserve {share:g} times the memory of a GPU"
+            yield Finding("problem", what, remedy)
+        elif _accelerators() == "NVIDIA GPU":
+            yield Finding("ok", f"JAX reserves {share:.0%} of a GPU's memory ({name})")
 
     plugin = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
     if plugin and find_spec("torch") and not version("torch").endswith("+cpu"):
@@ -159,14 +160,15 @@ def _accelerators() -> str:
 
 def _cache_folder() -> Finding:
     """Where compiled programs are kept from one run to the next."""
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore
-    if not folder:
-        return Finding(
-            "hint",
-            "compiled programs are not kept between runs",
-            "unset JAX_ENABLE_COMPILATION_CACHE, or set JAX_COMPILATION_CACHE_DIR to a"
-            " folder that can be written to, and the second run starts sooner",
-        )
+    keep_programs()  # as the first `Trainer` does
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
+    if not folder or not config.jax_enable_compilation_cache:
+        what = "compiled programs are not kept: every run compiles its steps again"
+        remedy = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to"
+        if not config.jax_enable_compilation_cache:
+            remedy = "unset JAX_ENABLE_COMPILATION_CACHE"
+        return Finding("hint", what, remedy)
     if "://" not in folder:
         folder = os.path.expanduser(folder)
         try:
@@ -228,11 +230,13 @@ def _compilers(quick: bool) -> Iterator[Finding]:
     there = compilers_installed()
     missing = [f"{what}s" for what in ("GPU", "TPU") if what not in there]
     if missing:
-        yield Finding(
-            "ok",
-            f"no plans for {' and '.join(missing)} that are not here; for them: pip"
-            " install 'jaxdp[plan]', into an environment of its own",
+        what = (
+            f"Trainer.plan can't compile for {' and '.join(missing)} that are not here"
         )
+        remedy = (
+            "where you need it: pip install 'jaxdp[plan]' in a separate environment"
+        )
+        yield Finding("ok", what, remedy)
     for what, package in there.items():
         name = {"GPU": "h100x8", "TPU": "v5e-4"}[what]
         compiler = f"the {what} compiler, {package}"
@@ -277,10 +281,18 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.communicate()
         return "", f"no answer within {_LIMIT} seconds"
     if process.returncode:
-        last = err.strip().rpartition("\n")[2][:300]
+        bad_flags = re.search(_BAD_FLAGS, err)
+        last = bad_flags[0] if bad_flags else err.strip().rpartition("\n")[2][:300]
         return "", last or f"it ended with exit code {process.returncode}"
     return out.strip().rpartition("\n")[2], ""
 
+
+_START: Final = """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+jax.devices()
+"""
 
 _COMPUTE: Final = """
 import jax, jax.numpy as jnp

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from toys import batches, make_small, quiet
 
 import jaxdp
 from jaxdp import Callback
+
+torch = pytest.importorskip("torch")
 
 SCRIPT = """
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from toys import batches, mlp_trainer
@@ -199,18 +200,28 @@ def test_the_doctor_names_flags_that_would_abort_the_process(monkeypatch):
     *_, last = doctor.examine(quick=True)
     assert last.state == "problem" and "--xla_no_such_flag" in last.what
     assert "compiler_options" in last.remedy
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=perhaps")
+    (wrong,) = [doctor._wrong_flags()]
+    assert "value perhaps for flag xla_cpu_enable_fast_math" in wrong.what
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    assert doctor._unknown_flags() is None
+    assert doctor._wrong_flags() is None
 
 
 def test_the_doctor_looks_at_what_a_gpu_would_suffer_from(monkeypatch):
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.delenv(name, raising=False)
+    old, new = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+    for name in old, new:
+        monkeypatch.setenv(name, "")
     assert list(doctor._settings()) == []
-    monkeypatch.setenv(name, "75")
-    (wrong,) = doctor._settings()
-    assert wrong.state == "problem" and name in wrong.what
-    monkeypatch.setenv(name, ".5")
+    for values, what in (
+        (("75", ""), "75 times the memory"),
+        (("", "half"), "can't start on a GPU: could not convert"),
+        ((".5", ".5"), "can't start on a GPU: XLA_CLIENT_MEM_FRACTION is specified"),
+    ):
+        for name, value in zip((old, new), values, strict=True):
+            monkeypatch.setenv(name, value)
+        (wrong,) = doctor._settings()
+        assert wrong.state == "problem" and what in wrong.what and new in wrong.remedy
+    monkeypatch.setenv(new, "")
     monkeypatch.setattr(doctor, "_accelerators", lambda: "NVIDIA GPU")
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cu126")
@@ -218,6 +229,52 @@ def test_the_doctor_looks_at_what_a_gpu_would_suffer_from(monkeypatch):
     assert (
         "50%" in share.what and "+cu126" in clash.what and "CPU build" in clash.remedy
     )
+
+
+@pytest.fixture
+def no_cache():
+    """JAX without a folder for its compilation cache, until a test is over."""
+    before = {
+        name: jax.config.values[name]
+        for name in (
+            "jax_compilation_cache_dir",
+            "jax_enable_compilation_cache",
+            "jax_persistent_cache_min_compile_time_secs",
+        )
+    }
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+    ("home", "is_on", "says"),
+    [
+        ("home", True, "kept in {home}"),
+        ("file", True, "set JAX_COMPILATION_CACHE_DIR"),
+        ("home", False, "unset JAX_ENABLE_COMPILATION_CACHE"),
+    ],
+)
+def test_the_doctor_says_where_compiled_programs_are_kept(
+    monkeypatch, tmp_path, no_cache, home, is_on, says
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+    jax.config.update("jax_enable_compilation_cache", is_on)
+    assert says.format(home=tmp_path / home) in str(doctor._cache_folder())
+
+
+def test_the_doctor_says_what_needs_a_package_that_is_missing(monkeypatch):
+    there = doctor.find_spec
+    for name in "_devices", "_disk":
+        monkeypatch.setattr(doctor, name, lambda: iter(()))
+    monkeypatch.setattr(
+        doctor, "find_spec", lambda name: name != "wandb" and there(name)
+    )
+    *_, last = doctor.examine(quick=True)
+    assert last.state == "ok" and "wandb (for WandbLogger)" in last.what
+    assert "jaxdp[" in last.remedy and "wandb" in last.remedy
 
 
 def test_what_fails_or_hangs_in_a_trial_is_a_finding(monkeypatch):

@@ -275,7 +275,11 @@ def test_limits_and_dev_runs():
     assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
 
 
-@pytest.mark.parametrize("remat", [True, "last", jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "remat",
+    [True, "last", jax.checkpoint_policies.dots_saveable],
+    ids=["all", "last", "policy"],  # a policy's own name is another in each JAX
+)
 def test_remat_changes_no_number(remat):
     expected, _ = run(SingleDevice(), epochs=2)
     losses, _ = run(SingleDevice(), epochs=2, remat=remat)

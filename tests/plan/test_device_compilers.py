@@ -188,7 +188,7 @@ def test_the_doctor_looks_at_the_compilers(packages, monkeypatch):
     packages.clear()
     (neither,) = doctor._compilers(quick=False)
     assert neither.state == "ok" and "GPUs and TPUs" in neither.what
-    assert "pip install 'jaxdp[plan]'" in neither.what
+    assert "pip install 'jaxdp[plan]'" in neither.remedy
 
 
 USED = """
