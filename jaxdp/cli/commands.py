@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ..basics.console import columns
+from ..basics.console import columns, end_quietly
 from ..basics.environment import versions
 from ..basics.extras import import_extra
 from ..basics.files import replacing
@@ -37,6 +37,7 @@ _MOST_COLUMNS: Final = 48
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
+    end_quietly()  # whoever reads the output may have read enough
     parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     is_ours = "--" in given and given[0] != "run"  # which hands on what follows SCRIPT
     end = given.index("--") if is_ours else len(given)
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         return options.command(options) or 0
-    except (FileNotFoundError, ValueError, ImportError) as error:
+    except BrokenPipeError:
+        return 141  # 128 + SIGPIPE, as other programs do
+    except (OSError, ValueError, ImportError) as error:
         if os.environ.get("JAXDP_TRACEBACK"):
             raise
         print(f"jaxdp: {error}", file=sys.stderr)
@@ -168,9 +171,10 @@ def _plan(options: argparse.Namespace) -> None:
     for option in "html", "json":
         path = getattr(options, option)
         folder = os.path.dirname(os.path.abspath(path or __file__))
-        if path and not os.access(folder, os.W_OK):
+        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
             raise ValueError(
-                f"`--{option}`: {folder} is no folder that can be written to."
+                f"`--{option}`: {path} can't be written; pass a file, in a folder that"
+                " is there and can be written to."
             )
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}

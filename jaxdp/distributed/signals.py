@@ -2,12 +2,16 @@
 
 import _signal  # pyright: ignore
 import contextlib
+import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
+
+import jax
 
 from ..basics.console import end_quietly, say
 from .agreement import Processes, Pulse
@@ -153,11 +157,36 @@ class Interrupts:
         if number == signal.SIGINT:
             stop = KeyboardInterrupt("stopped between two batches; nothing is lost")
             setattr(stop, _AT_BOUNDARY, True)
+            _print_stops_in_a_sentence()
             return stop
         exception = Preempted(signal.Signals(number).name)
         if not self.saves_first:
             tell(exception)
         return exception
+
+
+@functools.cache
+def _print_stops_in_a_sentence() -> None:
+    """From now on Python prints a stop that nobody catches without its traceback.
+
+    Its frames are ours, and say nothing; `JAX_TRACEBACK_FILTERING=off` shows them. What
+    it was raised from, and what a callback failed with meanwhile, is printed as ever.
+    """
+    print_it = sys.excepthook
+
+    def print_or_say(
+        kind: type[BaseException],
+        exception: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        is_wanted = jax.config.jax_traceback_filtering == "off"  # pyright: ignore
+        more = exception.__cause__ or getattr(exception, "__notes__", None)
+        if not is_stop(exception) or is_wanted or more:
+            print_it(kind, exception, traceback)
+        else:
+            say(str(exception))
+
+    sys.excepthook = print_or_say
 
 
 def tell(exception: BaseException) -> None:

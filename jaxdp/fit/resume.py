@@ -127,19 +127,17 @@ def taken(
 def how_to_go_on(trainer: "Trainer") -> str:
     """What to say of a fit that Ctrl-C has stopped, between two steps."""
     step = trainer.global_step
-    text = (
-        f"stopped after step {step}, in epoch {trainer.current_epoch}, where nothing is"
-        " lost: `trainer.model` is the model of that step, and `fit`, called again,"
-        " goes on from there."
-    )
+    text = f"stopped after step {step}"
     paths = [saver.last_model_path for saver in savers_of(trainer)]
     saved = [path for path in paths if os.path.basename(path) == str(step)]
     if saved:
         return (
-            f"{text} It is saved in {saved[0]}; elsewhere `fit(...,"
-            " ckpt_path='last')` goes on from that."
+            f"{text}, and saved in {saved[0]}: `fit(..., ckpt_path='last')` resumes it"
         )
-    return f"{text} It is not saved; `trainer.save(path)` does that."
+    return (
+        f"{text}, and not saved, which a `ModelCheckpoint` would have done; while this"
+        " process lives, `fit` resumes it and `trainer.save(path)` saves it"
+    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The commands, as a shell runs them, and what the doctor finds."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -90,11 +91,29 @@ raise AssertionError("it trained")
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])
-def test_where_nothing_can_be_written_is_said_before_planning(capsys, tmp_path, option):
+@pytest.mark.parametrize("place", ["none/p", ""])
+def test_where_nothing_can_be_written_is_said_before_planning(
+    capsys, tmp_path, option, place
+):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('it ran')")
-    code, _, error = run(capsys, "plan", script, option, tmp_path / "none" / "p")
-    assert code == 1 and f"`{option}`" in error and "none is no folder" in error
+    code, _, error = run(capsys, "plan", script, option, tmp_path / place)
+    assert code == 1 and f"`{option}`: {tmp_path / place} can't be" in error
+
+
+@pytest.mark.parametrize("command", ["--help", "doctor --quick"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == (0 if command == "--help" else 141)
 
 
 @pytest.mark.parametrize("call", ["fit", "steps"])

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,11 +69,11 @@ def test_ctrl_c_stops_at_a_boundary_and_keeps_the_model():
 def test_ctrl_c_says_what_is_saved_and_how_to_go_on(tmp_path, saves):
     saver = [ModelCheckpoint(tmp_path)] if saves else []
     trainer = make(callbacks=[CtrlC(), *saver])
-    with pytest.raises(KeyboardInterrupt, match="after step 3, in epoch 0") as stopped:
+    with pytest.raises(KeyboardInterrupt, match="after step 3,") as stopped:
         trainer.fit(batches(*[8] * 10), batches(8), val_check_interval=2)
     text = str(stopped.value)
-    assert (f"It is saved in {tmp_path / '3'}" in text) is saves
-    assert ("`trainer.save(path)` does" in text) is not saves
+    assert (f"and saved in {tmp_path / '3'}: `fit(" in text) is saves
+    assert ("`trainer.save(path)` saves" in text) is not saves
     assert os.path.isdir(tmp_path / "3") is saves
 
     # Both ways to go on that it names.
@@ -82,6 +84,38 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(tmp_path, saves):
         assert again.global_step == 5
     trainer.fit(batches(*[8] * 10))
     assert trainer.global_step == 10
+
+
+STOPPED = """
+import os, signal
+import equinox as eqx, jax, numpy as np
+from jaxdp import Callback, Trainer
+
+class CtrlC(Callback):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+trainer = Trainer(model, loss="mse", callbacks=[CtrlC()], enable_progress_bar=False)
+trainer.fit([(np.ones((8, 4), np.float32), np.ones((8, 3), np.float32))] * 4)
+"""
+
+
+@pytest.mark.parametrize("filtering", ["", "off"])
+def test_ctrl_c_that_nobody_catches_is_a_sentence_and_no_traceback(filtering):
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED],
+        env=os.environ | {"JAX_TRACEBACK_FILTERING": filtering or "auto"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGINT  # for which a shell has 130
+    *before, last = done.stderr.splitlines()
+    assert "stopped after step 2, and not saved" in last
+    assert ("Traceback" in done.stderr) is bool(filtering)
+    assert all(line.startswith("jaxdp: ") for line in before) is not bool(filtering)
 
 
 class CtrlCLate(Callback):
