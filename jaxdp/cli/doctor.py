@@ -127,11 +127,11 @@ def _settings() -> Iterator[Finding]:
         " 0 and at most 1, or unset both"
     )
     try:
-        share = xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction", 0)
+        options: Any = xla_client.generate_pjrt_gpu_plugin_options()
     except ValueError as error:
         yield Finding("problem", f"JAX can't start on a GPU: {error}", remedy)
     else:
-        share = float(share or 0.75)  # which is what JAX takes by itself
+        share = options.get("memory_fraction", 0.75)  # which JAX takes by itself
         if not 0 < share <= 1:
             what = f"JAX would fail to reserve {share:g} times the memory of a GPU"
             yield Finding("problem", what, remedy)
