@@ -38,6 +38,7 @@ from ..distributed import Processes
 _FOLDER: Final = "programs"
 _SWITCH: Final = "JAXDP_TRUST_PROGRAMS"
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
+_UNFINISHED: Final = re.compile(r"\.[0-9a-f]{32}\.\d+")
 _MOST_FILES: Final = 32
 _MOST_BYTES: Final = 2**28
 """What is kept beside the checkpoints of a folder, of which the oldest go, and how
@@ -146,10 +147,14 @@ class KeptPrograms:
             return
         self.finish()
         self._written.update((folder, name) for name, _ in new)
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._write, args=(folder, new), name="jaxdp programs"
         )
-        self._thread.start()
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # there can't be more of them
+            self._write(folder, new)
 
     def finish(self) -> None:
         """Waits until what is being written is written."""
@@ -181,16 +186,17 @@ class KeptPrograms:
 
     def _tell_why(self, made_for: dict[str, Any]) -> None:
         """What is other here than what the programs are for that were looked at."""
+        found = self._found
+        if not found or any(name in self._made_for for name in found):
+            return  # some are in use here, and this is one more shape
         each = [
             [
                 (key, was)
                 for key, was in file.made_for.items()
                 if made_for.get(key) != was
             ]
-            for file in self._found.values()
+            for file in found.values()
         ]
-        if not each:
-            return
         other = [
             f"{key} {was!r}, and here {made_for.get(key)!r}"
             for key, was in min(each, key=len)
@@ -211,8 +217,11 @@ class KeptPrograms:
         path = pathlib.Path(folder, _FOLDER)
         try:
             path.mkdir(exist_ok=True)
-            for rubbish in path.glob(".*"):  # of a process that was killed
-                rubbish.unlink()
+            if path.is_symlink():  # it could lead anywhere
+                raise OSError("it is a link")
+            for entry in list(path.iterdir()):  # of a process that was killed
+                if _UNFINISHED.fullmatch(entry.name):
+                    entry.unlink()
             for name, compiled in new:
                 if (path / name).is_symlink():
                     (path / name).unlink()  # it could lead anywhere

@@ -125,6 +125,18 @@ def test_a_resumed_run_has_the_same_programs(strategy, options, compiled, tmp_pa
     assert {each: each.stat().st_mtime_ns for each in files(tmp_path / "run")} == kept
 
 
+def test_a_run_goes_on_from_a_snapshot_with_the_same_programs(
+    supervised, saved, compiled, tmp_path
+):
+    """Also where no checkpoint has been saved yet."""
+    run = tmp_path / "run"
+    fit(run, 3, saver=ModelCheckpoint(run, every_n_train_steps=100))
+    assert not (run / "2").exists()
+    compiled.clear()
+    again = fit(run, 4, saver=ModelCheckpoint(run, every_n_train_steps=100))
+    assert compiled == [] and bits(again) == saved[1]
+
+
 def test_it_overwrites_the_state_as_the_first_one_did(run, compiled):
     trainer = fit(run, 3)
     old = trainer.run.engine.held.arrays
@@ -340,6 +352,35 @@ def test_the_oldest_and_rubbish_are_removed(tmp_path, monkeypatch):
     assert len(files(tmp_path)) == 2
     for each in files(tmp_path):
         assert json.loads(each.read_bytes().partition(b"\n")[0])["jax"]
+
+
+def test_nothing_is_removed_where_a_link_leads(tmp_path, caplog):
+    """A checkpoint from elsewhere could have one to the user's home."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in (".bashrc", f".{0:032x}.12"):
+        (elsewhere / name).write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "programs").symlink_to(elsewhere)
+    fit(run, 2)
+    assert sorted(os.listdir(elsewhere)) == [f".{0:032x}.12", ".bashrc"]
+    assert caplog.text.count("it is a link") == 1
+
+
+def test_hidden_files_of_others_stay(tmp_path):
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / ".gitignore").write_text("*")
+    fit(tmp_path, 2)
+    assert (tmp_path / "programs" / ".gitignore").exists()
+
+
+def test_one_more_shape_is_no_news(run, compiled, caplog):
+    """The run before has not compiled it, or it would be kept."""
+    fit(run, 4, data=[*DATA[:3], *batches(20)])
+    assert compiled == ["jit_train"]
+    assert "compiled steps are those that are kept in" in caplog.text
+    assert "compiled anew" not in caplog.text
 
 
 def test_a_fit_without_checkpoints_keeps_nothing(tmp_path, monkeypatch):
