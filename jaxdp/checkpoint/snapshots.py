@@ -111,10 +111,14 @@ class Snapshots:
             **meta(),
         }
         content = json.dumps(described).encode()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._write, args=(step, content, arrays), name="jaxdp snapshot"
         )
-        self._thread.start()
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # there can't be more of them
+            self._write(step, content, arrays)
 
     def finish(self) -> None:
         """Waits until the one that is being written is there."""

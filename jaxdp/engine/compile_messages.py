@@ -64,7 +64,8 @@ class Compilations:
         timer = threading.Timer(_LONG, self._say, [f"compiling {what} ..."])
         timer.daemon = True
 
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # there can't be more threads
+            timer.start()
         started = time.perf_counter()
         try:
             with patience():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
 from ..basics.console import say, warn
+from ..callbacks.model_checkpoint import savers_of
 from ..callbacks.states import identities, named, saved_states
 from ..checkpoint import undone_if_it_fails
 from ..supervisor import patience
@@ -100,7 +101,10 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
             )
             state = strategy.place(state)
 
-        run.kept_programs.look_in(os.path.dirname(os.path.abspath(path)))
+        folder, savers = os.path.dirname(os.path.abspath(path)), savers_of(trainer)
+        if is_snapshot and savers:  # its programs are beside the checkpoints
+            folder = savers[0].folder(trainer).path
+        run.kept_programs.look_in(folder)
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
         run.id = meta.get("run_id", run.id)

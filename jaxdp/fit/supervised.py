@@ -31,6 +31,7 @@ class Supervised(Callback):
         # whole before the next begins, no more than an interval is then repeated.
         self._every = line.every and max(1, line.every // 2)
         self._snapshots: Snapshots | None = None
+        self._checkpoints = ""
         self._last = -1
 
     def setup(self, trainer: "Trainer") -> None:
@@ -39,7 +40,7 @@ class Supervised(Callback):
         savers = savers_of(trainer)
         if not savers:
             return
-        checkpoints = savers[0].folder(trainer).path
+        checkpoints = self._checkpoints = savers[0].folder(trainer).path
         path = find_snapshots(self._line.snapshots, checkpoints)
         if path is not None or self._line.every is not None:
             try:
@@ -69,6 +70,7 @@ class Supervised(Callback):
             self._last = step
             state = trainer.run.settled_engine("a snapshot").state
             self._snapshots.start(step, state, lambda: all_but_arrays(trainer))
+            trainer.run.kept_programs.keep_in(self._checkpoints)
             if self._line.every == 1:
                 self._snapshots.finish()
 

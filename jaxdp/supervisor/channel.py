@@ -18,6 +18,7 @@ from .child import END, VARIABLE
 
 _BEAT: Final = struct.Struct("<3q")
 _SETTINGS: Final = "settings.json"
+_NO_END: Final = b" " * 4096
 
 
 class Beat(NamedTuple):
@@ -105,19 +106,20 @@ def patience() -> contextlib.AbstractContextManager[None]:
 
 
 def open_channel(path: str, **settings: Any) -> None:
-    """Writes what the child is to know, and makes the rest."""
-    with open(os.path.join(path, "beat"), "wb") as file:
-        file.write(bytes(_BEAT.size))
+    """Writes what the child is to know, and makes room for the rest."""
+    for name in ("beat", END):
+        with open(os.path.join(path, name), "wb"):
+            pass
+    reset(path)
     with open(os.path.join(path, _SETTINGS), "w", encoding="utf-8") as file:
         json.dump({"parent": os.getpid(), **settings}, file)
 
 
 def reset(path: str) -> None:
-    """Forgets the child before."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(path, END))
-    with open(os.path.join(path, "beat"), "r+b") as file:  # no room is asked for
-        file.write(_BEAT.pack(0, -1, True))
+    """Forgets the child before. No room is asked for."""
+    for name, content in ("beat", _BEAT.pack(0, -1, True)), (END, _NO_END):
+        with open(os.path.join(path, name), "r+b") as file:
+            file.write(content)
 
 
 def read_beat(path: str) -> Beat:
@@ -129,7 +131,7 @@ def read_beat(path: str) -> Beat:
 def read_end(path: str) -> dict[str, Any] | None:
     """The exception that has ended the child, if one has."""
     try:
-        with open(os.path.join(path, END), encoding="utf-8") as file:
-            return json.load(file)
+        with open(os.path.join(path, END), "rb") as file:
+            return json.loads(file.read())
     except (OSError, ValueError):
         return None

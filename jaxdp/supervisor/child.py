@@ -25,8 +25,9 @@ def main(parent: str, script: str) -> None:
     Its arguments are `sys.argv` already.
     """
     _die_with(int(parent))
+    script = os.path.abspath(script)
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        sys.path[0] = os.path.dirname(script)
     module: Any = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = script, __builtins__
     sys.modules["__main__"] = module
@@ -52,10 +53,9 @@ def _note(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # then only the exit code tells
         kinds = [kind.__name__ for kind in type(error).__mro__]
         noted = {"kinds": kinds, "text": str(error)[:500]}
-        path = os.path.join(os.environ[VARIABLE], END)
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(noted, file)
-        os.replace(f"{path}.part", path)
+        text = json.dumps(noted, ensure_ascii=False).encode(errors="replace")
+        with open(os.path.join(os.environ[VARIABLE], END), "r+b") as file:
+            file.write(text)  # over blanks: no room is asked for
 
 
 def _without_our_frame(kind: Any, error: Any, frames: Any) -> None:

@@ -201,5 +201,6 @@ def _alone_in(root: Path) -> Iterator[None]:
 def _write(path: Path, text: str) -> None:
     """In one piece: who looks sees the old text or the new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # a link could lead anywhere
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -33,6 +33,13 @@ _PATIENCE: Final = 10
 _GRACE: Final = 5.0
 """Seconds that what a dead child has started is given to end by itself."""
 
+_GUARD: Final = f"""
+while read -r group; do last=$group; done
+sleep {_GRACE:g}
+kill -s KILL -- "-$last"
+"""
+"""For the shell: what this process has started does not outlive it by more."""
+
 _LONGEST_PAUSE: Final = 60.0
 
 _MISTAKES: Final = {
@@ -70,6 +77,11 @@ class _End(NamedTuple):
     def is_a(self, kinds: set[str]) -> bool:
         """Whether it failed with an exception of one of these kinds."""
         return self.error is not None and not kinds.isdisjoint(self.error["kinds"])
+
+    def is_from_outside(self) -> bool:
+        """Whether it may be better the next time."""
+        lacks_threads = self.error and "can't start new thread" in self.error["text"]
+        return bool(lacks_threads) or self.is_a(_OUTSIDE)
 
 
 class Supervisor:
@@ -113,24 +125,35 @@ class Supervisor:
         for text in leftovers.sweep(self._root):
             say(f"run: {text}")
         self._path, lock = leftovers.open_session(self._root)
-        open_channel(self._path, every=self._every, deadman=self._deadman)
-        before = self._take_signals()
+        before, self._guard = self._take_signals(), _start_guard()
         try:
+            self._open_channel()
             end = self._attempts()
             self._see_off(wait=True)
             self._clean_up(end)
         finally:
+            self._guard.kill()
+            self._guard.communicate()
             for number, handler in before.items():
                 signal.signal(number, handler)
             leftovers.close_session(self._path, lock)
         return end.code if end.code >= 0 else 128 - end.code
+
+    def _open_channel(self) -> None:
+        try:
+            open_channel(self._path, every=self._every, deadman=self._deadman)
+        except OSError as error:
+            raise ValueError(
+                f"`--snapshot-dir`: nothing can be written to {self._root}: {error}."
+                " Make room there, or pass another folder."
+            ) from error
 
     def _attempts(self) -> _End:
         restarts, pause, furthest = 0, 0.0, -1
         before: _End | None = None
         while True:
             end = self._attempt()
-            reason = self._why_no_more(end, before, restarts)
+            reason = self._why_no_more(end, before, restarts, furthest)
             if reason is not None:
                 if reason:
                     say(f"run: the script {end}{_after(end)}. {reason}")
@@ -149,19 +172,22 @@ class Supervisor:
                 return end
             before = end
 
-    def _why_no_more(self, end: _End, before: _End | None, restarts: int) -> str | None:
+    def _why_no_more(
+        self, end: _End, before: _End | None, restarts: int, furthest: int
+    ) -> str | None:
         """Why the script is not started again; "" needs no words, None if it is."""
         if end.code == 0 or self._is_told_to_stop():
             return ""
         if self._heard and end.code in (_PREEMPTED, *(-each for each in self._heard)):
             return ""
-        if end.step < 0 and (end.is_a(_MISTAKES) or end.code == 2):
+        has_begun = max(end.step, furthest) >= 0
+        if not has_begun and (end.is_a(_MISTAKES) or end.code == 2):
             return "It would fail again, and is not started again."
         is_same = (
             before is not None
             and end.error is not None
             and before.error is not None
-            and not end.is_a(_OUTSIDE)
+            and not end.is_from_outside()
             and end.step == before.step
             and end.error["kinds"] == before.error["kinds"]
         )
@@ -174,13 +200,18 @@ class Supervisor:
     def _attempt(self) -> _End:
         """Starts the script, and waits until it has ended."""
         reset(self._path)
-        child = self._child = subprocess.Popen(
-            self._command,
-            env={**os.environ, VARIABLE: self._path},
-            # A session of its own: what a terminal or a launcher sends to the group of
-            # this process reaches the script once, passed on.
-            start_new_session=True,
-        )
+        try:
+            child = self._child = subprocess.Popen(
+                self._command,
+                env={**os.environ, VARIABLE: self._path},
+                # A session of its own: what a terminal or a launcher sends to the group
+                # of this process reaches the script once, passed on.
+                start_new_session=True,
+            )
+        except OSError as error:  # no more processes, or no memory
+            return _End(1, -1, {"kinds": ["OSError"], "text": str(error)}, False)
+        with contextlib.suppress(OSError):  # somebody has killed it
+            os.write(self._guard.stdin.fileno(), f"{child.pid}\n".encode())
         while self._early:
             child.send_signal(self._early.pop(0))
 
@@ -279,6 +310,21 @@ class Supervisor:
         while time.monotonic() < end and not self._is_told_to_stop():
             self._see_off()
             time.sleep(_LOOK)
+
+
+def _start_guard() -> Any:
+    """Starts what outlives this process, if that is killed, and ends the script.
+
+    It is told the process groups of scripts, and ends the last one then.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 def _after(end: _End) -> str:

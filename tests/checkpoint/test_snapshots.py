@@ -17,26 +17,9 @@ from jaxdp import FSDP, Callback, LocalSGD, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.checkpoint import CheckpointCorrupt, Snapshots, is_snapshot, snapshots
 from jaxdp.supervisor import channel, leftovers
-from jaxdp.supervisor.channel import open_channel, read_beat, reset
-from jaxdp.supervisor.child import VARIABLE
+from jaxdp.supervisor.channel import read_beat
 
 DATA = batches(16, 16, 5)
-
-
-@pytest.fixture
-def supervised(tmp_path, monkeypatch):
-    """As in a process that a supervisor has started; its folder."""
-    path = leftovers.root_in(str(tmp_path)) / "session-0"
-    path.mkdir()
-    open_channel(str(path), every=4, deadman=60.0)
-    settings = (path / "settings.json").read_text()
-    ours, parents = f'"parent": {os.getpid()}', f'"parent": {os.getppid()}'
-    (path / "settings.json").write_text(settings.replace(ours, parents))
-    reset(str(path))
-    monkeypatch.setenv(VARIABLE, str(path))
-    channel.cache_clear()
-    yield path
-    channel.cache_clear()
 
 
 class Crash(Callback):
@@ -194,6 +177,20 @@ def test_links_are_not_followed(supervised, tmp_path):
     os.symlink(tmp_path / "elsewhere", path)
     with pytest.raises((OSError, ValueError)):
         make(tmp_path / "a").load(path)
+
+
+def test_where_no_thread_can_be_started_training_waits(
+    supervised, tmp_path, monkeypatch
+):
+    def no_more(*_):
+        raise RuntimeError("can't start new thread")
+
+    def stop():
+        monkeypatch.setattr(threading, "_start_new_thread", no_more)
+
+    newest = Newest(tmp_path / "a", at_step=3, do=stop)
+    make(tmp_path / "a", newest).fit(DATA, max_epochs=4, ckpt_path="auto")
+    assert newest.behind[4:] == [1, 2] * 4
 
 
 def test_too_little_room_is_told_once_and_ends_nothing(supervised, tmp_path, caplog):

@@ -57,7 +57,8 @@ def test_a_script_runs_as_python_runs_it(run, tmp_path):
         import __main__, beside, pickle
         class Mine: pass
         assert pickle.loads(pickle.dumps(Mine())).__class__ is __main__.Mine
-        assert __name__ == "__main__" and __file__ == "script.py" == sys.argv[0]
+        assert __name__ == "__main__" and __file__ == os.path.abspath("script.py")
+        assert sys.argv[0] == "script.py" and sys.path[0] == os.path.dirname(__file__)
         assert sys.argv[1:] == ["--max-restarts", "5"] and beside.value == 7
     """
     assert run(code, "--max-restarts", "5") == (0, [])
@@ -89,7 +90,14 @@ def test_it_is_started_again_and_its_exit_code_comes_back(run, how, code, said):
         ("sys.exit(2)", 1, "would fail again"),
         ("beat(1, 45); raise ValueError('the 46th batch')", 2, "second time at this"),
         ("beat(1, 40 + attempt); raise KeyError(attempt)", 4, "--max-restarts"),
+        # Not the script's mistake: it has got further before.
+        (
+            "if attempt > 1: raise FileNotFoundError('data')\nbeat(1, 5); os._exit(1)",
+            4,
+            "--max-restarts",
+        ),
         ("beat(1, 45); raise OSError('the disk is full')", 4, "--max-restarts"),
+        ('raise RuntimeError("can\'t start new thread")', 4, "--max-restarts"),
     ],
 )
 def test_an_error_that_would_come_again_is_not_tried_again(
@@ -99,6 +107,23 @@ def test_an_error_that_would_come_again_is_not_tried_again(
     result, messages = run(how, max_restarts=3)
     assert result in (1, 2) and said in messages[-1]
     assert how == "def" or attempts() == tries  # not even compiled
+
+
+def test_no_process_can_be_started_for_now(run, monkeypatch):
+    monkeypatch.setattr("jaxdp.supervisor.parent._LONGEST_PAUSE", 0.01)
+    tries, start = [], subprocess.Popen
+
+    def full(command, **options):
+        if command[0] == sys.executable:
+            tries.append(command)
+            if len(tries) == 1:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    result, messages = run("")
+    assert result == 0 and len(tries) == 2
+    assert "failed: OSError: [Errno 11] Resource temporarily" in messages[0]
 
 
 def test_pauses_grow_where_it_comes_no_further(run, monkeypatch):
@@ -174,15 +199,17 @@ def test_a_signal_to_the_group_arrives_once_and_ends_the_run(tmp_path, monkeypat
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     process = start("""
-        with open("ready.part", "w") as file: file.write(str(os.getpid()))
+        import subprocess
+        other = subprocess.Popen(["sleep", "120"], stderr=subprocess.DEVNULL)
+        with open("ready.part", "w") as file: file.write(f"{os.getpid()} {other.pid}")
         os.rename("ready.part", "ready")
         time.sleep(60)
     """)
-    child = int((tmp_path / "ready").read_text())
-    assert is_alive(child)
+    started = [int(word) for word in (tmp_path / "ready").read_text().split()]
+    assert all(map(is_alive, started))
     process.kill()
     process.communicate(timeout=60)
-    wait_for(lambda: not is_alive(child))
+    wait_for(lambda: not any(map(is_alive, started)))
 
 
 def test_what_a_dead_script_has_started_is_ended(run, tmp_path):
@@ -236,6 +263,27 @@ def test_one_of_several_processes_is_refused(run, monkeypatch, environment, laun
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"one of 4 that {launcher}"):
         run("")
+
+
+def test_no_room_at_the_start(run, tmp_path, monkeypatch):
+    def full(path, **settings):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxdp.supervisor.parent.open_channel", full)
+    with pytest.raises(ValueError, match="`--snapshot-dir`: nothing can be written to"):
+        run("")
+    assert not list(tmp_path.glob("jaxdp-*"))
+
+
+def test_room_for_why_a_script_has_failed_is_taken_before(run):
+    code = """
+        path = os.path.join(os.environ["JAXDP_SUPERVISED"], "end.json")
+        os.link(path, "end")  # what is written later, is written over it
+        raise ValueError("a bad argument")
+    """
+    assert run(code, max_restarts=0)[0] == 1
+    with open("end") as file:
+        assert "a bad argument" in file.read()
 
 
 def test_a_script_that_is_not_there(run):
