@@ -25,12 +25,15 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     Those in a `Whole` need no rows, and stay in it. Arrays on the CPU are not copied,
     unless narrowing does, or `copy` asks for it: for sources that may write the next
     batch into the same place. A list is taken as a tuple, since torch's default collate
-    makes lists of tuples.
+    makes lists of tuples; a mapping that JAX does not know, such as tokenizers make, as
+    a dict.
     """
     if isinstance(batch, Portion):  # of an earlier pass
         return batch
     if type(batch) is list:
         batch = tuple(batch)
+    if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
+        batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
 
     # Each leaf by itself.

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 import jax
@@ -405,7 +405,7 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
 
 def _is_loader(found: Any) -> bool:
     """Whether it gives batches, and is none itself: no array, no tree of arrays."""
-    is_array = hasattr(found, "dtype") or isinstance(found, str | bytes)
+    is_array = hasattr(found, "dtype") or isinstance(found, str | bytes | Mapping)
     gives = isinstance(found, Iterable) or hasattr(found, "__getitem__")
     return gives and not is_array and jax.tree_util.all_leaves([found])
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -82,6 +82,13 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+_SEVERAL: Final = (
+    " For several losses pass, in the place of `optimizer`, a list of"
+    " jaxdp.Part(params, loss_fn, optimizer). For one loss and several optimizers use"
+    " optax.partition, or optax.chain for stages."
+)
+
+
 def is_several(optimizer: Any) -> bool:
     """Whether there is a list of parts in the place of the optimizer."""
     if isinstance(optimizer, optax.GradientTransformation):  # a tuple, too
@@ -96,8 +103,12 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         if not isinstance(part, Part):
             raise TypeError(
                 f"`optimizer` is a list with a {type(part).__name__}; every element"
-                " must be a jaxdp.Part(params, loss_fn, optimizer). For one loss and"
-                " several optimizers use optax.partition, or optax.chain for stages."
+                " must be a jaxdp.Part." + _SEVERAL
+            )
+        if isinstance(part.loss_fn, optax.GradientTransformation):
+            raise TypeError(
+                f"`Part`: the `loss_fn` of {part.params!r} is an optimizer; the order"
+                " is Part(params, loss_fn, optimizer)."
             )
         check_optimizer(part.optimizer)
         check_count("every", part.every)
@@ -208,6 +219,13 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             f"`model` is the class {model.__name__}, not an instance of it; construct"
             " it, for example with key=jax.random.key(0)."
         )
+    if isinstance(model, list | tuple) and model and all(map(callable, model)):
+        raise TypeError(
+            f"`model` is a {kind} of {len(model)} models. To train them side by side,"
+            f" pass `ensemble`={len(model)} and one model whose arrays have an axis of"
+            " members in front: jax.tree.map(lambda *each: jnp.stack(each) if"
+            " eqx.is_array(each[0]) else each[0], *models)."
+        )
     if must_be_callable and not callable(model):
         raise TypeError(
             f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
@@ -240,6 +258,7 @@ def check_optimizer(optimizer: Any) -> None:
         f"`optimizer` must be an optax.GradientTransformation, for example"
         f" optax.adam(1e-3); got {optimizer!r} of type {kind}."
         + (" Call it with a learning rate." if callable(optimizer) else "")
+        + (_SEVERAL if isinstance(optimizer, Mapping) else "")
     )
 
 
@@ -437,6 +456,7 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
         raise TypeError(
             f"`loss_fn` must be a callable (model, *batch) -> loss; got {loss_fn!r}."
             + (" For a loss by name use `loss`." if isinstance(loss_fn, str) else "")
+            + (_SEVERAL if isinstance(loss_fn, list | tuple | Mapping) else "")
         )
 
     objective = LossFnObjective(loss_fn, keeps_outputs=keeps)

@@ -59,7 +59,9 @@ class PassMetric:
             shapes = [[leaf.shape for leaf in jax.tree.leaves(each)] for each in given]
             exception.add_note(
                 f"in `metrics`: {name!r}, called with predictions of shape"
-                f" {_listed(shapes[0])} and targets of shape {_listed(shapes[1])}"
+                f" {_listed(shapes[0])} and targets of shape {_listed(shapes[1])}."
+                " They are what the model gives, logits perhaps: for labels write"
+                " PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
             )
             raise
         named = found if isinstance(found, Mapping) else {"": found}

@@ -113,9 +113,8 @@ class Run:
         several = self.several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
-        if self.ensemble is not None and self.ensemble.values:
-            init = self._own_optimizer().init
-            jax.eval_shape(init, self.parts[0])  # does its state hold the values?
+        if self.ensemble is not None:  # can the optimizer be that of members?
+            jax.eval_shape(self._own_optimizer().init, self.parts[0])
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own

@@ -25,6 +25,8 @@ def init_each(inner: Any, params: PyTree, *, own_losses: bool = False) -> PyTree
     update = update_each(inner, shared, extra, own_losses=own_losses)
     try:
         jax.eval_shape(update, params, shared, params)
+    except _NeedsLosses:
+        raise
     except ValueError:  # of vmap, which finds that a scalar differs
         return each
     return shared
@@ -68,9 +70,13 @@ def update_each(
     return lambda grads, state, params: mapped(grads, state, params, given)
 
 
+class _NeedsLosses(ValueError):
+    pass
+
+
 def _refuse(*_: Any) -> Any:
     """In the place of the loss, which is one of all models."""
-    raise ValueError(
+    raise _NeedsLosses(
         "`optimizer` evaluates the loss, as optax.lbfgs does, and with `ensemble` or"
         " the strategy LocalSGD there are several models, which have a loss each. Take"
         " an optimizer that needs gradients alone, such as optax.adamw."

@@ -66,7 +66,10 @@ class Ensemble:
     def member_of(self, model: PyTree, index: int) -> PyTree:
         """One member, an ordinary model."""
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
-            raise TypeError(f"`index` must be the number of a member; got {index!r}.")
+            raise TypeError(
+                f"`index` must be the number of a member; got {index!r}. That of the"
+                " best is history.best('val_loss')."
+            )
         if not -self.size <= index < self.size:
             raise IndexError(f"`index`={index}: there are {self.size} members.")
         arrays, static = eqx.partition(model, eqx.is_array)

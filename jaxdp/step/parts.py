@@ -1,5 +1,6 @@
 """Several losses, each with an optimizer and leaves of its own, taken in one step."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,7 @@ def find_parts(
     found: list[FoundPart] = []
     owners: dict[str, str] = {}
     for part in parts:
+        mask = _mask(part.params, model)
         name = part.name
         if name is None:
             name = part.params if isinstance(part.params, str) else ""
@@ -125,7 +127,6 @@ def find_parts(
         if any(name == other.name for other in found):
             raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
 
-        mask = _mask(part.params, model)
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
         mine = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
         if not mine:
@@ -234,8 +235,11 @@ class StepsOfParts(Steps):
             )
             steps = self._of(part)
 
-            def take(seen: TrainState, steps: Steps = steps) -> Taken:
-                taken = steps.taken(collectives, seen, groups)
+            def take(
+                seen: TrainState, steps: Steps = steps, name: str = part.name
+            ) -> Taken:
+                with _in_part(name):
+                    taken = steps.taken(collectives, seen, groups)
                 return taken._replace(
                     opt_state=as_before(
                         seen.opt_state, taken.opt_state, "optimizer state"
@@ -276,7 +280,9 @@ class StepsOfParts(Steps):
     ) -> tuple[Sums, PyTree]:
         summed, outputs = [], {}
         for part in self.parts:
-            sums, own = self._of(part).evaluated(collectives, weights, batch_idx, group)
+            of = collectives, weights, batch_idx, group
+            with _in_part(part.name):
+                sums, own = self._of(part).evaluated(*of)
             summed.append(sums)
             if own is not None:
                 outputs[part.name] = own
@@ -341,6 +347,16 @@ class StepsOfParts(Steps):
 
         nodes = jax.tree.leaves(opt_state, is_leaf=is_ours)
         return next(node for node in nodes if is_ours(node))
+
+
+@contextlib.contextmanager
+def _in_part(name: str) -> Iterator[None]:
+    """What fails inside is said to be of a part."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the Part {name!r}")
+        raise
 
 
 def _when_due(

@@ -12,6 +12,7 @@ import pytest
 from jaxdp.data.batches import windows
 from jaxdp.data.conversion import check_targets, to_host
 from jaxdp.data.padding import Packer
+from jaxdp.data.source import open_loader
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
@@ -21,6 +22,11 @@ def test_lists_become_tuples_and_nested_batches_keep_their_structure():
     nested = to_host({"a": (x, {"b": jnp.asarray(x)}), "c": Pair(x, x)})
     assert nested["a"][1]["b"].shape == (3, 2)
     assert isinstance(nested["c"], Pair)
+
+    # A mapping that JAX does not know, as the tokenizers of transformers give.
+    other = [collections.UserDict(a=x)]
+    (found,) = open_loader(other, "loader", 0).epoch()
+    assert isinstance(found, dict) and [*found] == ["a"]
 
 
 def test_arrays_are_not_copied_unless_asked():
@@ -107,7 +113,7 @@ class Pair:
 @pytest.mark.parametrize(
     ("batch", "advice"),
     [
-        (collections.UserDict(x=np.ones(2)), r"dict\(batch\)"),
+        ((collections.UserDict(x=np.ones(2)),), r"dict\(batch\)"),
         (Pair(np.ones(2)), r"register_dataclass\(Pair\)"),
         (np.ones(2, np.longdouble), "Drop or convert it"),
     ],

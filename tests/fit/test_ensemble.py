@@ -372,7 +372,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"\['lr'\].* holds b1, .*, learning_rate"):
         make_small(stack(), adam()[0], ensemble=Ensemble(SIZE, lr=RATES))
     with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
-        make_small(stack(), optax.lbfgs(), ensemble=SIZE).fit(DATA)
+        make_small(stack(), optax.lbfgs(), ensemble=SIZE)
+    with pytest.raises(TypeError, match="a list of 2 models.*jnp.stack"):
+        make_small([make(KEYS[0]), make(KEYS[1])], ensemble=2)
     with pytest.raises(ValueError, match="4 members can't be split over the 8 devices"):
         make_small(stack(), ensemble=SIZE, strategy=Members())
     with pytest.raises(ValueError, match="`ensemble` was not given"):

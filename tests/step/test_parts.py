@@ -342,7 +342,9 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([one(name="val")], {}, "'val_' and 'test_'"),
         ([one(NOTHING, name="none")], {}, "no floating"),
         ([one({"critic": True}, name="x")], {}, "a prefix of the model"),
-        ([one(lambda gan: gan, name="x")], {}, "bools.*It has function"),
+        ([one(lambda gan: gan)], {}, "bools.*It has function"),
+        ([Part("critic", CRITIC, critic_loss)], {}, "of 'critic' is an optimizer; the"),
+        ({"critic": CRITIC}, {}, "For several losses pass, .* a list of jaxdp.Part"),
         (one(), {}, r"a jaxdp.Part; pass a list"),
         ([one(every=0)], {}, "`every`"),
         ([one(gradient_clip_val=-1)], {}, "`gradient_clip_val`"),
@@ -386,6 +388,12 @@ def test_a_metric_over_a_pass_is_of_parts_that_return_predictions():
         Trainer(Gan(), returning(), **options).validate(data)
     with pytest.raises(ValueError, match=r"does not return \['targets'\]"):
         Trainer(Gan(), returning("predictions"), **options).validate(data)
+
+
+def test_what_fails_in_a_part_is_said_to_be_of_it():
+    with pytest.raises(ValueError, match="does not depend on any") as caught:
+        fit([parts()[0], one("generator", lambda gan, x: x[:, 0])], epochs=1)
+    assert "in the Part 'generator'" in caught.value.__notes__
 
 
 def test_predict_of_a_model_that_cannot_be_called_says_what_to_call():
