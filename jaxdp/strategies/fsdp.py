@@ -18,7 +18,7 @@ from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
 from .base import Devices, Role, find_devices, mesh_on
 from .by_rows import NO_GATHERERS
-from .gathering import Gatherers, check_alike
+from .gathering import Gatherers, check_alike, gathers_in_calls
 from .sharded import Sharded
 from .stack import Stack, stacks_in
 
@@ -150,6 +150,9 @@ class FSDP(_Split):
         self._gather = _checked(gather)
         self._how = "in calls"  # of modules; or "before the step"; or "nothing", to see
         self._expected: Any = None  # what is computed then
+        # Why training gathers all before the step, if it does, by the names of what
+        # would gather in calls. Copies of a strategy share it.
+        self._at_once: dict[tuple[str, ...], str | None] = {}
         self.gatherers = NO_GATHERERS
 
     @property
@@ -163,6 +166,8 @@ class FSDP(_Split):
         why = super().reason(path, leaf)
         if not self.gatherers.gather(path, self._split(path, leaf)):
             return why
+        if (cause := self._at_once.get(tuple(self.gatherers.paths))) is not None:
+            return f"{why}, gathered before the step: {cause}"
         return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
 
     def compile(
@@ -186,10 +191,18 @@ class FSDP(_Split):
 
         if self.num_shards == 1 or not self.gatherers.paths:
             return compiled("before the step")
+        names, trains = tuple(self.gatherers.paths), "state" in results
         # What does not work with shards is tried without; what is wrong shows then.
         with contextlib.suppress(Exception):
-            return compiled("in calls", compiled("nothing"))
+            whole = compiled("nothing")
+            found = compiled("in calls", whole)
+            if trains:
+                is_so = gathers_in_calls(whole.jaxpr)
+                self._at_once[names] = None if is_so else "rows interact"
+            return found
         found = compiled("before the step")
+        if trains:
+            self._at_once[names] = "the loss uses some parameters by themselves"
         say(
             f"{self!r} gathers all parameters before the step: the loss uses some by"
             " themselves, and not only in calls of the modules that gather them"

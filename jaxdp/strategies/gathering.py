@@ -146,6 +146,11 @@ def check_alike(split: Any, whole: Any) -> None:
         _check_program(*map(_forwards, bodies))
 
 
+def gathers_in_calls(jaxpr: Any) -> bool:
+    """Whether a step has modules that gather their parameters when they are called."""
+    return bool(_bodies(jaxpr))
+
+
 def _bodies(jaxpr: Any) -> list[Any]:
     """What devices compute on their rows, where modules gather."""
     return [

@@ -95,19 +95,21 @@ def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, na
 
 
 @pytest.mark.slow
-def test_stages_of_blocks_may_be_in_several_processes(crew):
+def test_blocks_of_a_stack_may_be_split_between_processes(crew):
+    names = ["Pipeline", "FSDP", "FSDP in groups"]
     job = crew(
         "together.all_numbers",
         processes=2,
         start={"devices": 2},
-        cases={"stages": {"strategy": "Pipeline", "deep": True, "epochs": 1}},
+        cases={n: {"strategy": n, "deep": True, "epochs": 1} for n in names},
     )
     codes, outputs = job.join()
     assert codes == [0, 0], job.all_outputs()
     first, other = told(outputs)
     expected = together.numbers("SingleDevice", deep=True, epochs=1)
-    assert_same(first[0]["found"], expected)
-    assert other == first
+    for each in first:
+        assert_same(each["found"], expected)
+    assert len(first) == 3 and other == first
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def strategies():
         "Pmap": Pmap,
         "ZeRO": ZeRO,
         "FSDP": FSDP,
+        "FSDP in groups": lambda: FSDP(groups=jax.process_count()),
         "TensorParallel": lambda: TensorParallel(
             {"data": devices // 2, "model": 2}, halves
         ),

@@ -306,6 +306,12 @@ def test_a_loss_that_uses_weights_by_themselves_has_whole_ones(loss_fn, caplog):
     assert not any("forward" in each.part for each in traffic(trainer)
                    if each.kind == "all-gather")  # fmt: skip
     assert "all-to-all" not in {each.kind for each in traffic(trainer)}
+    assert reason(trainer).endswith("step: the loss uses some parameters by themselves")
+
+
+def reason(trainer):
+    layouts = trainer.strategy.layouts(trainer.state)
+    return layouts["params: blocks.stacked.up.weight"].reason
 
 
 def test_modules_called_in_other_ways_have_whole_parameters():
@@ -332,7 +338,9 @@ def test_a_strategy_serves_several_models():
     expected = deep.validate(data())
     losses(Flat(), strategy, epochs=1)
     assert deep.validate(data()) == expected
-    again, _ = losses(Deep(2), strategy, epochs=1)
+    losses(Deep(2), strategy, epochs=1, loss_fn=noisy)
+    again, deep = losses(Deep(2), strategy, epochs=1)
+    assert reason(deep).endswith("gathered in each call of blocks.stacked")
     np.testing.assert_allclose(again, losses(Deep(2), FSDP(), epochs=1)[0], rtol=1e-6)
 
 
@@ -343,8 +351,12 @@ def test_rows_that_interact_are_trained_together():
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     expected, _ = losses(Deep(2), SingleDevice(), epochs=2, loss_fn=loss_fn)
-    found, _ = losses(Deep(2), FSDP(), epochs=2, loss_fn=loss_fn)
+    options = {"xla_cpu_enable_fast_math": False}  # makes a copy of the strategy
+    found, trainer = losses(
+        Deep(2), FSDP(), epochs=2, loss_fn=loss_fn, compiler_options=options
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert reason(trainer).endswith("gathered before the step: rows interact")
 
 
 def test_a_run_goes_on_under_other_layouts(tmp_path):
