@@ -48,7 +48,10 @@ test-guards: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow tests/strategies tests/engine \
 	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py
 
+# First of all, every test is collected: without torch, and with another JAX.
 test-short: $(READY)
+	@$(BIN)/python -m pytest --collect-only -qqq > $(VENV)/collected \
+	  || { cat $(VENV)/collected; exit 1; }
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_imports.py tests/step \
 	  tests/fit/test_numbers.py tests/strategies/test_strategies.py \
 	  tests/checkpoint/test_saving.py tests/checkpoint/test_old_checkpoint.py
