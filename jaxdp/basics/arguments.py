@@ -65,9 +65,9 @@ def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
     """Raises where `path` is an address, such as `gs://...`, and no file."""
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)):  # C:/ is a file
         raise ValueError(
-            f"`{name}` must be in a file system; got {os.fspath(path)!r}, which would"
-            " be a folder of the disk here. Mount what is meant and pass that path, or"
-            " copy the files there."
+            f"`{name}` must be in a file system; got {os.fspath(path)!r}, which"
+            " would become a folder on this disk. Mount the remote folder and"
+            " pass its path here, or copy the files to this disk."
         )
 
 

@@ -112,8 +112,9 @@ def refuse_to_train_in_a_worker() -> None:
     """Raises a RuntimeError if this process only imports a script that trains."""
     if is_imported_by_a_worker():
         raise RuntimeError(
-            "a data loader worker runs the training script itself, which workers"
-            ' import: what trains must stand under `if __name__ == "__main__":`.'
+            "a data loader worker runs the training script itself, because"
+            " workers import it; put the training under `if __name__ =="
+            ' "__main__":`.'
         )
 
 

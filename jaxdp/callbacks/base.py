@@ -220,8 +220,8 @@ class Hooks:
             if id(callback) not in known and _has_part(callback):
                 name = type(callback).__name__
                 raise ValueError(
-                    f"`trainer.callbacks`: {name} was added to a trainer that is made"
-                    " already, and has a part in its compiled step; pass it to"
+                    f"`trainer.callbacks`: {name} was added after the trainer was"
+                    " made, but it must be part of the compiled step; pass it to"
                     " `Trainer(callbacks=[...])`."
                 )
         renewed = Hooks(callbacks)
@@ -251,7 +251,8 @@ class Hooks:
         if len(found) > 1:
             names = " and ".join(type(callback).__name__ for callback in found)
             raise ValueError(
-                f"`callbacks`: {names} each say which weights are evaluated; pass one."
+                f"`callbacks`: {names} each choose the weights for evaluation;"
+                " pass only one of them."
             )
         return found[0].evaluated_state if found else None
 

@@ -76,8 +76,8 @@ class CSVLogger(Logger):
         for path in _files_of(table):
             if path.is_dir():
                 raise IsADirectoryError(
-                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder, and a"
-                    " file is to be written there. Move it away, or pass another"
+                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder,"
+                    " but the table is a file. Move it away, or pass another"
                     " `name`."
                 )
         if self._restored is not None and table.exists():

@@ -140,9 +140,9 @@ class GradientMonitor(Callback):
         steps = f"in the first {self._checked} steps"
         if self.dead:
             warn(
-                f"`GradientMonitor`: the gradient of {some_of(self.dead)} was exactly"
-                f" zero {steps}: the loss does not depend on it, or what comes before"
-                f" it is dead. {_REMEDY}",
+                f"`GradientMonitor`: the gradient of {some_of(self.dead)} was"
+                f" exactly zero {steps}: the loss does not depend on it, or a"
+                f" layer before it is dead. {_REMEDY}",
                 stacklevel=2,
             )
         if self.never_updated:

@@ -179,9 +179,10 @@ class NanGuard(Callback):
         if self.action == "stop":
             model = "The update was not applied: `trainer.model` is the last good one. "
             raise FloatingPointError(
-                f"`NanGuard`: {place}. {model if skipped else ''}Lower the learning"
-                " rate, clip gradients (`gradient_clip_val`), look at that batch, or go"
-                " on with `NanGuard('skip')` or `NanGuard('rollback')`."
+                f"`NanGuard`: {place}. {model if skipped else ''}Lower the"
+                " learning rate, clip gradients (`gradient_clip_val`), look at"
+                " that batch, or use `NanGuard('skip')` or"
+                " `NanGuard('rollback')`."
             )
         if self.action == "rollback":
             raise self._roll_back(trainer, step, (epoch, batch_idx), place)

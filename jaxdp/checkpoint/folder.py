@@ -100,7 +100,10 @@ class CheckpointDir:
                 f" {holder}. Wait until it has ended, or pass another folder."
             ) from error
         except OSError as error:  # a file system without locks
-            say(f"{self.path} can't be locked ({error}): see that no other run uses it")
+            say(
+                f"{self.path} can't be locked ({error}): make sure that no other run"
+                " uses it"
+            )
         self._lock = lock
         _mind_forks()
         _locks.add(self)

@@ -44,9 +44,9 @@ def as_orbax_reads(folder: str) -> Iterator[str]:
         return
     if is_misread(tempfile.gettempdir()):
         raise OSError(
-            f"Orbax can't write to {folder!r} by its name, and no link to it can be"
-            f" made in {tempfile.gettempdir()!r}; have TMPDIR name a folder without"
-            " any of * ? [ ] and backslashes"
+            f"Orbax can't write to {folder!r} because of its name, and no link to"
+            f" it can be made in {tempfile.gettempdir()!r}; set TMPDIR to a folder"
+            " without any of * ? [ ] and backslashes"
         )
     with tempfile.TemporaryDirectory(prefix="jaxdp-") as here:
         link = os.path.join(here, "checkpoints")

@@ -116,7 +116,7 @@ class KeptPrograms:
             try:
                 file, is_ours = _read(path, key)
             except (OSError, ValueError) as error:
-                warn(f"{path}, a compiled step, is left out: {error}.", stacklevel=2)
+                warn(f"{path}, a compiled step, is skipped: {error}.", stacklevel=2)
                 continue
             if is_ours or os.environ.get(_SWITCH) == "1":
                 self._found[path.name] = file
@@ -125,11 +125,11 @@ class KeptPrograms:
                 foreign += 1
         if foreign:
             say(
-                f"{foreign} of the compiled steps kept in {self._path} are not taken:"
-                " they were signed with another key than this user's on this machine,"
-                f" and to load them is to run their code. {_SWITCH}=1 takes them, if"
-                " you trust whoever can write there. Steps are compiled anew; last bits"
-                " may differ"
+                f"{foreign} of the compiled steps kept in {self._path} are not"
+                " used: they were signed with another key than this user's on"
+                " this machine, and loading them would run their code."
+                f" {_SWITCH}=1 allows them, if you trust everybody who can write"
+                " there. Steps are compiled again; last bits may differ"
             )
         if self._processes.count > 1:
             each = self._processes.all("the compiled steps", sorted(self._found))
@@ -178,7 +178,7 @@ class KeptPrograms:
             )
         except Exception as error:  # whatever this version of JAX raises
             text = f"{self._path}/{name}, a compiled step, can't be loaded"
-            warn(f"{text}: {error}. It is compiled anew.", stacklevel=2)
+            warn(f"{text}: {error}. It is compiled again.", stacklevel=2)
             return None
         self._loaded_from[name] = self._path
         self._tell(f"compiled steps are those that are kept in {self._path}")
@@ -306,12 +306,12 @@ def _read(path: pathlib.Path, key: bytes) -> tuple[_File, bool]:
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-            raise ValueError("it is no file of a sensible size")
+            raise ValueError("its size is not plausible")
         line, signed = file.readline(2**20), file.readline(2**10)
         program = file.read()
     digest, _, signature = signed.decode("ascii", "replace").strip().partition(" ")
     if _name(line) != path.name or _digest(line, program) != digest:
-        raise ValueError("it is not what was written")
+        raise ValueError("its content has changed")
     made_for = parse_json(line)
     _MADE_FOR(made_for, "what it was compiled for")
     is_ours = hmac.compare_digest(signature.encode(), _signature(key, digest).encode())
@@ -351,7 +351,7 @@ def _key() -> bytes:
         if os.name == "posix" and (
             status.st_uid != os.geteuid() or status.st_mode & 0o77
         ):
-            raise PermissionError(f"{path} is not this user's alone to read")
+            raise PermissionError(f"{path} must be readable by its owner only")
         if len(key) != 32:
             raise ValueError(f"{path} has {len(key)} bytes")
     except (OSError, RuntimeError, ValueError):

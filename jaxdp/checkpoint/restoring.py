@@ -118,7 +118,9 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise corrupt(path, f"its meta/metadata can't be read: {error}") from error
     if meta.pop("digest", None) != digest(meta):
-        raise corrupt(path, "meta/metadata is not what was saved (its digest differs)")
+        raise corrupt(
+            path, "meta/metadata has changed since it was saved (its digest differs)"
+        )
     if meta["format"] != FORMAT:
         wrote = meta.get("versions")
         wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
@@ -171,7 +173,7 @@ def _check_is_checkpoint(path: str) -> None:
         raise FileNotFoundError(f"`path`: there is nothing at {path}.")
     if not os.path.isdir(path):
         raise NotADirectoryError(
-            f"`path`: {path} is not a folder, and a checkpoint is one."
+            f"`path`: {path} is not a folder, but a checkpoint is one."
         )
     inside = sorted(os.listdir(path))
     if not {"state", "meta"} <= set(inside):
@@ -187,7 +189,7 @@ def _check_is_checkpoint(path: str) -> None:
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
                 raise corrupt(
-                    path, f"{name} in it is a {kind}, which is never written there"
+                    path, f"{name} in it is a {kind}, which jaxdp never writes"
                 )
 
 
@@ -215,7 +217,9 @@ def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
     except (OSError, ValueError) as error:
         raise corrupt(path, f"its files.json can't be read: {error}") from error
     if changed:
-        raise corrupt(path, f"not what was saved, or missing, is {some_of(changed)}")
+        raise corrupt(
+            path, f"changed since it was saved, or missing: {some_of(changed)}"
+        )
 
 
 def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
@@ -256,7 +260,7 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
     saved = meta["fingerprints"]
     wrong = [name for name in read if read[name] != saved.get(name)]
     if wrong:
-        raise corrupt(path, f"the fingerprint differs of {some_of(wrong)}")
+        raise corrupt(path, f"the fingerprints differ for {some_of(wrong)}")
     return stored
 
 

@@ -237,9 +237,9 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         longest = max(meta, key=lambda name: len(json.dumps(meta[name])), default="")
         raise SaveFailed(
-            f"no checkpoint was written, because it could not be read again: {error}."
-            " Counters, callbacks and loaders have said what to save; the most of it is"
-            f" {longest!r}."
+            "no checkpoint was written, because it could not be read back:"
+            f" {error}. Its content comes from counters, callbacks and loaders;"
+            f" the largest part is {longest!r}."
         ) from error
     return described | {"digest": digest(described)}
 
@@ -254,7 +254,7 @@ def _seal(folder: str, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
     """
     (unnamed,) = unfinished(os.path.join(folder, name))
     if missing := unreadable(os.path.join(unnamed, "state"), sizes):
-        raise OSError(f"what was written lacks {some_of(missing)}")
+        raise OSError(f"the written files lack {some_of(missing)}")
     seal.write_list(unnamed)
     for inside, _, files in os.walk(unnamed):
         for file in files:

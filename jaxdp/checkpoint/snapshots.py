@@ -142,8 +142,8 @@ class Snapshots:
                 os.unlink(temporary)
             if not self._lacks_room:
                 say(
-                    f"no snapshot of step {step} was taken: {error}. Training goes on,"
-                    " and the next ones are tried."
+                    f"no snapshot of step {step} was taken: {error}. Training"
+                    " continues, and the next snapshot is tried."
                 )
             self._lacks_room = True
         except RuntimeError as error:  # of the device: the next step tells more
@@ -250,5 +250,5 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 digest.update(read.data)
                 arrays[name] = read.view(dtype).reshape(shape)
     if digest.digest() != head[len(_MAGIC) : -8]:
-        raise corrupt(path, "it is not what was written (its SHA-256 differs)")
+        raise corrupt(path, "it has changed since it was written (its SHA-256 differs)")
     return meta, arrays

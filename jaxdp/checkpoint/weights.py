@@ -54,8 +54,8 @@ def load_model(
     if path.endswith(".eqx"):
         if state is not None or partial:
             raise ValueError(
-                "`path`: an .eqx file has no names in it, so it can't be read in part,"
-                " and no `state`; use a checkpoint or .safetensors."
+                "`path`: an .eqx file contains neither names nor a `state`, so it"
+                " can't be read in part; use a checkpoint or .safetensors."
             )
         return _load_eqx(path, like)
 
@@ -169,8 +169,8 @@ def _report(
     ]
     if lines:
         raise ValueError(
-            f"`like`: the model in {path} is another one:\n{first_lines(lines)}\nUse"
-            " `partial=True` to take what fits."
+            f"`like`: the model in {path} is a different"
+            f" one:\n{first_lines(lines)}\nUse `partial=True` to take what fits."
         )
 
 
@@ -255,11 +255,12 @@ def _load_eqx(path: str, like: PyTree) -> PyTree:
             model = eqx.tree_deserialise_leaves(file, like)
         except Exception as error:
             raise CheckpointCorrupt(
-                f"`path`: {path} is damaged or of another model: {error}."
+                f"`path`: {path} is damaged or belongs to another model: {error}."
             ) from error
         if file.read(1):
             raise ValueError(
-                f"`like`: {path} has more leaves than the model, so it is of another."
+                f"`like`: {path} has more leaves than the model, so it belongs to"
+                " another model."
             )
     return model
 

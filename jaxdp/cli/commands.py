@@ -173,8 +173,8 @@ def _plan(options: argparse.Namespace) -> None:
         folder = os.path.dirname(os.path.abspath(path or __file__))
         if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
             raise ValueError(
-                f"`--{option}`: {path} can't be written; pass a file, in a folder that"
-                " is there and can be written to."
+                f"`--{option}`: {path} can't be written; pass a file in an existing"
+                " folder that can be written to."
             )
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}

@@ -148,9 +148,9 @@ class Forms:
             self._first = key
         if _kind(key) != _kind(self._first):
             raise ValueError(
-                f"{self.difference(batch)} Shapes may vary, and each is compiled for"
-                " once; structure and dtypes may not: convert in the dataset or"
-                " `collate_fn`."
+                f"{self.difference(batch)} Shapes may vary (the step is compiled"
+                " once for each), but structure and dtypes may not: convert in"
+                " the dataset or `collate_fn`."
             )
         if key not in self._known:
             form = self._known[key] = Form(key)

@@ -61,13 +61,14 @@ class IndexLists:
 
     def _warn(self) -> None:
         warn(
-            f"`{self._argument}`: since the run was resumed, its sampler"
-            f" {self._sampler} gives other index lists than it would have given, so"
-            " some rows come twice and others not at all. It draws from what no"
-            " checkpoint has, such as a generator of a module, a closure or an"
-            " iterator. Make that generator an attribute of the sampler"
-            " (torch.Generator, np.random.Generator, random.Random), or give it"
-            " `state_dict` and `load_state_dict`, or a `set_epoch` that seeds it.",
+            f"`{self._argument}`: after the resume, its sampler {self._sampler}"
+            " yields other index lists than the interrupted run would have seen,"
+            " so some rows come twice and others not at all. It draws from a"
+            " generator that no checkpoint contains, such as one in a module, a"
+            " closure or an iterator. Make that generator an attribute of the"
+            " sampler (torch.Generator, np.random.Generator, random.Random), or"
+            " give it `state_dict` and `load_state_dict`, or a `set_epoch` that"
+            " seeds it.",
             stacklevel=2,
         )
 

@@ -72,9 +72,9 @@ class OwnState:
             self._tell(_decoded(state))
         except Exception as error:  # of any type: the owner is the user's
             raise ValueError(
-                f"`{self.argument}`: {type(self.owner).__name__} can't take up the"
-                f" state that was saved of it: {type(error).__name__}: {error}."
-                " Pass a loader like that of the run that was saved."
+                f"`{self.argument}`: {type(self.owner).__name__} can't load the"
+                f" state that was saved for it: {type(error).__name__}: {error}."
+                " Pass the same kind of loader as in the saved run."
             ) from error
         self._is_loaded = True
 

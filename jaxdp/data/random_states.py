@@ -51,8 +51,9 @@ class Generators:
             _set_global_states(states)
         except Exception as error:  # of whatever stands in the place of what was saved
             raise ValueError(
-                "the states of the global random generators in the checkpoint can't be"
-                f" taken up: {type(error).__name__}: {error}. Take another checkpoint."
+                "the states of the global random generators in the checkpoint"
+                f" can't be loaded: {type(error).__name__}: {error}. Use another"
+                " checkpoint."
             ) from error
         finally:
             _set_global_states(users)
@@ -119,7 +120,7 @@ def check(states: Any) -> None:
         raise ValueError(f"states of generators must be a dict of them; got a {kind}.")
     for name, state in states.items():
         if not isinstance(state, dict) or set(state) != {"kind", "state"}:
-            raise ValueError(f"the state of the generator {name!r} is none.")
+            raise ValueError(f"the state of the generator {name!r} is not valid.")
 
 
 def _state_of(generator: Any) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _set_state(generator: Any, name: str, state: Any) -> None:
             raise ValueError("another one came of it")
     except Exception as error:  # of whatever stands in the place of what was saved
         raise ValueError(
-            f"the state of the generator {name!r} can't be taken up:"
+            f"the state of the generator {name!r} can't be loaded:"
             f" {type(error).__name__}: {error}."
         ) from error
 
@@ -173,7 +174,7 @@ def _check_places(value: Any) -> None:
     else:
         is_fine = isinstance(value, str) or type(value[2]) in (float, type(None))
     if not is_fine:
-        raise ValueError("a place is outside of the numbers")
+        raise ValueError("a position is out of range")
 
 
 def _like(template: Any, value: Any) -> Any:

@@ -153,8 +153,8 @@ class LocalShare(Share):
             if empty := [i for i, (*_, has_rows, _) in enumerate(told) if not has_rows]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
-                    f" {listed('process', empty)}, while others have some. Each needs"
-                    " one at least."
+                    f" {listed('process', empty)}, while others have some. Each"
+                    " loader needs at least one."
                 )
             for place, own in enumerate(here):
                 counts = tuple([sizes[place] for sizes, *_ in told])

@@ -281,10 +281,10 @@ class Source:
             self._pass_over(batches, skip - first - 1)
             return batches
         warn(
-            f"`{self.argument}`: the state of {type(self._own.owner).__name__} does not"
-            f" lead back to batch {first} of epoch {epoch}: another batch came. (Has it"
-            " a shuffle buffer, whose content is no part of the state?) The epoch is"
-            " replayed from its start.",
+            f"`{self.argument}`: the state of {type(self._own.owner).__name__} did"
+            f" not lead back to batch {first} of epoch {epoch}: a different batch"
+            " came. (Does it have a shuffle buffer, whose content is not part of"
+            " the state?) The epoch is replayed from its start.",
             stacklevel=2,
         )
         self._take_up(position.state)
@@ -309,11 +309,11 @@ class Source:
                 return
         if expected not in (None, checksum(to_host(batch))):
             warn(
-                f"`{self.argument}`: after {count} batches, which were replayed, came"
-                " another one than before the run was saved. (Is the order drawn from"
-                " a random generator that is not torch's, NumPy's or Python's global"
-                " one, as WebDataset's `shuffle` does without a seed?) Some rows of"
-                " this epoch may come twice, and others not at all.",
+                f"`{self.argument}`: after {count} batches were replayed, the next"
+                " one differs from the one in the saved run. (Does the order come"
+                " from another random generator than the global ones of torch,"
+                " NumPy and Python, as in WebDataset's `shuffle` without a seed?)"
+                " Some rows of this epoch may come twice, and others not at all.",
                 stacklevel=2,
             )
 

@@ -57,8 +57,9 @@ def choose_place(
         return None
     if place is None:
         raise ValueError(
-            f"`{'`, `'.join(absent)}` can't be found out: the environment is not that"
-            f" of torchrun, mpirun, srun or Kubernetes. Pass all of {', '.join(given)}."
+            f"`{'`, `'.join(absent)}` is not known: the environment does not come"
+            " from torchrun, mpirun, srun or Kubernetes. Pass all of"
+            f" {', '.join(given)}."
         )
 
     # What is given comes first.
@@ -177,10 +178,11 @@ def _by_jax(environ: Mapping[str, str]) -> Place | None:
     )
     if address is None or num_processes is None or process_id is None:
         raise ValueError(
-            "JOB_COMPLETION_INDEX is that of an indexed job of Kubernetes, but where"
-            " process 0 is was not found: set JAX_COORDINATOR_ADDRESS and"
-            " JAX_NUM_PROCESSES in the manifest, or ask the cluster by installing"
-            " jax[k8s]. If every pod trains for itself, pass `num_processes=1`."
+            "JOB_COMPLETION_INDEX comes from an indexed job of Kubernetes, but"
+            " the address of process 0 was not found: set JAX_COORDINATOR_ADDRESS"
+            " and JAX_NUM_PROCESSES in the manifest, or ask the cluster by"
+            " installing jax[k8s]. If every pod trains for itself, pass"
+            " `num_processes=1`."
         )
     host, port = split_address(address, _ADDRESS)
     return Place("JAX", process_id, num_processes, host, (port,), address)
@@ -216,8 +218,8 @@ class _Reader(NamedTuple):
         value = self.text(name)
         if not value.isdecimal() or int(value) < least:
             raise ValueError(
-                f"{self.launcher} was found in the environment, but its variable {name}"
-                f" is {value!r}, and must be an integer of {least} or more."
+                f"{self.launcher} was found in the environment; its variable"
+                f" {name} is {value!r}, but must be an integer of {least} or more."
             )
         return int(value)
 

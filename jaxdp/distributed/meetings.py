@@ -104,7 +104,7 @@ class Meetings:
                 )
                 if is_late:
                     raise RuntimeError(
-                        f"{text}. `Lockstep(timeout=...)` is how long to wait."
+                        f"{text}. `Lockstep(timeout=...)` sets how long to wait."
                     )
                 say(text, everywhere=True)
                 warned = True

@@ -308,8 +308,8 @@ def _bind_host(place: Place) -> str:
         found = socket.getaddrinfo(place.host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise OSError(
-            f"{place.host}, where process 0 is to be found, is no name of a machine:"
-            f" {error}. {_REMEDY}."
+            f"{place.host}, the address of process 0, is not the name of a"
+            f" machine: {error}. {_REMEDY}."
         ) from error
     addresses = [str(entry[4][0]) for entry in found]
     loopback = [a for a in addresses if a == "::1" or a.startswith("127.")]
@@ -335,15 +335,15 @@ def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
                 continue
             raise OSError(
                 f"process 0 can't listen at {join_address(host, port)}:"
-                f" {error.strerror}. It runs on {socket.gethostname()}, which must have"
-                f" that address. {_REMEDY}; `coordinator_bind_address` if it listens at"
-                " another one than the others call."
+                f" {error.strerror}. It runs on {socket.gethostname()}, which must"
+                f" have that address. {_REMEDY}; `coordinator_bind_address` if it"
+                " listens at another address than the others call."
             ) from error
         return listener, port
     raise OSError(
-        f"process 0 can't listen on {socket.gethostname()}: something else does at"
-        f" {listed('port', place.ports)} of {host}. It may be a run that was not ended."
-        f" {_REMEDY}, with another port."
+        f"process 0 can't listen on {socket.gethostname()}: another program uses"
+        f" {listed('port', place.ports)} of {host}. It may be an earlier run that"
+        f" did not end. {_REMEDY}, with another port."
     )
 
 
@@ -363,8 +363,8 @@ def _check_room(place: Place) -> None:
         return
     raise OSError(
         errno.EMFILE,
-        f"process {place.process_id} of {place.num_processes} can open {soft} files,"
-        f" and needs {needed} to be connected to the others; the limit may be raised to"
-        f" {hard}. Raise it before the process starts, with `ulimit -n {needed}` in its"
-        " shell or LimitNOFILE of its service.",
+        f"process {place.process_id} of {place.num_processes} can open {soft}"
+        f" files, but needs {needed} to be connected to the others; the limit may"
+        f" be raised to {hard}. Raise it before the process starts, with `ulimit"
+        f" -n {needed}` in its shell or LimitNOFILE of its service.",
     )

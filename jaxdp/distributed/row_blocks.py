@@ -54,8 +54,8 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
     without = sorted(set(range(jax.process_count())) - set().union(*owners))
     if without:
         raise ValueError(
-            f"process {', '.join(map(str, without))} has none of the devices that the"
-            f" strategy uses, and there are {jax.process_count()} processes; each must"
-            " have some. Leave `devices` out, to use all."
+            f"process {', '.join(map(str, without))} has none of the devices that"
+            f" the strategy uses, and there are {jax.process_count()} processes;"
+            " each must have at least one. Leave `devices` out to use all."
         )
     return RowBlocks(num_shards // each, tuple(own))

@@ -89,9 +89,9 @@ def initialize(
 
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
-            "`jaxdp.distributed.initialize()` came after the first use of a device, and"
-            " JAX can't join other processes any more; call it at the top of the"
-            " script, before arrays, keys or jax.devices()."
+            "`jaxdp.distributed.initialize()` was called after the first use of a"
+            " device, when JAX can no longer join other processes; call it at the"
+            " top of the script, before arrays, keys or jax.devices()."
         )
 
     # All are there, and from now on none dies or fails unheard.

@@ -1,5 +1,4 @@
-"""Metrics that are not means over rows, but use all predictions and targets of a
-pass."""
+"""Metrics of a whole pass, such as AUROC, from all of its predictions and targets."""
 
 import inspect
 import itertools

@@ -479,7 +479,7 @@ def test_callbacks_may_be_added_later_but_for_those_in_the_step(tmp_path):
     for late in (GradientMonitor(), WeightAveraging()):
         trainer = make_trainer()
         trainer.callbacks.append(late)
-        with pytest.raises(ValueError, match=f"{type(late).__name__} was added to a t"):
+        with pytest.raises(ValueError, match=f"{type(late).__name__} was added after"):
             trainer.fit(batches(8))
 
 

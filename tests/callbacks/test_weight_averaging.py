@@ -204,7 +204,7 @@ def test_the_learning_rate_is_still_found_and_the_loss_handed_on():
 
 
 def test_two_averages_are_refused():
-    with pytest.raises(ValueError, match="each say which weights are evaluated"):
+    with pytest.raises(ValueError, match="each choose the weights for evaluation"):
         make_trainer(WeightAveraging(), WeightAveraging()).fit(batches(8))
 
 

@@ -324,7 +324,7 @@ def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
         ),
         ("files.json", "files.json can't be read: it has 1,099,511,627,776 bytes"),
         ("state/_METADATA", r"state/_METADATA \(1,099,511,627,776 bytes, more than"),
-        ("state/more", "not what was saved, or missing, is state/more"),
+        ("state/more", "changed since it was saved, or missing: state/more"),
         ("more", ""),
     ],
 )

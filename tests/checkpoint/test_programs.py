@@ -220,7 +220,7 @@ def test_a_damaged_one_is_compiled_anew_and_replaced(
         first.write_bytes(second.read_bytes())
     else:
         first.write_bytes(content[: len(content) // 2] if harm == "half" else b"")
-    with pytest.warns(UserWarning, match=f"{first.name}, a compiled step, is left out"):
+    with pytest.warns(UserWarning, match=f"{first.name}, a compiled step, is skipped"):
         again = fit(run, 4)
     assert len(compiled) == 1
     assert bits(again) == saved[1]

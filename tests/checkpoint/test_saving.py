@@ -390,7 +390,7 @@ def test_training_goes_on_where_a_name_is_taken(tmp_path):
         saver = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, **options)
         make(callbacks=[saver, Squat()]).fit(DATA, max_epochs=3)
 
-    with pytest.warns(UserWarning, match="6 exists already.*Training goes on"):
+    with pytest.warns(UserWarning, match="6 exists already.*Training continues"):
         fit(on_save_error="warn")
     assert folders(tmp_path) == [3, 6, 9]
     assert (tmp_path / "6").read_text() == "not a checkpoint"

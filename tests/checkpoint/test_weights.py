@@ -50,7 +50,9 @@ def test_a_file_of_weights_comes_back_as_it_was(trained, tmp_path, suffix):
     if suffix == ".eqx":
         assert same(eqx.tree_deserialise_leaves(path, like), trainer.model)
     wide = eqx.tree_at(lambda m: m.last.bias, like, jnp.ones(4))
-    with pytest.raises(ValueError, match="last.bias|damaged or of another model"):
+    with pytest.raises(
+        ValueError, match="last.bias|damaged or belongs to another model"
+    ):
         jaxdp.load_model(path, like=wide)
     assert [p.name for p in (tmp_path / "new").iterdir()] == [f"model{suffix}"]
 
@@ -108,5 +110,5 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is nothing at"):
         jaxdp.load_model(tmp_path / "none", like=like)
     (tmp_path / "torn.eqx").write_bytes(b"\x93NUMPY")
-    with pytest.raises(ValueError, match="is damaged or of another model"):
+    with pytest.raises(ValueError, match="is damaged or belongs to another model"):
         jaxdp.load_model(tmp_path / "torn.eqx", like=like)

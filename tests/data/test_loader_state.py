@@ -136,7 +136,7 @@ class Shuffled(Stream):
 
 
 def test_a_state_that_does_not_lead_back_is_noticed(tmp_path):
-    with pytest.warns(UserWarning, match="does not lead back to batch .*a shuffle buf"):
+    with pytest.warns(UserWarning, match="did not lead back to batch .*a shuffle buf"):
         check(tmp_path, Shuffled, {4, 17})
 
 
@@ -271,7 +271,7 @@ def test_datasets_of_huggingface_are_asked(tmp_path, kind, shuffled):
         return make(dataset, 8, collate_fn=numbered)
 
     if shuffled:
-        with pytest.warns(UserWarning, match="does not lead back"):
+        with pytest.warns(UserWarning, match="did not lead back"):
             check(tmp_path, make_loader, {5, 20})
     else:
         check(tmp_path, make_loader, {5, 12, 13, 20})

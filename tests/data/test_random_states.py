@@ -137,7 +137,7 @@ def test_forged_states_of_the_global_generators_change_none():
         (torchs, (kind, keys, place, gauss, cached), (3, (1, 2), None)),
     ):
         before = repr(present())
-        with pytest.raises(ValueError, match="can't be taken up"):
+        with pytest.raises(ValueError, match="can't be loaded"):
             Generators().go_on_from(forged)
         assert repr(present()) == before
     generators = Generators()

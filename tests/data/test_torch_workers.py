@@ -36,7 +36,9 @@ def test_a_worker_that_imports_a_script_that_trains_says_so_at_once(
     worker = multiprocessing.current_process()
     monkeypatch.setattr(worker, "_inheriting", True, raising=False)
     for train in (trainer.fit, trainer.steps):
-        with pytest.raises(RuntimeError, match="must stand under `if __name__ == "):
+        with pytest.raises(
+            RuntimeError, match="put the training under `if __name__ == "
+        ):
             train(DataLoader(Squares(), 4))
     assert not (tmp_path / "checkpoints").exists()
 

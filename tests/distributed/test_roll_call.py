@@ -37,7 +37,7 @@ def test_a_port_in_use_is_named(crew):
             "nothing", start={"port": port, "initialization_timeout": 2.0}
         ).join()
     assert codes == [1, 1]
-    assert f"something else does at port {port}" in outputs[0]
+    assert f"another program uses port {port}" in outputs[0]
     assert "another program listens" in outputs[1]
 
 
@@ -68,7 +68,7 @@ def test_a_process_that_fails_before_any_fit_ends_all(crew):
 def test_a_device_used_too_early_is_named(crew):
     codes, outputs = crew("nothing", start={"too_early": True}).join()
     assert codes == [1, 1]
-    assert "came after the first use of a device" in outputs[0]
+    assert "was called after the first use of a device" in outputs[0]
 
 
 def test_processes_start_with_nothing_but_their_variables(crew):

@@ -103,7 +103,7 @@ def test_a_full_disk_may_be_survived(small_disk, table):
     full = At(step3=lambda: fill(small_disk, saver), step7=lambda: empty(small_disk))
     trainer = make(saver, full)
     with pytest.warns(
-        UserWarning, match="could not be written.*Training goes on"
+        UserWarning, match="could not be written.*Training continues"
     ) as saw:
         trainer.fit(batches(*[8] * 9))
     assert len(saw) == 2  # of steps 4 and 6

@@ -243,7 +243,7 @@ MISCHIEF = {
     ),
     "a file more": (
         lambda run: (run / "4" / "state" / "more").write_text("x"),
-        "4 is damaged: not what was saved.*state/more",
+        "4 is damaged: changed since it was saved.*state/more",
     ),
     "the list of files is no list": (
         lambda run: (run / "4" / "files.json").write_text("null"),
