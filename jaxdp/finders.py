@@ -148,8 +148,8 @@ def lr_find(
     rates = space(min_lr, max_lr, num_training)
     if checks.is_several(trainer.run.arguments["optimizer"]):
         raise ValueError(
-            "`lr_find` looks for the rate of one optimizer, and that of the trainer is"
-            " a list of parts. Make a Trainer of the part: its `loss_fn`, its optimizer"
+            "`lr_find` works for one optimizer, but this trainer has a list of"
+            " parts. Make a Trainer for one part: its `loss_fn`, its optimizer"
             " and a `filter_spec` of its leaves."
         )
     own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
@@ -201,9 +201,10 @@ def _at_unit_rate(opt_state: Any) -> Any:
     rates = [each for name, each in held.items() if is_rate(name)]
     if not rates or any(rate.is_scheduled for rate in rates):
         raise ValueError(
-            "`lr_find`: the optimizer has no learning rate that can be set. Pass what"
-            " makes one for a rate, as lr_find(..., optimizer=optax.adam), or build"
-            " the trainer's with optax.inject_hyperparams and a number, as"
+            "`lr_find`: the optimizer has no learning rate that can be set. Pass"
+            " a function from a rate to an optimizer, as in lr_find(...,"
+            " optimizer=optax.adam), or build the trainer's with"
+            " optax.inject_hyperparams and a number, as"
             " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
     leaves, structure = jax.tree.flatten(opt_state)

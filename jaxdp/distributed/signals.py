@@ -192,6 +192,9 @@ def _print_stops_in_a_sentence() -> None:
 def tell(exception: BaseException) -> None:
     """Says what a signal has done, once that is done."""
     if isinstance(exception, Preempted):
-        more = "; a second one would have ended it at once"
+        more = ", and a second one would have ended it at once"
         is_counted = exception.signal != "SIGHUP"
-        say(f"{exception.signal}: stopped where nothing is lost{more * is_counted}")
+        say(
+            f"{exception.signal}: stopped between two steps; nothing is"
+            f" lost{more * is_counted}"
+        )

@@ -105,7 +105,8 @@ class Compilations:
                 " `drop_last=True` gives."
             )
         warn(
-            f"{text}. These are {len(before) + 1} shapes of {kind} batches. {remedy}",
+            f"{text}. So far there were {len(before) + 1} shapes of {kind} batches."
+            f" {remedy}",
             stacklevel=3,
         )
 

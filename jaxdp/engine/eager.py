@@ -46,9 +46,9 @@ class Uncompiled(DataParallel):
     def __init__(self, strategy: DataParallel):
         if jax.process_count() > 1:
             raise RuntimeError(
-                "jit is disabled (jax.disable_jit or jax_disable_jit), and there are"
-                f" {jax.process_count()} processes, which can only compute together in"
-                " compiled steps. Debug in a program that runs alone."
+                "jit is disabled (jax.disable_jit or jax_disable_jit), and there"
+                f" are {jax.process_count()} processes, which can only compute"
+                " together in compiled steps. Debug in a single process."
             )
         self.strategy = strategy
 

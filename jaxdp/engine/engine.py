@@ -313,9 +313,9 @@ class Engine:
             self._check_targets("train", dispatch)
         if is_new and facts.rows_interact > self.packers["train"].rows_interact:
             raise ValueError(
-                "in batches of this shape values of rows depend on other rows, and in"
-                " those before they did not: they may have been padded. Return the mean"
-                " over the batch, for all shapes."
+                "in batches of this shape, values of a row depend on other rows."
+                " In batches of earlier shapes they did not, so those may have"
+                " been padded. Return the mean over the batch, for all shapes."
             )
 
         # The steps. Nothing here waits for the device.
@@ -460,8 +460,9 @@ class Engine:
         steps = self.programs.steps
         if self.programs.is_watched:
             say(
-                "`steps_per_execution`: 1 at a time, because the step calls Python that"
-                " may raise, as eqx.error_if does, and each such step is waited for"
+                "`steps_per_execution`: 1 at a time, because the step calls"
+                " Python that may raise, as eqx.error_if does, and the trainer"
+                " waits for each such step"
             )
             return False
         if not steps.unroll_convolutions:
@@ -471,8 +472,9 @@ class Engine:
             self._convolves = has_convolutions(traced)
             if self._convolves:
                 say(
-                    "`steps_per_execution`: 1 at a time, because XLA's convolutions are"
-                    " slow inside loops on the CPU, and round otherwise"
+                    "`steps_per_execution`: 1 at a time, because XLA's"
+                    " convolutions are slow inside loops on the CPU, and round"
+                    " differently there"
                 )
         return not self._convolves
 

@@ -58,8 +58,9 @@ class Fetching:
         ):
             if one.shape[1:] != other.shape[1:]:
                 raise ValueError(
-                    f"in {self._packer.what} the model gives {one.shape[1:]} for a row"
-                    f" of batch 0 and {other.shape[1:]} for one of batch {number}, and"
-                    " no array can hold both. Take batches of one shape at a time, or"
-                    " have the model return one shape for all."
+                    f"in {self._packer.what} the model returns {one.shape[1:]} for"
+                    f" a row of batch 0 and {other.shape[1:]} for one of batch"
+                    f" {number}, and one array can't hold both. Predict batches of"
+                    " one shape at a time, or let the model return one shape for"
+                    " all."
                 )

@@ -102,9 +102,10 @@ class HeldState:
             return
         del self._made["handed out"]
         raise RuntimeError(
-            f"`trainer.state` was written to, at {where}, and that changed nothing: it"
-            " only shows what is on the devices. Use `trainer.set_hyperparams` for what"
-            " optax.inject_hyperparams holds, and `trainer.load` for a whole state."
+            f"`trainer.state` was written to, at {where}, but that has no effect:"
+            " it only shows what is on the devices. Use `trainer.set_hyperparams`"
+            " for what optax.inject_hyperparams holds, and `trainer.load` for a"
+            " whole state."
         )
 
     def check_state(self) -> None:
@@ -112,10 +113,10 @@ class HeldState:
         arrays = [each for each in self.arrays if isinstance(each, jax.Array)]
         if any(array.is_deleted() for array in arrays):
             raise RuntimeError(
-                "the state is lost: a step that had been given its memory failed while"
-                " it ran. Go on from the last checkpoint with a new Trainer"
-                " (`fit(..., ckpt_path=...)`); with DonateBuffers('none') the state"
-                " stays."
+                "the state is lost: a step failed while it was overwriting it."
+                " Resume from the last checkpoint with a new Trainer (`fit(...,"
+                " ckpt_path=...)`); with DonateBuffers('none') a failed step"
+                " leaves the state as it was."
             )
 
     def replace(self, arrays: list[Array], *, kept: bool) -> None:

@@ -124,9 +124,9 @@ def _known(name: str, found: Mapping[str, Hyperparam]) -> Hyperparam:
         )
     if found[name].is_scheduled:
         raise ValueError(
-            f"`set_hyperparams`: {name!r} is set by a schedule in every step, and what"
-            " was set would be overwritten by the next. Give"
-            " optax.inject_hyperparams a number instead of the schedule."
+            f"`set_hyperparams`: {name!r} is set by a schedule in every step,"
+            " which would overwrite the new value. Give optax.inject_hyperparams"
+            " a number instead of the schedule."
         )
     return found[name]
 

@@ -216,16 +216,17 @@ class Programs:
                 program = attempt()
             except RowsInteract:
                 raise ValueError(
-                    f"`strategy`: {self.strategy!r} shows each device its own rows"
-                    " only, and in this step rows interact (a scalar loss or metric, a"
-                    " model with state, one `key` for all, or values that depend on"
-                    " other rows). Catch RowsInteract in its `compile` and compile the"
-                    " step with Collectives(), as Pmap does; or use Sharded()."
+                    f"`strategy`: {self.strategy!r} shows each device only its own"
+                    " rows, but in this step rows interact (a scalar loss or"
+                    " metric, a model with state, one `key` for all, or values"
+                    " that depend on other rows). Catch RowsInteract in its"
+                    " `compile` and compile the step with Collectives(), as Pmap"
+                    " does; or use Sharded()."
                 ) from None
             say(
-                "the loss or a metric has values per row that depend on other rows, as"
-                " contrastive ones do: batches are neither padded nor taken apart, as"
-                " if their mean had been returned"
+                "the loss or a metric has values per row that depend on other"
+                " rows, as in a contrastive loss: batches are not padded and rows"
+                " are not computed separately, as if you had returned the mean"
             )
             return program
 

@@ -128,23 +128,26 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         beside.append("gradient_clip_val")
     if beside:
         raise ValueError(
-            f"{', '.join(f'`{each}`' for each in beside)} can't stand beside a list of"
-            " parts: each has a `loss_fn`, which may return metrics, the `params` that"
-            " it trains, and a `gradient_clip_val`. (A PassMetric may stand there.)"
+            f"{', '.join(f'`{each}`' for each in beside)} can't be combined with a"
+            " list of parts: each part has its own `loss_fn`, which may return"
+            " metrics, the `params` that it trains, and a `gradient_clip_val`. (A"
+            " PassMetric may stand there.)"
         )
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
     strategy = type(arguments["strategy"])
     if strategy.wrap_optimizer is not DataParallel.wrap_optimizer:
         raise ValueError(
-            f"`strategy`: {strategy.__name__} keeps its own state in that of one"
-            " optimizer, and `optimizer` is a list of parts; use another strategy."
+            f"`strategy`: {strategy.__name__} keeps its state inside the state of"
+            " one optimizer, but `optimizer` is a list of parts; use another"
+            " strategy."
         )
     if arguments["reproducible"]:
         raise ValueError(
-            f"`reproducible`={arguments['reproducible']!r} can't be kept with a list of"
-            " parts, whose programs round otherwise on other device counts; leave it"
-            " out: on the same devices the bits are the same anyway."
+            f"`reproducible`={arguments['reproducible']!r} does not work with a"
+            " list of parts, whose programs round differently on other device"
+            " counts; leave it out: on the same devices the bits are the same"
+            " anyway."
         )
 
 
@@ -164,8 +167,8 @@ def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
     if ensemble is None:
         if isinstance(strategy, Members):
             raise ValueError(
-                "`strategy`: Members splits the models of an ensemble, and `ensemble`"
-                " was not given; pass it, or use Sharded()."
+                "`strategy`: Members splits the models of an ensemble, but"
+                " `ensemble` was not given; pass it, or use Sharded()."
             )
         return None
     if not isinstance(ensemble, Ensemble):
@@ -330,8 +333,9 @@ def check_has_arrays(model: PyTree) -> None:
     """Raises for a model of shapes, which can be planned and nothing else."""
     if any(map(is_shape, jax.tree.leaves(model))):
         raise ValueError(
-            "`model` has shapes for arrays, as eqx.filter_eval_shape makes it, and only"
-            " `plan` can work with those; construct the model itself."
+            "`model` has shapes instead of arrays, as eqx.filter_eval_shape"
+            " returns them, and only `plan` works with shapes; construct the"
+            " model itself."
         )
 
 
@@ -474,7 +478,7 @@ def check_json(callback_name: str, state: Any) -> Any:
         json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"`state_dict` of the callback {callback_name} gave what is not JSON:"
-            f" {error}. Use dicts, lists, strings, numbers, bools and None."
+            f"`state_dict` of the callback {callback_name} returned what is not"
+            f" JSON: {error}. Use dicts, lists, strings, numbers, bools and None."
         ) from error
     return state

@@ -26,9 +26,9 @@ def with_defaults(
     if (line := channel()) is not None:
         if in_lockstep:
             raise ValueError(
-                "`python -m jaxdp run` restarts one process, and this is one of several"
-                " that train together: they can only be started again together, by"
-                " what has started them."
+                "`python -m jaxdp run` restarts one process, but this is one of"
+                " several that train together: only their launcher can restart"
+                " them, all together."
             )
         # Last, because a snapshot knows what the others did at its step.
         found.append(Supervised(line))

@@ -37,8 +37,9 @@ def open_loaders(
         return {prefix: open_one(loader, argument, "evaluate")}
     if not loader or not all(isinstance(name, str) and name for name in loader):
         raise TypeError(
-            f"`{argument}` is a dict with the keys {list(loader)}; of several loaders"
-            " each needs a name, as in {'clean': a, 'shifted': b}."
+            f"`{argument}` is a dict with the keys {list(loader)}; if you pass"
+            f" several loaders, name each of them, as in {{'clean': a, 'shifted':"
+            f" b}}."
         )
     return {
         f"{prefix}_{name}": open_one(each, f"{argument}[{name!r}]", "evaluate")
@@ -51,8 +52,9 @@ def names_of(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
     names = [f"{prefix}_{name}" for prefix in sources for name in metrics]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(
-            f"two values of validation are named {sorted(twice)}: a loader's name and a"
-            " metric's, put together, are those of others. Rename the loader."
+            f"two validation values are named {sorted(twice)}: the name of a"
+            " loader followed by the name of a metric equals another name. Rename"
+            " the loader."
         )
     return tuple(names)
 
@@ -148,7 +150,7 @@ def test(trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any) -> dict[str,
         if not found:
             return None
         path, (step, weights) = found
-        say(f"`test` has the weights of step {step}, from {path}")
+        say(f"`test` uses the weights of step {step}, from {path}")
         return weights
 
     return _evaluate(trainer, loader, "test", "test", Hooks(()), weights)
@@ -175,9 +177,9 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
     run = trainer.run
     if not callable(run.model):
         raise TypeError(
-            f"`predict` calls the model on each row, and {type(run.model).__name__} has"
-            " no __call__. Give it one; or call what is in it, as in"
-            " jax.vmap(trainer.model.generator)(x)."
+            "`predict` calls the model on each row, and"
+            f" {type(run.model).__name__} has no __call__. Give it one; or call a"
+            " part of it, as in jax.vmap(trainer.model.generator)(x)."
         )
     run.settled_engine("`predict`")
     with (

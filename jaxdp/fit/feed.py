@@ -116,8 +116,8 @@ class Feed:
         is_cut = limit is not None and limit <= progress.done
         last = f"`limit_train_batches` is {limit}" if is_cut else "no other came"
         say(
-            f"epoch {progress.epoch} is over: of `train_loader` {progress.done} batches"
-            f" are done, and {last}"
+            f"epoch {progress.epoch} is over: {progress.done} batches of"
+            f" `train_loader` are done, and {last}"
         )
         progress.next_epoch()
         self.begin()

@@ -129,9 +129,10 @@ class Loop:
         if not limits.done(step, self._epoch) or self._lacks_its_end():
             return False
         warn(
-            f"`fit` has nothing to do: {self._epoch} epochs and {step} steps are done,"
-            f" and `max_epochs`={limits.max_epochs}, `max_steps`={limits.max_steps} are"
-            " totals, earlier fits counted in. Raise them to train on.",
+            f"`fit` has nothing to do: {self._epoch} epochs and {step} steps are"
+            f" done, and `max_epochs`={limits.max_epochs},"
+            f" `max_steps`={limits.max_steps} are totals that include earlier"
+            " fits. Raise them to continue.",
             stacklevel=4,
         )
         return True
@@ -166,8 +167,8 @@ class Loop:
         trainer, run, limits = self.trainer, self._run, self.limits
         if self.progress.done:
             say(
-                f"going on in epoch {self._epoch}, after batch {self.progress.done} of"
-                " it, where the last fit stopped"
+                f"continuing epoch {self._epoch} after batch {self.progress.done},"
+                " where the last fit stopped"
             )
 
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
@@ -182,10 +183,10 @@ class Loop:
             run.engine.pad_as(sizes)  # the same loader, resumed
         elif steps and self.progress.done:
             warn(
-                f"an epoch of `train_loader` had {steps} steps when this run was saved,"
-                f" and has {now} now. As ever, the {self.progress.done} batches that"
-                " were trained on are left out of the present epoch; with another batch"
-                " size these are other rows.",
+                f"an epoch of `train_loader` had {steps} steps when this run was"
+                f" saved, and has {now} now. The {self.progress.done} batches that"
+                " were already trained on are skipped in this epoch; with another"
+                " batch size, these contain other rows.",
                 stacklevel=5,
             )
         run.padded_rows = None

@@ -31,9 +31,9 @@ def check_supervised(ckpt_path: Any) -> None:
     """Warns where a script that is started again would not go on."""
     if channel() is not None and ckpt_path != "auto":
         warn(
-            f"`ckpt_path`={ckpt_path!r}: after a fault `python -m jaxdp run` starts the"
-            " script again, and this fit would begin where it has begun now; use"
-            " fit(..., ckpt_path='auto').",
+            f"`ckpt_path`={ckpt_path!r}: after a fault `python -m jaxdp run`"
+            " starts the script again, but this fit would begin at the same place"
+            " as now; use fit(..., ckpt_path='auto').",
             stacklevel=4,
         )
 
@@ -160,9 +160,10 @@ def taking_up(
             )
             raise
         raise CheckpointCorrupt(
-            f"`path`: {who} can't take up what the checkpoint {os.path.abspath(path)}"
-            f" has of it: {type(error).__name__}: {error}. Nothing was changed. It may"
-            " be damaged, or of another class of that name; take another checkpoint."
+            f"`path`: {who} can't load its state from the checkpoint"
+            f" {os.path.abspath(path)}: {type(error).__name__}: {error}. Nothing"
+            " was changed. It may be damaged, or belong to another class of that"
+            " name; use another checkpoint."
         ) from error
 
 
@@ -251,8 +252,8 @@ def _ranks(
     if state is None:
         name = name_of(trainer, saver)
         raise ValueError(
-            f"`ckpt_path`='best': what is saved does not know of the callback {name},"
-            " and so not which is best; use 'last' or a path."
+            "`ckpt_path`='best': the checkpoint has no state of the callback"
+            f" {name}, so it is not known which is best; use 'last' or a path."
         )
     who = f"the callback {name_of(trainer, saver)}"
     with taking_up(path, who, saver.ranked_in):

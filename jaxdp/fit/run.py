@@ -201,7 +201,7 @@ class Run:
     def member_of(self, model: Any, index: int) -> Any:
         """One model of those that `model` holds."""
         if self.ensemble is None:
-            raise ValueError("`member` is of trainers with `ensemble`; use `model`.")
+            raise ValueError("`member` needs a Trainer with `ensemble`; use `model`.")
         return self.ensemble.member_of(model, index)
 
     def optimizer_for(
@@ -262,11 +262,11 @@ class Run:
         """
         if self.ahead:
             raise RuntimeError(
-                f"{wanted} was used between steps that run as one"
-                f" (`steps_per_execution`={self.steps_per_execution}), and those after"
-                " it are done already. Use it in `on_boundary` (with `next_stop` at the"
-                " steps you need) or at the end of an epoch; or leave"
-                " `looks_inside_blocks` of the callback True."
+                f"{wanted} was used between steps that run in one call"
+                f" (`steps_per_execution`={self.steps_per_execution}), when the"
+                " later ones are already done. Use it in `on_boundary` (with"
+                " `next_stop` at the steps you need) or at the end of an epoch;"
+                " or leave `looks_inside_blocks` of the callback True."
             )
         self.engine.held.check_handed_out()
         return self.engine

@@ -152,8 +152,9 @@ class Plan:
     def _compiling(self) -> Any:
         if self.planner is None:
             raise RuntimeError(
-                "this plan was read from the step that runs, and can't be asked about"
-                " others; make one with `trainer.plan(loader)`."
+                "this plan was read from the running step, so it has no answer"
+                " for other devices or batches; make one with"
+                " `trainer.plan(loader)`."
             )
         return self.planner
 

@@ -77,9 +77,9 @@ class Planner:
             has = has or profile and devices_of.usable_memory(profile)
             if not has:
                 raise ValueError(
-                    "`memory` is needed: this device does not say how much it has. Pass"
-                    " the bytes that one device may use, memory=80e9 say, or plan with"
-                    " `hardware` or `topology`."
+                    "`memory` is needed: this device does not say how much it"
+                    " has. Pass the bytes that one device may use, for example"
+                    " memory=80e9, or plan with `hardware` or `topology`."
                 )
             memory = 0.9 * has
         check_number("memory", memory, above=0, below=math.inf, or_else=", in bytes")

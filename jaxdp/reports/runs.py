@@ -89,14 +89,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         if len(tables) != 1 or tables[0].parent != path:
             near = f" There are {', '.join(map(str, tables[:5]))}." if tables else ""
             raise FileNotFoundError(
-                f"`{path}` is no run: that is a folder that `CSVLogger(dirpath)` wrote"
-                f" to, or its table.{near}"
+                f"`{path}` is not a run: a run is a folder that"
+                f" `CSVLogger(dirpath)` wrote to, or its table.{near}"
             )
         (table,) = tables
     try:
         columns = _columns(table)
     except (csv.Error, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"`{table}` is no table of `CSVLogger`: {error}.") from error
+        raise ValueError(
+            f"`{table}` is not a table of `CSVLogger`: {error}."
+        ) from error
     name = str(path if path.is_dir() else path.with_suffix(""))
     page = table.with_suffix(SUFFIX)
     plan = page.read_text(encoding="utf-8") if page.is_file() else None

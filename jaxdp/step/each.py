@@ -77,7 +77,7 @@ class _NeedsLosses(ValueError):
 def _refuse(*_: Any) -> Any:
     """In the place of the loss, which is one of all models."""
     raise _NeedsLosses(
-        "`optimizer` evaluates the loss, as optax.lbfgs does, and with `ensemble` or"
-        " the strategy LocalSGD there are several models, which have a loss each. Take"
-        " an optimizer that needs gradients alone, such as optax.adamw."
+        "`optimizer` evaluates the loss, as optax.lbfgs does, but with `ensemble`"
+        " or the strategy LocalSGD there are several models with a loss each. Use"
+        " an optimizer that only needs gradients, such as optax.adamw."
     )

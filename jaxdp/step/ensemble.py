@@ -57,10 +57,11 @@ class Ensemble:
             if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
                 if leaf.shape[:1] != (self.size,):
                     raise ValueError(
-                        f"`ensemble`: {self.size} members, but {leaf_path(path)} of"
-                        f" `{argument}` has the shape {leaf.shape}, whose first axis is"
-                        " not theirs. Make the model by eqx.filter_vmap(make)(keys),"
-                        f" with keys = jax.random.split(key, {self.size})."
+                        f"`ensemble`: {self.size} members, but {leaf_path(path)}"
+                        f" of `{argument}` has the shape {leaf.shape}, whose first"
+                        " axis does not count them. Make the model by"
+                        " eqx.filter_vmap(make)(keys), with keys ="
+                        f" jax.random.split(key, {self.size})."
                     )
 
     def member_of(self, model: PyTree, index: int) -> PyTree:
@@ -160,9 +161,10 @@ class OfMembers:
             if "out_axes" not in str(error):
                 raise
             raise ValueError(
-                "`ensemble`: the loss or a metric returned (values, weights) whose"
-                " weights differ by member, so that there is no mean over members: they"
-                " are made of predictions or of keys. Make them of the batch alone."
+                "`ensemble`: the loss or a metric returned (values, weights)"
+                " whose weights differ by member, so there is no mean over"
+                " members. Compute the weights from the batch alone, not from"
+                " predictions or keys."
             ) from None
         (one,) = traced
         return one._replace(

@@ -40,8 +40,9 @@ class Facts(NamedTuple):
         if (other.names, other.weighted) != (self.names, self.weighted):
             raise ValueError(
                 f"the loss and metrics are {', '.join(other.names)} for batches of"
-                f" these shapes, and were {', '.join(self.names)} for others; which"
-                " there are, and which have weights, must not depend on shapes."
+                f" these shapes, and were {', '.join(self.names)} for others;"
+                " their names, and which of them have weights, must not depend on"
+                " shapes."
             )
         return Facts(
             self.names,

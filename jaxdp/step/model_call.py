@@ -63,9 +63,9 @@ def told_of_dicts(x: PyTree) -> Iterator[None]:
         if not isinstance(x, Mapping):
             raise
         raise TypeError(
-            f"`predict` called the model on a dict with the keys {list(x)}, a row of"
-            f" each, and it failed: {error}. If the model takes one of them, pass"
-            " [b[KEY] for b in loader], with its key."
+            f"`predict` called the model on a dict with the keys {list(x)}, with"
+            f" one row of each, and that failed: {error}. If the model takes one"
+            " of them, pass [b[KEY] for b in loader], with its key."
         ) from error
 
 

@@ -315,9 +315,9 @@ class StepsOfParts(Steps):
                 name = f"{part.name}_{short}"
                 if name in sums:
                     raise ValueError(
-                        f"there are two values named {name!r}: metrics of parts have"
-                        " the names of these before their own. Rename a part or a"
-                        " metric."
+                        f"there are two values named {name!r}: the name of a part"
+                        " is put before the names of its metrics. Rename a part"
+                        " or a metric."
                     )
                 sums[name] = each.sums[short]
                 due.append(did)

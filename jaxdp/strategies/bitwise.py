@@ -69,9 +69,10 @@ class Bitwise(DataParallel):
             )
         if SHARDS % devices.size:
             raise ValueError(
-                f"`reproducible`='bitwise' cuts each batch into {SHARDS} virtual shards"
-                f" and gives every device as many; the {devices.size} devices of"
-                f" {strategy!r} do not divide {SHARDS}. Use 1, 2, 4 or 8 devices."
+                f"`reproducible`='bitwise' cuts each batch into {SHARDS} virtual"
+                " shards and gives every device the same number; the"
+                f" {devices.size} devices of {strategy!r} do not divide {SHARDS}."
+                " Use 1, 2, 4 or 8 devices."
             )
         self.strategy = strategy
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))

@@ -68,7 +68,7 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
             f" {type(options).__name__}."
         )
     if bad := [name for name in options if not isinstance(name, str)]:
-        raise TypeError(f"`compiler_options`: {bad[0]!r} is no name of an option.")
+        raise TypeError(f"`compiler_options`: {bad[0]!r} is not the name of an option.")
     return dict(_spelled(name, value) for name, value in options.items())
 
 

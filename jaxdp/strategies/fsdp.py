@@ -204,8 +204,8 @@ class FSDP(_Split):
         if trains:
             self._at_once[names] = "the loss uses some parameters by themselves"
         say(
-            f"{self!r} gathers all parameters before the step: the loss uses some by"
-            " themselves, and not only in calls of the modules that gather them"
+            f"{self!r} gathers all parameters before the step: the loss reads some"
+            " of them directly, not only through the modules that gather them"
         )
         return found
 
@@ -249,9 +249,10 @@ class FSDP(_Split):
             }
             if not paths and self._gather == "blocks":
                 raise ValueError(
-                    "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by one,"
-                    " and the model has none. Make its equal layers one, Stack([Block"
-                    "(key) for key in keys]), or name submodules: gather=['layers[*]']."
+                    "`gather`='blocks' gathers the blocks of a jaxdp.Stack one by"
+                    " one, but the model has none. Make its equal layers one,"
+                    " Stack([Block(key) for key in keys]), or name submodules:"
+                    " gather=['layers[*]']."
                 )
         else:
             paths = outermost_matching(model, self._gather, "gather")

@@ -203,10 +203,10 @@ class LocalSGD(Sharded):
     def _layouts(self, state: TrainState) -> TrainState:
         if jax.tree.leaves(state.model_state):
             raise ValueError(
-                "`strategy`: LocalSGD trains replicas by themselves, and a model with"
-                " an eqx.nn.State, as BatchNorm has, would have another one in each."
-                " Use layers without one, eqx.nn.LayerNorm or GroupNorm for example, or"
-                " the strategy Sharded()."
+                "`strategy`: LocalSGD trains replicas separately, so a model with"
+                " an eqx.nn.State, as in BatchNorm, would have a different state"
+                " in each. Use layers without a state, eqx.nn.LayerNorm or"
+                " GroupNorm for example, or the strategy Sharded()."
             )
         found = super()._layouts(state)
         one_each = Layout(_SPLIT, "one for each replica")

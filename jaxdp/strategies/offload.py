@@ -34,10 +34,11 @@ def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
         if on_host.memory_kind != HOST:  # JAX ignores it where there is none
             device = min(sharding.device_set, key=lambda device: device.id)
             raise ValueError(
-                f"`offload`='optimizer' needs devices that reach the host's memory as"
-                f" {HOST!r}, which {device.device_kind} here does not. Leave `offload`"
-                " out; or, if this is a plan for GPUs that are not here, whose compiler"
-                " knows no such memory then, plan on a machine that has them."
+                "`offload`='optimizer' needs devices that reach the host's memory"
+                f" as {HOST!r}, which {device.device_kind} here does not. Leave"
+                " `offload` out; or, to plan for GPUs, plan on a machine that has"
+                " them, because their compiler does not know the host's memory"
+                " elsewhere."
             )
         return on_host
 

@@ -70,9 +70,9 @@ class Pipeline(Sharded):
         blocks = stacks_in(eqx.combine(state.params, state.buffers))
         if not blocks:
             raise ValueError(
-                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, and the"
-                " model has none. Make its equal layers one:"
-                " Stack([Block(key) for key in keys])."
+                f"`strategy`: {self!r} splits the blocks of a jaxdp.Stack, but the"
+                " model has none. Make its equal layers one: Stack([Block(key)"
+                " for key in keys])."
             )
         for path, (_, number) in blocks.items():
             if number % self.stages:

@@ -32,15 +32,15 @@ class Stack(eqx.Module):
     def __init__(self, blocks: Sequence[PyTree]):
         blocks = list(blocks)
         if not blocks:
-            raise ValueError("`blocks` must have one block at least; got none.")
+            raise ValueError("`blocks` must have at least one block; got none.")
         parts = [eqx.partition(block, eqx.is_array) for block in blocks]
         shapes = [eqx.filter_eval_shape(lambda arrays=a: arrays) for a, _ in parts]
         for index, (shape, (_, rest)) in enumerate(zip(shapes, parts, strict=True)):
             if not eqx.tree_equal((shape, rest), (shapes[0], parts[0][1])):
                 raise ValueError(
-                    f"`blocks`: number {index} differs from number 0 in more than the"
-                    " values of its arrays. A stack is of equal blocks; put others"
-                    " before or after it."
+                    f"`blocks`: number {index} differs from number 0 in more than"
+                    " the values of its arrays. All blocks of a stack must be"
+                    " equal; put others before or after it."
                 )
         stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[a for a, _ in parts])
         self.stacked = eqx.combine(stacks, parts[0][1])

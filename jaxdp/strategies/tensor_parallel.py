@@ -226,7 +226,7 @@ def _check_rule(rule: Any, mesh_shape: Mapping[str, int]) -> None:
     for name in (name for entry in rule[1] for name in names_of(entry)):
         if name not in mesh_shape:
             raise ValueError(
-                f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, and"
+                f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, but"
                 f" `mesh_shape` has {', '.join(mesh_shape)}."
             )
 

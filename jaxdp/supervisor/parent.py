@@ -357,8 +357,8 @@ def _check(
     place = find_place(ask_jax=False)
     if place is not None:
         raise ValueError(
-            f"`run` restarts one process, and this is one of {place.num_processes} that"
-            f" {place.launcher} started: they can only be started again together. Have"
-            " the launcher do it: torchrun --max-restarts, sbatch --requeue, or"
-            " `restartPolicy` of Kubernetes."
+            f"`run` restarts one process, but this is one of {place.num_processes}"
+            f" that {place.launcher} started: they can only be started again"
+            " together. Have the launcher do it: torchrun --max-restarts, sbatch"
+            " --requeue, or `restartPolicy` of Kubernetes."
         )

@@ -172,7 +172,7 @@ def test_best_judges_by_the_next_one_where_scores_are_none(run):
     at = "callbacks", "ModelCheckpoint", "scores"
     run.forge(with_value(run.meta, at, {"../../x": []}))
     try:
-        with pytest.warns(UserWarning, match="'best'.*ModelCheckpoint can't take up"):
+        with pytest.warns(UserWarning, match="'best'.*ModelCheckpoint can't load"):
             run.fit(max_steps=7, ckpt_path="best")
     finally:
         run.trainer.callbacks[-1].monitor = None
@@ -308,7 +308,7 @@ def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
     run.fit(ckpt_path=run.steps / "8", max_steps=10)
     assert run.trainer.global_step == 10
     run.forge(with_value(run.meta, ("source", "own", "by"), string))
-    with pytest.raises(ValueError, match="`train_loader`: Told can't take up"):
+    with pytest.raises(ValueError, match="`train_loader`: Told can't load"):
         run.fit(ckpt_path=run.steps / "8", max_steps=11)
     assert contents(victim) == before
     assert b"precious" in contents(run.logs).values()

@@ -67,7 +67,7 @@ def test_compare_prints_what_is_best_and_what_differs(capsys, runs):
 def test_errors_are_one_line(capsys, tmp_path):
     code, out, err = run(capsys, "report", tmp_path)
     assert code == 1 and out == ""
-    assert err.startswith("jaxdp: `") and "is no run: that is" in err
+    assert err.startswith("jaxdp: `") and "is not a run: a run is" in err
     assert err.count("\n") == 1
 
 
@@ -146,7 +146,7 @@ def test_a_script_that_does_not_train_is_told(capsys, tmp_path, text, message):
     code, _, err = run(capsys, "plan", tmp_path / "missing.py")
     assert code == 1 and "there is no such file" in err
     code, _, err = run(capsys, "report", tmp_path / "missing")
-    assert code == 1 and "is no run" in err
+    assert code == 1 and "is not a run" in err
 
 
 def test_what_is_not_the_plans_own_is_the_scripts(capsys, tmp_path):

@@ -43,7 +43,7 @@ def test_torchrun_restarts_a_killed_job_which_ends_as_if_nothing_had_been(
     )
     assert code == 0, output
     assert re.search(r"jaxdp: process 1 \(.* died", output)
-    assert re.search("going on in epoch 0, after batch [36] of it", output)
+    assert re.search("continuing epoch 0 after batch [36],", output)
     (end,) = re.findall("ended .*", outputs[0])
     assert output.count(end) == 2
 
@@ -61,7 +61,7 @@ def test_ray_restarts_a_killed_job_which_ends_as_if_nothing_had_been(crew, tmp_p
     )
     assert code == 0, output
     assert re.search(r"jaxdp: process 1 \(.* died", output)
-    assert re.search("going on in epoch 0, after batch [36] of it", output)
+    assert re.search("continuing epoch 0 after batch [36],", output)
     (end,) = re.findall("ended .*", outputs[0])
     assert end in output
     assert len(set(re.findall("ended .*", output))) == 1

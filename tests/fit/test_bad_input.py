@@ -186,7 +186,7 @@ def test_what_to_write_for_dicts_does():
     dicts = [{"x": X, "y": Y}]
     trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
     with pytest.raises(
-        TypeError, match=r"keys \['x', 'y'\].*it failed.* \[b\[KEY\] for"
+        TypeError, match=r"keys \['x', 'y'\].*that failed.* \[b\[KEY\] for"
     ):
         trainer.predict(dicts)
     history = trainer.fit([(b["x"], b["y"]) for b in dicts])
@@ -401,7 +401,7 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     trainer = make()
     trainer.fit(batches(*[8] * 6), max_steps=4)
     trainer.fit(batches(8, 8), max_epochs=1)
-    assert "epoch 0 is over: of `train_loader` 4 batches are done, and" in caplog.text
+    assert "epoch 0 is over: 4 batches of `train_loader` are done, and" in caplog.text
     assert (trainer.global_step, trainer.current_epoch) == (4, 1)
     trainer.fit(batches(8, 8, 8), max_steps=6)
     trainer.fit(batches(8, 8, 8), max_epochs=2, limit_train_batches=1)

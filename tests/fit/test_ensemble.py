@@ -384,7 +384,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_a_member_is_asked_for_by_its_number():
-    with pytest.raises(ValueError, match="`member` is of trainers with `ensemble`"):
+    with pytest.raises(ValueError, match="`member` needs a Trainer with `ensemble`"):
         make_small().member(0)
     trainer = Trainer(stack(), ensemble=SIZE)
     with pytest.raises(TypeError, match="number of a member; got 'a'"):

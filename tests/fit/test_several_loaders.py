@@ -100,7 +100,7 @@ def test_mistakes_are_told():
     with pytest.raises(TypeError, match=r"`val_loader\['x'\]` is an array of"):
         trainer.fit(DATA, {"x": np.ones((4, 4)), "y": np.ones(4)})
     for wrong in {}, {0: CLEAN}:
-        with pytest.raises(TypeError, match="each needs a name"):
+        with pytest.raises(TypeError, match="name each of them"):
             trainer.validate(wrong)
     with pytest.raises(ValueError, match=r"`loader\['empty'\]` gave no batches"):
         trainer.validate({"clean": CLEAN, "empty": []})

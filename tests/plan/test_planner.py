@@ -234,7 +234,9 @@ def test_a_model_of_shapes_is_planned_as_the_model_itself():
         found.pop(name), expected.pop(name)
     assert found == expected
     for run in (trainer.fit, trainer.predict, trainer.validate):
-        with pytest.raises(ValueError, match="`model` has shapes for arrays.*only `pl"):
+        with pytest.raises(
+            ValueError, match="`model` has shapes instead of arrays.*only `pl"
+        ):
             run(data)
 
 

@@ -204,7 +204,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no run: that is a folder"):
+    with pytest.raises(FileNotFoundError, match="is not a run: a run is a folder"):
         read_run(tmp_path)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "metrics.csv").write_text("a,b\n1,2\n")

@@ -353,11 +353,15 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([CRITIC, GENERATOR], {}, "every element must be a jaxdp.Part"),
         ([], {}, "empty list"),
         ([one()], {"loss": "mse", "metrics": ["accuracy"]}, "`loss`, `metrics` can't"),
-        ([one()], {"loss_fn": critic_loss}, "`loss_fn` can't stand beside"),
-        ([one()], {"filter_spec": eqx.is_array}, "`filter_spec` can't stand beside"),
-        ([one()], {"gradient_clip_val": 1.0}, "`gradient_clip_val` can't stand"),
-        ([one()], {"reproducible": "bitwise"}, "can't be kept with a list of parts"),
-        ([one()], {"strategy": LocalSGD(every=2)}, "LocalSGD keeps its own state"),
+        ([one()], {"loss_fn": critic_loss}, "`loss_fn` can't be combined with"),
+        (
+            [one()],
+            {"filter_spec": eqx.is_array},
+            "`filter_spec` can't be combined with",
+        ),
+        ([one()], {"gradient_clip_val": 1.0}, "`gradient_clip_val` can't be combined"),
+        ([one()], {"reproducible": "bitwise"}, "does not work with a list of parts"),
+        ([one()], {"strategy": LocalSGD(every=2)}, "LocalSGD keeps its state inside"),
     ],
 )
 def test_parts_that_cannot_be(of_parts, options, message):

@@ -173,7 +173,7 @@ def test_what_cannot_be_staged_says_why():
     trainer = Trainer(
         eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)), strategy=Pipeline(4, 2)
     )
-    with pytest.raises(ValueError, match=r"blocks of a jaxdp\.Stack, and the model ha"):
+    with pytest.raises(ValueError, match=r"blocks of a jaxdp\.Stack, but the model ha"):
         trainer.fit(DATA)
     with pytest.raises(
         ValueError, match=r"4 stages .* do not divide the 6 blocks of b"
@@ -183,7 +183,7 @@ def test_what_cannot_be_staged_says_why():
 
 def test_blocks_that_differ_cannot_be_stacked():
     keys = jax.random.split(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"`blocks` must have one block at least"):
+    with pytest.raises(ValueError, match=r"`blocks` must have at least one block"):
         Stack([])
     for other in (DeepBlock(4, keys[1]), DeepBlock(8, keys[1], 0.5), eqx.nn.Identity()):
         with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):

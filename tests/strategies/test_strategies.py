@@ -204,7 +204,7 @@ def test_an_engine_that_can_not_gather_rows_is_refused_losses_that_need_them():
         loss=lambda prediction, y: jnp.square(prediction - y).mean(),
         enable_progress_bar=False,
     )  # fmt: skip
-    message = "`strategy`: .* shows each device its own rows only.*use Sharded"
+    message = "`strategy`: .* shows each device only its own rows.*use Sharded"
     with pytest.raises(ValueError, match=message):
         trainer.fit([(x, x)])
 
