@@ -1,4 +1,4 @@
-"""What a plan is made of. Bytes are those of one device, unless it says otherwise."""
+"""The parts of a plan. Bytes are per device, unless it says otherwise."""
 
 from typing import Final, NamedTuple
 
@@ -14,7 +14,7 @@ GROUPS: Final = {
 
 
 class Leaf(NamedTuple):
-    """An array that is held between steps, or a batch's."""
+    """An array of the state, which is held between steps, or of a batch."""
 
     group: str
     """One of `GROUPS`: `"parameters"`, `"frozen leaves"`, ..."""
@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
     spec: str
     """How it is split: `"('data', None)"`; `"whole"` on every device."""
     parts: int
-    """Into how many different pieces."""
+    """How many different pieces there are."""
     shard: tuple[int, ...]
     """The shape that one device holds."""
     bytes: int
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
     overwritten: bool
     """Whether the step writes a result over it."""
     on_host: bool
-    """Whether it is in the host's memory between steps, and not in the device's."""
+    """Whether the host's memory holds it between steps, not the device's."""
 
 
 class Memory(NamedTuple):
@@ -47,23 +47,23 @@ class Memory(NamedTuple):
     """The key, the step's number and the sums of metrics."""
     batch: int
     gradients: int
-    """All together: as large as the trained parameters that the step works with, of
-    those that are gathered block by block the shares. How many there are at a time, in
-    `temporary` or where results go, is the compiler's choice; so they are not added to
-    the peak, which has them already."""
+    """All together: as large as the trained parameters that the step works with; for
+    parameters that are gathered block by block, as large as their shards. The compiler
+    decides how many gradients exist at a time, in `temporary` or in results. The peak
+    includes them already."""
     temporary: int
-    """What is neither argument nor result where that is most: activations, buffers of
-    collectives, and gradients."""
+    """Memory that is neither an argument nor a result, at its largest: activations,
+    buffers of collectives, and gradients."""
     arguments: int
-    """All that goes in, as the compiler says."""
+    """All arguments, according to the compiler."""
     results: int
     overwritten: int
-    """How much of the results lies where arguments lay."""
+    """How many bytes of the results overwrite arguments."""
     program: int
     peak: int
     """arguments + results - overwritten + temporary."""
     host: int
-    """Optimizer state in the host's memory between steps, beside all that is above."""
+    """Optimizer state in the host's memory between steps; not counted above."""
 
 
 class Traffic(NamedTuple):
@@ -74,22 +74,22 @@ class Traffic(NamedTuple):
     group_size: int
     dtype: str
     part: str
-    """Where in the step, by the names that the program's operations have: `"gradients"`
+    """The part of the step, from the names of the program's operations: `"gradients"`
     that are summed, `"parameters"` that are gathered, `"backward: eqx.nn.Linear"`."""
     count: int = 0
-    """How many instructions, each run `times` times."""
+    """How many instructions; each runs `times` times."""
     times: int | None = 1
-    """None: in a loop whose length the program does not tell; counted once."""
+    """None if it is in a loop of unknown length; then it is counted once."""
     operand_bytes: int = 0
     wire_bytes: float = 0.0
     """What a device sends by the best ring algorithm."""
     overlapped: bool = False
-    """Whether it has a start and an end, so that computation may run in between."""
+    """Whether computation may run between its start and its end."""
     hidden: bool = False
-    """Whether matrix products or convolutions do."""
+    """Whether matrix products or convolutions run in between."""
     optional: bool = False
     crosses: bool = False
-    """Whether it is between devices of several hosts."""
+    """Whether devices of several hosts take part."""
 
 
 class Bound(NamedTuple):
@@ -106,7 +106,7 @@ class Bound(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A leaf that is whole on every device and need not be."""
+    """A leaf that every device holds whole, but that could be split."""
 
     path: str
     axis: int
@@ -124,18 +124,18 @@ class Estimate(NamedTuple):
 
     hardware: str
     compute: float
-    """Matrix operations, or compiled ones where those are not known."""
+    """Time for matrix operations; for compiled operations if those are unknown."""
     memory: float
-    """Arguments read once, results written once, temporary memory both."""
+    """Time to read arguments, write results, and do both with temporary memory."""
     communication: float
     best: float
-    """Communication wholly beside computation."""
+    """If all communication runs beside computation."""
     worst: float
-    """Communication wholly after it."""
+    """If all communication runs after computation."""
     efficiency: float
-    """Least share of `worst` that is not communication; 1.0 on one device."""
+    """The share of `worst` that is not communication; 1.0 on one device."""
     fits: bool
-    """Whether the peak is no more than what JAX takes of the hardware's memory."""
+    """Whether the peak fits into the memory that JAX takes."""
 
 
 class Row(NamedTuple):

@@ -215,8 +215,8 @@ def _notes(
     exact = [
         "bytes of parameters, optimizer state, batch and all other leaves, per device,"
         " from their shapes and layout",
-        "arguments, results, temporary memory and peak, as this compiler has laid them"
-        " out; allocators add fragmentation and libraries their workspaces",
+        "arguments, results, temporary memory and peak, as this compiler laid"
+        " them out; allocators add fragmentation, and libraries add workspaces",
         "which inputs are overwritten, and every collective of the compiled program",
     ]
     if reading.flops is not None:
@@ -225,46 +225,49 @@ def _notes(
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
     shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:4])
     indicative = [
-        f"the step is that of the first batch's shape, {shapes}: batches of other"
+        f"this is the step for the shape of the first batch, {shapes}; other"
         " shapes have programs of their own",
-        "compiled operations: the compiler counts the bodies of loops once, and what"
-        " libraries compute perhaps not at all",
+        "compiled operations: the compiler counts the bodies of loops once, and"
+        " may leave out what libraries compute",
     ]
     if not_here == "cpu":
         indicative.append(
-            "temporary memory and collectives are those of XLA's CPU compiler. GPU and"
-            " TPU compilers fuse more, and turn an all-reduce of which a part is used"
-            " into a reduce-scatter, which the CPU's never does: plan with `topology`"
+            "temporary memory and collectives come from XLA's CPU compiler. GPU"
+            " and TPU compilers fuse more, and turn an all-reduce of which a part"
+            " is used into a reduce-scatter, which the CPU compiler never does:"
+            " plan with `topology`"
         )
     if not_here == "gpu":
         indicative.append(
-            "without a GPU the compiler can't try kernels out, nor ask cuDNN and cuBLAS"
-            " for their workspaces"
+            "without a GPU the compiler can neither try out kernels nor ask cuDNN"
+            " and cuBLAS for their workspaces"
         )
     if reading.gathered:
         exact.append(
-            "gradients of parameters that are gathered block by block, as the shares"
-            " that a device keeps; a block's whole ones are temporary memory"
+            "gradients of parameters that are gathered block by block, as the"
+            " shards that a device keeps; the whole gradients of a block are"
+            " temporary memory"
         )
     if profile is not None:
         usable = devices_of.usable_memory(profile)
         if usable < profile.memory:
             exact.append(
                 f"memory of {profile.name}: {in_bytes(usable)} of its"
-                f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU; set"
-                " XLA_PYTHON_CLIENT_MEM_FRACTION to more, .9 say, before it starts"
+                f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
+                " set XLA_PYTHON_CLIENT_MEM_FRACTION to more, such as .9, before"
+                " it starts"
             )
         indicative.append(
-            f"seconds, from the peaks of {profile.name} and ring algorithms at full"
-            " bandwidth: real steps reach 30 to 60 % of peaks. Efficiency counts no"
-            " latency and no slow neighbour"
+            f"seconds, from the peaks of {profile.name} and ring algorithms at"
+            " full bandwidth: real steps reach 30 to 60 % of peaks. Efficiency"
+            " ignores latency and slow neighbours"
         )
 
     unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
     if any(leaf.on_host for leaf in reading.leaves):
-        unknown.append("the time it takes to move what is on the host to and fro")
+        unknown.append("the time to move optimizer state between host and device")
     if profile is None:
-        unknown.append("time: pass the hardware, as hardware='h100'")
+        unknown.append("time: pass the hardware, such as hardware='h100'")
     if any(each.times is None for each in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
     if any(each.axes is None for each in reading.traffic):

@@ -162,20 +162,19 @@ class Reading:
         memory = self.memory()
         return (
             Bound(
-                "bytes sent per device: every gradient summed over the devices of the"
-                " rows, 2(n-1)/n of it"
+                "bytes sent per device: 2(n-1)/n of every gradient, to sum it"
+                " over the devices that share the rows"
                 + (f", every {self.branch_every} steps" * (self.branch_every > 1)),
                 2 * (shards - 1) / shards * gradients / self.branch_every,
                 sum(each.wire_bytes for each in self.traffic),
             ),
             Bound(
-                "bytes that go in: the state and the batch, once",
+                "bytes of arguments: the state and the batch, once",
                 state + batch,
                 memory.arguments,
             ),
             Bound(
-                "bytes that come out beside the donated state: metrics, and a pointer"
-                " per result",
+                "bytes of new results: metrics, and a pointer per result",
                 metrics if self.donated else metrics + state,
                 memory.results - memory.overwritten,
             ),

@@ -137,7 +137,7 @@ def _memory(memory: Memory) -> Section:
     """What the peak is made of; alignment goes to the smallest of what is held."""
     held = {label: getattr(memory, name) for name, label in _LABELS.items()}
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
-    held["results beside the donated"] = memory.results - memory.overwritten
+    held["new results"] = memory.results - memory.overwritten
     held["temporary"] = memory.temporary
     shown = {label: size for label, size in held.items() if size}
     shown["peak"] = memory.peak
@@ -145,16 +145,16 @@ def _memory(memory: Memory) -> Section:
     if memory.host:
         shown["optimizer state on the host"] = memory.host
         moved = [
-            "What is on the host is moved in for each step and back. The compiler moves"
-            " it in as early as the device's memory allows; then it is temporary."
+            "Each step moves it to the device and back. The compiler moves it as"
+            " early as the device's memory allows; it then counts as temporary."
         ]
     return Section(
         "Memory per device",
         [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()],
         [
-            f"All gradients are {in_bytes(memory.gradients)}. The compiler decides how"
-            " many there are at a time, in temporary memory or where results go; they"
-            " are in the peak.",
+            f"All gradients together take {in_bytes(memory.gradients)}. The"
+            " compiler decides how many of them exist at a time; the peak"
+            " includes them.",
             *moved,
         ],
         ("", "", "bytes"),
@@ -192,7 +192,7 @@ def _donation(plan: Any) -> str:
         listed = ", ".join(plan.not_overwritten[:_MOST])
         more = len(plan.not_overwritten) - _MOST
         listed += f" and {more} more" if more > 0 else ""
-        found += f" Donated, and copied all the same: {listed}."
+        found += f" Donated but copied anyway: {listed}."
     elif not over:
         found += " Nothing is donated, so a step needs the memory of two states."
     return found
@@ -207,9 +207,9 @@ def _could_split(plan: Any) -> Section:
             for each in plan.could_split[:_MOST]
         ],
         [
-            f"{len(plan.could_split)} leaves; to split them all saves"
-            f" {in_bytes(total)} per device. ZeRO splits the optimizer state, FSDP the"
-            " parameters too."
+            f"{len(plan.could_split)} leaves; splitting them all saves"
+            f" {in_bytes(total)} per device. ZeRO splits the optimizer state, FSDP"
+            " the parameters too."
         ],
     )
 
@@ -246,7 +246,7 @@ def _estimate(plan: Any) -> Section:
             f" {in_short(plan.rows / found.worst)} rows/s: computing"
             f" {in_seconds(found.compute)}, memory {in_seconds(found.memory)},"
             f" communication {in_seconds(found.communication)}; efficiency"
-            f" {found.efficiency:.0%} or more of one device's.",
+            f" {found.efficiency:.0%} or more of one device.",
             f"The peak {fits} into what JAX takes of its memory.",
         ],
     )
