@@ -94,7 +94,7 @@ def test_a_table_that_cannot_be_read_is_moved_or_refused(tmp_path):
     table.write_text(f"epoch,step,loss\r\n0,1,{'9' * 200_000}\r\n")
     with pytest.raises(ValueError, match="metrics.csv' can't be read as a table"):
         fit(tmp_path, 2)
-    with pytest.raises(ValueError, match="metrics.csv` is no table"):
+    with pytest.raises(ValueError, match="metrics.csv` is not a table"):
         read_run(tmp_path)
     linear_trainer(CSVLogger(tmp_path)).fit(batches(8))  # another run keeps it
     assert (tmp_path / "metrics.1.csv").stat().st_size > 200_000

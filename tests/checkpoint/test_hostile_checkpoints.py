@@ -160,7 +160,7 @@ def test_auto_takes_the_next_one_where_callbacks_cannot_take_theirs_up(run):
     run.reset()
     at = "callbacks", "Timer", "elapsed", "train"
     run.forge(with_value(run.meta, at, "long"))
-    match = "steps/8 has of it: ValueError: `state.elapsed.train` is 'long', and must"
+    match = "steps/8: ValueError: `state.elapsed.train` is 'long', and must"
     with pytest.warns(UserWarning, match=match):
         run.fit(max_steps=7, ckpt_path="auto")
     assert run.trainer.global_step == 7
@@ -347,7 +347,7 @@ def test_what_could_not_be_read_again_is_not_saved(run):
     run.reset()
     run.trainer.callbacks.append(Deep())
     try:
-        with pytest.raises(SaveFailed, match="100 deep.* most of it is 'callbacks'"):
+        with pytest.raises(SaveFailed, match="100 deep.* largest part is 'callbacks'"):
             run.trainer.save(run.folder / "deep")
     finally:
         run.trainer.callbacks.pop()

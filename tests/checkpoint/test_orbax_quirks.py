@@ -126,7 +126,7 @@ def test_what_cannot_be_read_back_is_given_no_name(trained, tmp_path, monkeypatc
         seal(folder, name, shapes)
 
     monkeypatch.setattr("jaxdp.checkpoint.saving._seal", lose)
-    with pytest.raises(SaveFailed, match=r"lacks params\.first\.weight"):
+    with pytest.raises(SaveFailed, match=r"lack params\.first\.weight"):
         trained.save(tmp_path / "9")
     assert os.listdir(tmp_path) == []
 

@@ -254,7 +254,7 @@ def test_a_strangers_program_is_not_looked_into(
     assert compiled == ["jit_train", "jit_evaluate"] and loads == []
     assert not (tmp_path / "ran").exists()
     assert "2 of the compiled steps kept in" in caplog.text
-    assert "JAXDP_TRUST_PROGRAMS=1 takes them" in caplog.text
+    assert "JAXDP_TRUST_PROGRAMS=1 allows them" in caplog.text
 
     # Another's again, who is trusted.
     key.unlink()

@@ -136,7 +136,7 @@ def test_a_process_alone_is_alone(environ):
             {k: v for k, v in TORCHRUN.items() if k != "RANK"},
             "variable RANK is not set",
         ),
-        (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', and must be an integer"),
+        (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
         (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
@@ -153,7 +153,7 @@ def test_a_wrong_variable_is_named(environ, text):
 def test_wrong_arguments_are_named():
     initialize = jaxdp.distributed.initialize
     with pytest.raises(
-        ValueError, match="`coordinator_address`, `process_id` can't be"
+        ValueError, match="`coordinator_address`, `process_id` is not known"
     ):
         initialize(num_processes=2)
     with pytest.raises(ValueError, match="`coordinator_address` must be 'host:port'"):

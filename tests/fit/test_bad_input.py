@@ -405,7 +405,10 @@ def test_an_epoch_that_was_cut_and_has_no_more_batches_is_said(caplog):
     assert (trainer.global_step, trainer.current_epoch) == (4, 1)
     trainer.fit(batches(8, 8, 8), max_steps=6)
     trainer.fit(batches(8, 8, 8), max_epochs=2, limit_train_batches=1)
-    assert "2 batches are done, and `limit_train_batches` is 1" in caplog.text
+    assert (
+        "2 batches of `train_loader` are done, and `limit_train_batches` is 1"
+        in caplog.text
+    )
 
 
 def test_nothing_to_do_is_said():

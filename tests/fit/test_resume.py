@@ -324,7 +324,7 @@ def test_a_replay_that_comes_to_another_batch_is_said(tmp_path, kind):
     at_once.load(path)
     again = at_once.save(tmp_path / "again")
     for place in (path, again):
-        with pytest.warns(UserWarning, match="after 4 batches, which were replayed, c"):
+        with pytest.warns(UserWarning, match="after 4 batches were replayed, the"):
             make().fit(loader(1), max_epochs=1, ckpt_path=place)
     # A fit that follows in the same process is not compared with the checkpoint.
     same.fit(loader(1), max_epochs=3)
