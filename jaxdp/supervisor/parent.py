@@ -72,7 +72,7 @@ class _End(NamedTuple):
         if self.error is None or self.is_a({"SystemExit"}):
             return f"ended with exit code {self.code}"
         kind, text = self.error["kinds"][0], self.error["text"].partition("\n")[0]
-        return f"failed: {kind}: {text}"
+        return f"failed: {kind}: {text.rstrip('.:')}"
 
     def is_a(self, kinds: set[str]) -> bool:
         """Whether it failed with an exception of one of these kinds."""

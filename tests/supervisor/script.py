@@ -72,6 +72,8 @@ def harm(what):
         set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
         threading.Thread(target=set_error, args=(thread, error)).start()
         time.sleep(1)
+    elif what == "memory":
+        b"x" * 2**31
     elif what == "hang":
         time.sleep(600)
     else:

@@ -72,6 +72,7 @@ def test_a_script_runs_as_python_runs_it(run, tmp_path):
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
         ("os._exit(70)", 70, "ended with exit code 70"),
         ("raise OSError('disk')", 1, "failed: OSError: disk"),
+        ("raise OSError('disks:\\n  a\\n  b')", 1, "failed: OSError: disks, after"),
     ],
 )
 def test_it_is_started_again_and_its_exit_code_comes_back(run, how, code, said):

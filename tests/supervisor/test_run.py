@@ -94,6 +94,38 @@ def test_kills_of_all_kinds(whole, tmp_path, devices, saves, most):
     assert_nothing_is_left(folder, root)
 
 
+@pytest.fixture
+def little_memory():
+    """What is run in a control group that has 1.5 GB, or it is skipped."""
+    root = pathlib.Path("/sys/fs/cgroup/memory")  # of version 1; else of version 2
+    name = "memory.limit_in_bytes" if root.is_dir() else "memory.max"
+    group = (root if root.is_dir() else root.parent) / f"jaxdp-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs the right to make control groups")
+    try:
+        (group / name).write_text(str(3 * 2**29))
+    except OSError:
+        group.rmdir()
+        pytest.skip("needs the right to limit memory")
+    yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_control_group_has_no_memory_left(whole, tmp_path, little_memory):
+    folder, root = whole.parent / "memory", tmp_path / "snapshots"
+    options = "--snapshot-every", "5", "--snapshot-dir", str(root)
+    settings = {"harm": [[18, "memory"]], "pause": 0.05}
+    started = [*little_memory, *command(folder, *options, **settings)]
+    done = subprocess.run(started, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("was ended by SIGKILL, after step 17") == 1
+    assert_same(folder, whole, 5)
+    assert_nothing_is_left(folder, root)
+
+
 def test_both_are_killed_and_the_next_start_goes_on(whole, tmp_path):
     folder, root = whole.parent / "both", tmp_path / "snapshots"
     options = "--snapshot-every", "5", "--snapshot-dir", str(root)
