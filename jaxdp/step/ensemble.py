@@ -1,6 +1,6 @@
 """Many models in one step: the leading axis of every array of a model is the member."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -155,7 +155,7 @@ class OfMembers:
 
         try:
             values, weights, new_state, outputs = over_members(
-                of_one, self.size, model, model_state, rows, (0, None, 0, 1)
+                of_one, self.size, model, model_state, rows, (-1, None, 0, 1)
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -168,7 +168,9 @@ class OfMembers:
             ) from None
         (one,) = traced
         return one._replace(
-            values=self._named(values, one.values),
+            # Dicts lose their order on their way through JAX.
+            values={name: values[name] for name in one.values},
+            members=self._named,
             weights={
                 name: weights[of]
                 for of in one.weights
@@ -178,14 +180,12 @@ class OfMembers:
             outputs=outputs,
         )
 
-    def _named(
-        self, stacks: Mapping[str, Array], names: Iterable[str]
-    ) -> dict[str, Array]:
-        """In the order of `names`, which dicts lose on their way through JAX."""
-        means = {name: stacks[name].mean(0) for name in names}
+    def _named(self, stacks: Mapping[str, Array]) -> dict[str, Array]:
+        """Means over members, then the values of each."""
+        means = {name: stack.mean() for name, stack in stacks.items()}
         return means | {
-            own: stacks[name][member]
-            for name in means
+            own: stack[member]
+            for name, stack in stacks.items()
             for member, own in enumerate(self.names(name))
         }
 

@@ -136,7 +136,10 @@ def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:
     """Sums over the real rows of a micro-batch, of its loss and of each metric."""
     seen = found.values, found.weights
     values, weights = seen if facts.rows_interact else mark_values(seen)
-    sums = {name: _over_rows(value, mask) for name, value in values.items()}
+    over = _over_rows if found.members is None else jax.vmap(_over_rows, (-1, None))
+    sums = {name: over(value, mask) for name, value in values.items()}
+    if found.members is not None:  # of sums: under Members no rows are exchanged
+        sums = found.members(sums)
     return Sums(sums, {n: _over_rows(w, mask) for n, w in weights.items()}, facts)
 
 

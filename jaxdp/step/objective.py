@@ -38,6 +38,9 @@ class Values(NamedTuple):
     """`(rows,)`, of the values that have weights, which are multiplied by them."""
     outputs: PyTree = None
     """`(predictions, targets)` where they are kept, leaves `(rows, ...)`."""
+    members: Callable[[Mapping[str, Array]], dict[str, Array]] | None = None
+    """Of an ensemble, each of whose `values` has an axis of members behind the rows:
+    sums of them, `(members,)`, to those that are logged."""
 
 
 class CriterionObjective:

@@ -370,8 +370,11 @@ class Steps(NamedTuple):
 
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names, weighted = tuple(found.values), tuple(found.weights)
+        if (ensemble := self.ensemble) is not None:
+            names += tuple(own for name in names for own in ensemble.names(name))
         check_count(names + weighted, self.most_values)
-        scalars = any(value.ndim == 0 for value in found.values.values())
+        least = int(self.ensemble is not None)  # the axis of members
+        scalars = any(value.ndim == least for value in found.values.values())
         # What is drawn for the batch as a whole, a permutation say, is over its rows.
         keyed = self.objective is not None and self.objective.takes_key
         interact = scalars or stateful or keyed or self.rows_interact

@@ -20,8 +20,8 @@ MEMBERS: Final = "members"
 class Members(Sharded):
     """Splits the models of `Trainer(ensemble=...)` over the devices.
 
-    Each device trains its own members on whole batches. Devices exchange the loss and
-    metrics of every row, and nothing else. The number of members must be a multiple of
+    Each device trains its own members on whole batches. Devices exchange the sums of
+    each member's loss and metrics, a number each, and nothing else. The number of members must be a multiple of
     the number of devices.
 
     Args:
