@@ -21,8 +21,8 @@ class Members(Sharded):
     """Splits the models of `Trainer(ensemble=...)` over the devices.
 
     Each device trains its own members on whole batches. Devices exchange the sums of
-    each member's loss and metrics, a number each, and nothing else. The number of members must be a multiple of
-    the number of devices.
+    each member's loss and metrics, a number each, and nothing else. The number of
+    members must be a multiple of the number of devices.
 
     Args:
         devices: how many, or which; all by default.
