@@ -1,6 +1,7 @@
 """Where a fit is, how fast it goes and when it will be done."""
 
 import math
+import os
 import sys
 import time
 import warnings
@@ -24,11 +25,12 @@ _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
 class ProgressBar(Callback):
     """A tqdm bar for training, one for validation, and a line for every epoch.
 
-    The bar shows how many batches of the epoch are done, the time left, the loss of a
-    few steps ago (reading the newest would make the device wait), and, if the terminal
-    is wide enough, batches and examples per second. With `accumulate_grad_batches` it
-    counts optimizer steps. If the output is not a terminal (the log of a job), it
-    prints lines instead: one per epoch, and more in long epochs.
+    The bar shows how many batches of the epoch are done, the time left and the loss of
+    a few steps ago (reading the newest would make the device wait). If the terminal is
+    wide enough, bar and line also show batches and examples per second. With
+    `accumulate_grad_batches` the bar counts optimizer steps. If the output is not a
+    terminal (the log of a job), it prints lines instead: one per epoch, and more in
+    long epochs.
 
     Args:
         refresh_per_second: how often the bar is redrawn at most.
@@ -114,12 +116,15 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         self._train.examples = trainer.run.examples_seen
-        facts = [_clock(now - self._train.began), *self._train.rates(now)]
+        start = f"{self._train.name}: {_clock(now - self._train.began)}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
-        facts += [f"{name} {value:.4g}" for name, value in means.items()]
+        facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
+        rates = self._train.rates(now)
+        while rates and len(", ".join([start, *rates, *facts])) > _width(self._out):
+            rates.pop()
         self._close()
-        self._print(f"{self._train.name}: {', '.join(facts)}")
+        self._print(", ".join([start, *rates, *facts]))
 
     def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
         self._close()
@@ -247,6 +252,15 @@ class _Pass:
         if self.bar is not None:
             self.bar.close()
         self.bar = None
+
+
+def _width(out: Outlet | None) -> float:
+    """Columns of a terminal; of what is none, as many as it takes."""
+    try:
+        columns = os.get_terminal_size(out.fileno()).columns  # pyright: ignore
+    except (AttributeError, OSError, ValueError):
+        columns = 0
+    return columns or math.inf
 
 
 def _name(trainer: "Trainer") -> str:

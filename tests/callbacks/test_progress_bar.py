@@ -108,6 +108,22 @@ def test_a_narrow_terminal_keeps_the_bar_and_the_loss_longest(
     assert found == {100: [1, 1, 1], 72: [1, 1, 0], 60: [1, 0, 0], 42: [0, 0, 0]}[width]
 
 
+@pytest.mark.parametrize(
+    ("width", "rates"), [(0, 2), (80, 2), (50, 1), (30, 0), (20, 0)]
+)
+def test_the_line_of_an_epoch_leaves_rates_out_where_it_would_wrap(
+    clock, width, rates, monkeypatch
+):
+    size = types.SimpleNamespace(columns=width)
+    monkeypatch.setattr(progress_module.os, "get_terminal_size", lambda _: size)
+    out = Terminal()
+    out.fileno = lambda: 2
+    make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 9))
+    (line,) = [each for each in drawn(out) if each.startswith("epoch 1/1: ")]
+    assert line.count("/s") == rates and re.search(r": 9\.0 s,.* loss \d", line)
+    assert len(line) <= (width or 80) or not rates
+
+
 def test_the_loss_shown_is_one_of_some_steps_ago(clock):
     out = Terminal()
     reads = []
