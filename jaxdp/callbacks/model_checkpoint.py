@@ -324,10 +324,10 @@ class ModelCheckpoint(Callback):
             with contextlib.suppress(OSError):  # the folder may be what is gone
                 self._dir.sweep()
         if self.on_save_error == "raise":
-            more = "ModelCheckpoint(on_save_error='warn') would go on without this one."
+            more = "ModelCheckpoint(on_save_error='warn') would continue without it."
             error.add_note(more)
             raise error
-        text = f"{error} Training goes on; the next one is tried when it is due."
+        text = f"{error} Training continues; the next one is tried when it is due."
         warn(text, stacklevel=2)
 
     def _kept(self, scores: dict[int, float]) -> set[int]:
@@ -391,10 +391,10 @@ class ModelCheckpoint(Callback):
                 ", ".join(map(str, strangers)),
             )
             text = (
-                f"{self._dir.path} has checkpoints that this run does not go on from,"
+                f"{self._dir.path} has checkpoints that this run does not resume from,"
                 f" or that this callback has not saved: {listed}. They are now in"
                 f" {path}."
-                ' (To go on from the newest, use `fit(..., ckpt_path="auto")`.)'
+                ' (To resume from the newest, use `fit(..., ckpt_path="auto")`.)'
             )
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())

@@ -243,10 +243,10 @@ def _sum_of_whole(batch: Batch | None) -> int | None:
 
 
 _WHOLES_DIFFER: Final = (
-    "`data`='local': what the processes have in a jaxdp.Whole differs in the same step,"
-    " and it must be the same for every row. Draw it by a generator that has the same"
-    " seed in all. (One that has run out of batches before the others goes on with the"
-    " Whole that it had: if that changes, give all as many batches.)"
+    "`data`='local': the processes have different values in a jaxdp.Whole at the same"
+    " step, but it must be the same for every row. Draw it by a generator that has the"
+    " same seed in all. (A process that has run out of batches keeps its last Whole; if"
+    " it changes from batch to batch, give all processes equally many batches.)"
 )
 
 

@@ -179,7 +179,9 @@ def test_validation_and_prediction_take_other_shapes_than_training():
 
 def test_predictions_of_several_shapes_are_refused_with_both():
     trainer = make(model=Text(per_token=True))
-    message = r"gives \(9, 3\) for a row of batch 0 and \(6, 3\) for .*Predict batches"
+    message = (
+        r"returns \(9, 3\) for a row of batch 0 and \(6, 3\) for .*Predict batches"
+    )
     with pytest.raises(ValueError, match=message):
         trainer.predict([bucket(5, 9), bucket(7, 6)])
 
