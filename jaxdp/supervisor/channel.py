@@ -128,10 +128,10 @@ def read_beat(path: str) -> Beat:
         return Beat(*_BEAT.unpack(file.read(_BEAT.size)))
 
 
-def read_end(path: str) -> dict[str, Any] | None:
-    """The exception that has ended the child, if one has."""
+def read_end(path: str) -> dict[str, Any]:
+    """The exception that has ended the child; empty if none has."""
     try:
         with open(os.path.join(path, END), "rb") as file:
             return json.loads(file.read())
     except (OSError, ValueError):
-        return None
+        return {}

@@ -60,8 +60,8 @@ class _End(NamedTuple):
     """As `subprocess` has it: of a signal, its number below zero."""
     step: int
     """The last one that was taken in it, or -1."""
-    error: dict[str, Any] | None
-    was_silent: bool
+    error: dict[str, Any] = {}
+    was_silent: bool = False
 
     def __str__(self) -> str:
         if self.was_silent:
@@ -69,19 +69,19 @@ class _End(NamedTuple):
         if self.code < 0:
             names = {each.value: each.name for each in signal.Signals}
             return f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
-        if self.error is None or self.is_a({"SystemExit"}):
+        if not self.error or self.is_a({"SystemExit"}):
             return f"ended with exit code {self.code}"
         kind, text = self.error["kinds"][0], self.error["text"].partition("\n")[0]
         return f"failed: {kind}: {text.rstrip('.:')}"
 
     def is_a(self, kinds: set[str]) -> bool:
         """Whether it failed with an exception of one of these kinds."""
-        return self.error is not None and not kinds.isdisjoint(self.error["kinds"])
+        return not kinds.isdisjoint(self.error.get("kinds", ()))
 
     def is_from_outside(self) -> bool:
         """Whether it may be better the next time."""
-        lacks_threads = self.error and "can't start new thread" in self.error["text"]
-        return bool(lacks_threads) or self.is_a(_OUTSIDE)
+        text = self.error.get("text", "")
+        return "can't start new thread" in text or self.is_a(_OUTSIDE)
 
 
 class Supervisor:
@@ -185,11 +185,10 @@ class Supervisor:
             return "It would fail again, and is not started again."
         is_same = (
             before is not None
-            and end.error is not None
-            and before.error is not None
+            and end.error
             and not end.is_from_outside()
             and end.step == before.step
-            and end.error["kinds"] == before.error["kinds"]
+            and end.error["kinds"] == before.error.get("kinds")
         )
         if is_same:
             return "That is the second time at this step: it is not started again."
@@ -209,7 +208,7 @@ class Supervisor:
                 start_new_session=True,
             )
         except OSError as error:  # no more processes, or no memory
-            return _End(1, -1, {"kinds": ["OSError"], "text": str(error)}, False)
+            return _End(1, -1, {"kinds": ["OSError"], "text": str(error)})
         with contextlib.suppress(OSError):  # somebody has killed it
             os.write(self._guard.stdin.fileno(), f"{child.pid}\n".encode())
         while self._early:
@@ -233,7 +232,7 @@ class Supervisor:
         code = child.returncode
         if code:
             self._leaving.append((child.pid, time.monotonic() + _GRACE))
-        end = read_end(self._path) if code > 0 else None
+        end = read_end(self._path) if code > 0 else {}
         return _End(code, read_beat(self._path).step, end, was_silent)
 
     def _is_silent(self, beat: Beat) -> bool:

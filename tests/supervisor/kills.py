@@ -1,6 +1,7 @@
 """Harms a supervised run at random moments; says what came of it, and how soon.
 
     python tests/supervisor/kills.py 100 docs/reliability.md
+    python tests/supervisor/kills.py 20 "" 7    # with other moments, and no page
 
 Kinds of harm take turns. Before and after, such a run is started by hand from its
 checkpoint some times, to compare with. The table goes between the marks `supervised`
@@ -104,9 +105,9 @@ def harm(run, kind, disk):
     return run.steps()[-1][0], process, when
 
 
-def main(kills, page=None):
+def main(kills, page=None, seed=0):
     """Runs it all; the exit status."""
-    generator, rows = random.Random(0), {kind: [] for kind in KINDS}
+    generator, rows = random.Random(seed), {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as temporary:
         root = pathlib.Path(temporary)
         disk = root / "disk"
