@@ -412,7 +412,7 @@ engine/test_blocks.py::test_what_is_asked_inside_a_block_is_of_the_step_that_is_
 engine/test_blocks.py::test_batches_that_grow_give_the_bits_of_single_steps
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[Pmap-auto]
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[a loop, devices-4]
-data/test_torch_sending.py::test_what_arrives_is_what_was_sent[spawn]
+data/test_torch_sending.py::test_what_arrives_is_what_was_sent
 data/test_torch_sending.py::test_files_that_are_mapped_are_mapped_anew
 data/test_torch_sending.py::test_tensors_arrive_however_many_they_are
 data/test_torch_sending.py::test_later_workers_see_what_has_changed

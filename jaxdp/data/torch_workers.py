@@ -24,8 +24,7 @@ import numpy as np
 
 from ..basics.process import refuse_to_train_in_a_worker
 from .random_states import seed_generators
-from .sessions import context_of_session, has_no_file
-from .torch_sending import sharing_arrays
+from .torch_sending import context_of_workers
 
 PIPE_BYTES = 2**20
 """Arrays up to so large cross from a worker faster in its pipe than in shared memory,
@@ -50,8 +49,7 @@ def started(loader: Any, argument: str) -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")  # ours says more
-            with sharing_arrays():
-                batches = iter(loader)
+            batches = iter(loader)
     except Exception as error:
         # Any can come of pickling; a sampler's own errors come through here, too.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -197,16 +195,17 @@ def safe_workers(loader: Any) -> Iterator[None]:
     users = loader.multiprocessing_context, loader.worker_init_fn
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     available = "forkserver" in multiprocessing.get_all_start_methods()
-    if users[0] is None and default == "fork" and available:
-        usual = multiprocessing.get_context("forkserver")
-        context = context_of_session() if has_no_file() else usual
+    resources = contextlib.ExitStack()
+    if users[0] is None and default in ("fork", "forkserver") and available:
+        context = resources.enter_context(context_of_workers())
         parts = loader.dataset, loader.collate_fn, loader.worker_init_fn
         modules = frozenset(["__main__", *map(_module_of, parts)])
         context.set_forkserver_preload([__name__, *_libraries(modules)])
         loader.multiprocessing_context = context
     loader.worker_init_fn = functools.partial(_init_worker, loader.worker_init_fn)
     try:
-        yield
+        with resources:
+            yield
     finally:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:

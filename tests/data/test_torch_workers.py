@@ -116,7 +116,7 @@ def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
 
 def test_parts_that_workers_cannot_import_are_refused_with_the_remedy(monkeypatch):
     # A process of pytest-xdist has no file, as a notebook has none.
-    monkeypatch.setattr("jaxdp.data.torch_workers.has_no_file", lambda: False)
+    monkeypatch.setattr("jaxdp.data.torch_sending.has_no_file", lambda: False)
     loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
     with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
         list(open_loader(loader, "train_loader", seed=0).epoch())
