@@ -10,7 +10,6 @@ rubbish of killed saves and removals is swept when the next fit begins.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -19,7 +18,6 @@ import shutil
 import socket
 import tempfile
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -35,7 +33,8 @@ except ImportError:  # Windows; there, nothing watches over the folder
 _RUBBISH: Final = re.compile(r"\d+\.orbax-checkpoint-tmp.*|\.removed-\d+-.*|\.probe-.*")
 _STEP: Final = re.compile(r"0|[1-9]\d*", re.ASCII)
 
-_locks: "weakref.WeakSet[CheckpointDir]" = weakref.WeakSet()
+_taken: Final[set[str]] = set()
+"""The folders that this process has locked, which keeps others out, but not itself."""
 
 
 class CheckpointDir:
@@ -71,6 +70,10 @@ class CheckpointDir:
             OSError: if it can't be made or written to.
             RuntimeError: if another run writes there.
         """
+        folder = os.path.realpath(self.path)
+        if folder in _taken:
+            raise self._is_in_use("another fit of this very process")
+
         # Found out now, and not at the first save, hours later.
         try:
             os.makedirs(self.path, exist_ok=True)
@@ -88,25 +91,22 @@ class CheckpointDir:
                 " Pass a folder that can be written to."
             ) from error
 
-        # Held until the process ends, however it does.
+        # Held until the process ends, however it does; those that it forks have no part
+        # in it.
         try:
             if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
             holder = _holder(lock)
             os.close(lock)
-            raise RuntimeError(
-                f"`dirpath`: another run writes its checkpoints to {self.path}:"
-                f" {holder}. Wait until it has ended, or pass another folder."
-            ) from error
+            raise self._is_in_use(holder) from error
         except OSError as error:  # a file system without locks
             say(
                 f"{self.path} can't be locked ({error}): make sure that no other run"
                 " uses it"
             )
         self._lock = lock
-        _mind_forks()
-        _locks.add(self)
+        _taken.add(folder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
         self.sweep()
@@ -117,12 +117,7 @@ class CheckpointDir:
             with contextlib.suppress(OSError):
                 self.sweep()
             os.close(self._lock)
-        self._lock = None
-
-    def forget(self) -> None:
-        """Gives up a lock that a parent process holds."""
-        if self._lock is not None:
-            os.close(self._lock)
+            _taken.discard(os.path.realpath(self.path))
         self._lock = None
 
     def remove(self, step: int) -> None:
@@ -149,6 +144,12 @@ class CheckpointDir:
             if _is_folder(entry) and _RUBBISH.fullmatch(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
+    def _is_in_use(self, holder: str) -> RuntimeError:
+        return RuntimeError(
+            f"`dirpath`: another run writes its checkpoints to {self.path}: {holder}."
+            " Wait until it has ended, or pass another folder."
+        )
+
     def _named_by_step(self) -> list["os.DirEntry[str]"]:
         try:
             return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
@@ -172,21 +173,6 @@ def _holder(lock: int) -> str:
     """Who holds a lock, as its file says."""
     try:
         found = parse_json(os.pread(lock, 1000, 0))
-        process, since = f"process {found['pid']} on {found['host']}", found["since"]
+        return f"process {found['pid']} on {found['host']}, since {found['since']}"
     except (ValueError, KeyError, TypeError, OSError):
         return "a process that has not said which"
-    if found["pid"] == os.getpid() and found["host"] == socket.gethostname():
-        return f"another fit of this very process, since {since}"
-    return f"{process}, since {since}"
-
-
-@functools.cache
-def _mind_forks() -> None:
-    """Has forked children drop the locks, which they would hold beyond our end."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _forget_locks() -> None:
-    for folder in _locks:
-        folder.forget()
