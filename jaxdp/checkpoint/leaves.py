@@ -10,20 +10,17 @@ from jaxtyping import PyTree
 from ..basics.tree import leaf_path
 from ..step import TrainState
 
-Named = dict[str, dict[str, Any]]
-"""`{field: {path: leaf}}`: readable by anyone, whatever the classes in the tree."""
+Named = dict[str, Any]
+"""`{"field: path": leaf}`: readable by anyone, whatever the classes in the tree."""
 
 
 def name_leaves(state: TrainState) -> Named:
     """The arrays of a state, PRNG keys as the integers that they are made of."""
-    named = {
-        field: {
-            leaf_path(path) or "value": plain(leaf)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        }
+    return {
+        _name(field, path): plain(leaf)
         for field, tree in state._asdict().items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-    return {field: leaves for field, leaves in named.items() if leaves}
 
 
 def unname_leaves(named: Named, like: TrainState) -> TrainState:
@@ -31,7 +28,7 @@ def unname_leaves(named: Named, like: TrainState) -> TrainState:
 
     def fill(field: str, tree: PyTree) -> PyTree:
         def find(path: Any, leaf: Any) -> Any:
-            stored = named.get(field, {}).get(leaf_path(path) or "value")
+            stored = named.get(_name(field, path))
             return leaf if stored is None else unplain(stored, leaf)  # no elements
 
         return jax.tree_util.tree_map_with_path(find, tree)
@@ -39,46 +36,51 @@ def unname_leaves(named: Named, like: TrainState) -> TrainState:
     return TrainState(**{field: fill(field, t) for field, t in like._asdict().items()})
 
 
+def _name(field: str, path: Any) -> str:
+    return f"{field}: {leaf_path(path) or 'value'}"
+
+
+def arrays_of(state: TrainState) -> Named:
+    """The arrays that a checkpoint of `state` would have, by name."""
+    return with_elements(name_leaves(state))
+
+
 def with_elements(named: Named) -> Named:
     """Without arrays of size 0, which Orbax can't save and nobody needs."""
-    found = {
-        field: {name: leaf for name, leaf in of.items() if 0 not in leaf.shape}
-        for field, of in named.items()
-    }
-    return {field: leaves for field, leaves in found.items() if leaves}
+    return {name: leaf for name, leaf in named.items() if 0 not in leaf.shape}
 
 
-def flat(named: Named) -> dict[str, Any]:
-    """All leaves in one dictionary: `{"field: path": leaf}`."""
+def nested(named: Named) -> dict[str, Named]:
+    """`{field: {path: leaf}}`, as Orbax writes them."""
+    fields: dict[str, Named] = {}
+    for name, leaf in named.items():
+        field, _, path = name.partition(": ")
+        fields.setdefault(field, {})[path] = leaf
+    return fields
+
+
+def flat(fields: Mapping[str, Named]) -> Named:
+    """The inverse of `nested`."""
     return {
         f"{field}: {path}": leaf
-        for field, leaves in named.items()
+        for field, leaves in fields.items()
         for path, leaf in leaves.items()
     }
 
 
-def nested(leaves: Mapping[str, Any]) -> Named:
-    """The inverse of `flat`."""
-    named: Named = {}
-    for full, leaf in leaves.items():
-        field, _, path = full.partition(": ")
-        named.setdefault(field, {})[path] = leaf
-    return named
-
-
-def arrays_of(state: TrainState) -> dict[str, Any]:
-    """The arrays that a checkpoint of `state` would have, by name."""
-    return flat(with_elements(name_leaves(state)))
-
-
 def shapes(named: Named) -> dict[str, str]:
     """What `meta["leaves"]` says of the leaves, by name."""
-    return {name: shape_text(leaf) for name, leaf in flat(named).items()}
+    return {name: shape_text(leaf) for name, leaf in named.items()}
 
 
 def shape_text(leaf: Any) -> str:
     """How an array is described: `float32(16, 4)`."""
     return f"{leaf.dtype}{tuple(leaf.shape)}"
+
+
+def dtype_in(text: str) -> Any:
+    """The dtype in what `shape_text` gave."""
+    return jnp.dtype(text.partition("(")[0])
 
 
 def shape_in(text: str) -> tuple[int, ...]:

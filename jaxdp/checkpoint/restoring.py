@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ from . import seal
 from .fingerprints import fingerprints
 from .leaves import (
     Named,
+    arrays_of,
     differences,
+    dtype_in,
     first_lines,
     flat,
     name_leaves,
@@ -76,27 +78,30 @@ def restore(
         take_up(meta)
 
     state = wanted(meta)
-    stored = _read_arrays(path, with_elements(name_leaves(state)), meta)
+    stored = _read_arrays(path, arrays_of(state), meta)
     return unname_leaves(stored, state), meta
 
 
 def restore_leaves(
-    path: str | os.PathLike[str],
-    meta: Mapping[str, Any],
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    path: str | os.PathLike[str], meta: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
-    """Reads some of the arrays of a checkpoint, and only those.
+    """Reads some of the arrays of a checkpoint, and only those, onto one device.
 
     Args:
         path: the folder.
         meta: what `read_meta` gives for it.
-        leaves: by the names that `meta["leaves"]` has for them, of the shapes and
-            dtypes that it says, with the shardings that they are to get.
+        names: those that `meta["leaves"]` has for them.
     """
-    path, wanted = os.path.abspath(path), with_elements(nested(leaves))
+    path = os.path.abspath(path)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    texts = {name: meta["leaves"][name] for name in names}
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape_in(text), dtype_in(text), sharding=here)
+        for name, text in texts.items()
+    }
     if leaves:
         _check_seal(path, meta["leaves"])
-    read = flat(_read_arrays(path, wanted, meta))
+    read = _read_arrays(path, with_elements(leaves), meta)
     return {
         name: read[name] if name in read else jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in leaves.items()
@@ -235,7 +240,7 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
         ),
-        wanted,
+        nested(wanted),
     )
     arguments = ocp.args.PyTreeRestore(
         item=like,
@@ -249,8 +254,8 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
             state = os.path.join(known_as, "state")
-            stored = checkpointer.restore(state, args=arguments)
-        read = fingerprints(flat(stored))  # waits for the device
+            stored = flat(checkpointer.restore(state, args=arguments))
+        read = fingerprints(stored)  # waits for the device
     except Exception as error:  # of any type: what is read may be anything
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise

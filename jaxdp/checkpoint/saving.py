@@ -34,7 +34,7 @@ from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal
 from .fingerprints import fingerprints
-from .leaves import Named, flat, name_leaves, shapes, with_elements
+from .leaves import Named, name_leaves, nested, shapes, with_elements
 from .metadata import FORM, FORMAT, digest
 from .orbax_quirks import (
     as_orbax_reads,
@@ -171,12 +171,10 @@ def start_saving(
     named = name_leaves(state)
     stored = with_elements(named)
     arguments = ocp.args.Composite(
-        state=ocp.args.StandardSave(stored),
+        state=ocp.args.StandardSave(nested(stored)),
         meta=ocp.args.JsonSave(_described(named, meta)),
     )
-    sizes = {
-        name.replace(": ", ".", 1): leaf.shape for name, leaf in flat(stored).items()
-    }
+    sizes = {name.replace(": ", ".", 1): x.shape for name, x in stored.items()}
     folder, name = os.path.split(as_orbax_writes(path))
 
     with _starting, contextlib.ExitStack() as resources:
@@ -227,7 +225,7 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "versions": versions(),
         "leaves": shapes(named),
-        "fingerprints": fingerprints(flat(with_elements(named))),
+        "fingerprints": fingerprints(with_elements(named)),
         **meta,
     }
     try:

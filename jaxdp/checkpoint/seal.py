@@ -4,11 +4,11 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from ..basics.json_checks import Form, by_name, read_json, text
+from .leaves import shape_in
 
 _LIST: Final = "files.json"
 
@@ -79,5 +79,4 @@ def _files(path: str) -> Iterator[str]:
 
 
 def _most_bytes(array: str) -> int:
-    sizes = map(int, re.findall(r"\d+", array.partition("(")[2]))
-    return _MORE_BYTES_PER_ARRAY + _BYTES_EACH * math.prod(sizes)
+    return _MORE_BYTES_PER_ARRAY + _BYTES_EACH * math.prod(shape_in(array))

@@ -28,16 +28,7 @@ from ..basics.host_memory import is_on_host
 from ..basics.json_checks import MOST_BYTES, parse_json
 from ..distributed import put
 from ..step import TrainState
-from .leaves import (
-    arrays_of,
-    flat,
-    name_leaves,
-    nested,
-    shape_in,
-    shapes,
-    unname_leaves,
-    with_elements,
-)
+from .leaves import arrays_of, dtype_in, name_leaves, shape_in, shapes, unname_leaves
 from .metadata import FORM, FORMAT
 from .restoring import check_same, corrupt
 from .saving import wait_for_savings
@@ -216,9 +207,9 @@ def restore_snapshot(
     check_same(path, shapes(name_leaves(state)), meta["leaves"])
     take_up(meta)
 
-    wanted = flat(with_elements(name_leaves(state)))
+    wanted = arrays_of(state)
     placed = {name: put(arrays[name], leaf.sharding) for name, leaf in wanted.items()}
-    return unname_leaves(nested(placed), state), meta
+    return unname_leaves(placed, state), meta
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -241,7 +232,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
         arrays = {}
         for name, text in meta["leaves"].items():
-            dtype, shape = jnp.dtype(text.partition("(")[0]), shape_in(text)
+            dtype, shape = dtype_in(text), shape_in(text)
             if (size := math.prod(shape) * dtype.itemsize) > status.st_size:
                 raise corrupt(path, f"{name} in it is larger than the file")
             if size:

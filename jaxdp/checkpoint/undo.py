@@ -13,11 +13,15 @@ _CONTAINERS: Final = (list, dict, set, collections.deque)
 def undone_if_it_fails(*owners: Any) -> Iterator[None]:
     """What happens to the attributes of `owners` in here is undone by an exception.
 
-    Attributes that are lists, dicts, sets or deques get their items back; what is
-    changed inside of others stays so.
+    Attributes that are lists, dicts, sets or deques are copied before; what is changed
+    inside of others stays so.
     """
+
+    def kept(value: Any) -> Any:
+        return copy.copy(value) if type(value) in _CONTAINERS else value
+
     before = [
-        (vars(owner), {name: (x, _items(x)) for name, x in vars(owner).items()})
+        (vars(owner), {name: kept(value) for name, value in vars(owner).items()})
         for owner in owners
         if hasattr(owner, "__dict__")
     ]
@@ -26,18 +30,5 @@ def undone_if_it_fails(*owners: Any) -> Iterator[None]:
     except BaseException:
         for attributes, values in before:
             attributes.clear()
-            for name, (value, items) in values.items():
-                _give_back(value, items)
-                attributes[name] = value
+            attributes.update(values)
         raise
-
-
-def _items(value: Any) -> Any:
-    return copy.copy(value) if type(value) in _CONTAINERS else None
-
-
-def _give_back(value: Any, items: Any) -> None:
-    if items is None:
-        return
-    value.clear()
-    (value.extend if hasattr(value, "extend") else value.update)(items)

@@ -1,7 +1,7 @@
 """The weights of a model alone: from a checkpoint or a file, and into a file."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from ..basics.extras import import_extra
 from ..basics.files import replacing, sync
 from ..basics.tree import leaf_path
 from .folder import CheckpointDir
-from .leaves import differences, first_lines, plain, shape_in, shape_text, unplain
+from .leaves import differences, first_lines, plain, shape_text, unplain
 from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
@@ -117,11 +117,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     Typed PRNG keys are the integers that they are made of.
     """
     shapes, read = _open_checkpoint(os.fspath(path))
-    wanted = {}
-    for name, text in shapes.items():
-        if not name.startswith("model_state: "):
-            dtype = jnp.dtype(text.partition("(")[0])
-            wanted[name] = jax.ShapeDtypeStruct(shape_in(text), dtype)
+    wanted = [name for name in shapes if not name.startswith("model_state: ")]
     return {name: np.asarray(value) for name, value in read(wanted).items()}
 
 
@@ -174,7 +170,8 @@ def _report(
         )
 
 
-Reader = Callable[[dict[str, Any]], dict[str, Any]]
+Reader = Callable[[Iterable[str]], dict[str, Any]]
+"""Given names of leaves, reads them."""
 
 
 def _one_checkpoint(path: str) -> str:
@@ -223,16 +220,10 @@ def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
             full_names[full] = full
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
 
-    def read(found: dict[str, Any]) -> dict[str, Any]:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = {}
-        for name, leaf in found.items():
-            leaf = plain(leaf)
-            wanted[full_names[name]] = jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            )
-        stored = restore_leaves(path, meta, wanted)
-        return {name: stored[full_names[name]] for name in found}
+    def read(found: Iterable[str]) -> dict[str, Any]:
+        named = {name: full_names[name] for name in found}
+        stored = restore_leaves(path, meta, named.values())
+        return {name: stored[full] for name, full in named.items()}
 
     return shapes, read
 
