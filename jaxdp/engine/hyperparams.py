@@ -4,7 +4,7 @@
 write an array, and no step is compiled for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -40,17 +40,19 @@ def find(state: PyTree) -> dict[str, Hyperparam]:
     (`0/learning_rate`).
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    places = {path: place for place, (path, _) in enumerate(leaves)}
+    scheduled = {
+        (path[:place], path[place + 1])
+        for path, _ in leaves
+        for place, key in enumerate(path)
+        if key == GetAttrKey("hyperparams_states")
+    }
     found: dict[str, list[Hyperparam]] = {}
-
-    for path, node in _injected(state, ()):
-        scheduled = getattr(node, "hyperparams_states", {})
-        label = "/".join(str(key.key) for key in path if isinstance(key, DictKey))
-        for name in node.hyperparams:
-            place = places.get((*path, GetAttrKey("hyperparams"), DictKey(name)))
-            if place is not None:
-                leaf = leaves[place][1]
-                one = Hyperparam(name, label, place, leaf, name in scheduled)
+    for place, (path, leaf) in enumerate(leaves):
+        match path:
+            case (*owner, GetAttrKey("hyperparams"), DictKey(name)):
+                label = "/".join(str(key.key) for key in owner if type(key) is DictKey)
+                sets_itself = (tuple(owner), DictKey(name)) in scheduled
+                one = Hyperparam(name, label, place, leaf, sets_itself)
                 found.setdefault(name, []).append(one)
     return {
         name: each for group in found.values() for name, each in _named(group).items()
@@ -77,24 +79,6 @@ def to_set(state: PyTree, values: Mapping[str, Any]) -> dict[int, np.ndarray]:
         _known(name, found).place: _checked(name, value, found[name].leaf)
         for name, value in values.items()
     }
-
-
-def _is_injected(node: Any) -> bool:
-    return isinstance(node, tuple) and isinstance(
-        getattr(node, "hyperparams", None), Mapping
-    )
-
-
-def _injected(tree: PyTree, start: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-    """The states with hyperparameters, those inside of others included, by path."""
-    if _is_injected(tree):
-        yield start, tree
-    nodes = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: node is not tree and _is_injected(node)
-    )
-    for path, node in nodes:
-        if _is_injected(node):
-            yield from _injected(node, (*start, *path))
 
 
 def _named(group: list[Hyperparam]) -> dict[str, Hyperparam]:
