@@ -6,6 +6,7 @@ others are JSON.
 
 import base64
 import contextlib
+import json
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -125,7 +126,8 @@ def check(states: Any) -> None:
 
 def _state_of(generator: Any) -> dict[str, Any]:
     kind, state = _told(generator)
-    return {"kind": kind, "state": _json(state)}
+    plain = json.dumps(state, default=lambda value: value.tolist())  # NumPy's numbers
+    return {"kind": kind, "state": json.loads(plain)}
 
 
 def _told(generator: Any) -> tuple[str, Any]:
@@ -144,17 +146,17 @@ def _told(generator: Any) -> tuple[str, Any]:
 def _set_state(generator: Any, name: str, state: Any) -> None:
     try:
         _check_places(state)
-        value = _like(_told(generator)[1], state)
         if isinstance(generator, random.Random):
-            generator.setstate(value)
+            version, numbers, normal = state
+            generator.setstate((version, tuple(numbers), normal))
         elif isinstance(generator, np.random.RandomState):
-            generator.set_state(value)
+            generator.set_state(state)
         elif isinstance(generator, np.random.BitGenerator):
-            generator.state = value
+            generator.state = state
         else:
             import torch
 
-            content = bytearray(base64.b64decode(value))
+            content = bytearray(base64.b64decode(state))
             generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
         if _state_of(generator)["state"] != state:
             raise ValueError("another one came of it")
@@ -175,24 +177,3 @@ def _check_places(value: Any) -> None:
         is_fine = isinstance(value, str) or type(value[2]) in (float, type(None))
     if not is_fine:
         raise ValueError("a position is out of range")
-
-
-def _like(template: Any, value: Any) -> Any:
-    """`value`, which is JSON, as the generator takes it."""
-    if isinstance(template, dict):
-        return {key: _like(each, value[key]) for key, each in template.items()}
-    if isinstance(template, np.ndarray):
-        return np.asarray(value, template.dtype)
-    if isinstance(template, tuple):
-        return value[0], tuple(value[1]), value[2]
-    return value
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, tuple):
-        return [_json(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value
