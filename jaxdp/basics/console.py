@@ -207,11 +207,11 @@ def listed(noun: str, numbers: Iterable[int]) -> str:
     return f"{plural} {', '.join(map(str, first))} and {last}"
 
 
-def some_of(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str], between: str = ", ") -> str:
     """a, b, c, d, e and 4 more."""
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return between.join(names[:5]) + more
 
 
 def columns(

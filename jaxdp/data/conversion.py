@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..basics.console import some_of
 from ..step import Batch, with_rows
 from .batches import Portion, leaf_name
 
@@ -57,8 +58,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     pairs = zip(arrays, with_rows(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
     if len(counts) != 1 or 0 in counts:
-        named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays[:8])]
-        more = f" and {len(arrays) - 8} more" if len(arrays) > 8 else ""
+        named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays)]
         remedy = (
             "Single examples must be put together first:"
             " torch.utils.data.DataLoader(dataset, batch_size)."
@@ -77,7 +77,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             remedy += " What is the same for every row goes into a jaxdp.Whole(array)."
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
-            f" {', '.join(named)}{more}. {remedy}"
+            f" {some_of(named)}. {remedy}"
         )
     return treedef.unflatten(arrays)
 

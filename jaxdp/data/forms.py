@@ -6,20 +6,18 @@ compiled for, so each has a padded size of its own.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
 
+from ..basics.console import some_of
 from ..step import Batch, Group, joined, with_rows
 from .batches import leaf_name
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 """A form as it is compared: the structure, and each leaf's shape without its rows, and
 dtype."""
-
-_MOST_LEAVES: Final = 8
-"""That a message lists."""
 
 Leaves = list[np.ndarray]
 
@@ -127,10 +125,7 @@ class Forms:
             for i, (was, now, rows) in enumerate(each)
             if was != now
         ]
-        more = len(differing) - _MOST_LEAVES
-        rest = [f"and {more} leaves more"] if more > 0 else []
-        listed = "; ".join(differing[:_MOST_LEAVES] + rest)
-        return f"{start} differs from the first one: {listed}."
+        return f"{start} differs from the first one: {some_of(differing, '; ')}."
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""

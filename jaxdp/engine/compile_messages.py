@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import jax
 
-from ..basics.console import say, warn
+from ..basics.console import say, some_of, warn
 from ..data import Dispatch, leaf_name
 from ..step import joined, with_rows
 from ..supervisor import patience
@@ -18,9 +18,6 @@ _LONG: Final = 2.0
 
 _MANY: Final = 9
 """Shapes from which on they are a trouble of the data's."""
-
-_MOST_LEAVES: Final = 4
-"""That a message lists."""
 
 _Shapes = tuple[tuple[int, ...], ...]
 """Of the leaves of a batch, rows included where they have some."""
@@ -142,11 +139,7 @@ def _why(form: _Form, before: list[_Form]) -> str:
     ends = zip(_ends(was, form), _ends(now, form), strict=True)
     differing = [pair for pair, (a, b) in zip(pairs, ends, strict=True) if a != b]
     differing = differing or [pairs[form.has_rows.index(True)]]
-    listed = [
-        f"{name} was {old} and is {new}" for name, old, new in differing[:_MOST_LEAVES]
-    ]
-    more = len(differing) - _MOST_LEAVES
-    return ", ".join(listed + [f"and {more} leaves more"] * (more > 0))
+    return some_of(f"{name} was {old} and is {new}" for name, old, new in differing)
 
 
 def _without_rows(form: _Form) -> frozenset[_Shapes]:
