@@ -39,7 +39,7 @@ def outcome(trainer):
         "history": trainer.history.state_dict(),
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
-        "examples": trainer.run.examples_seen,
+        "examples": trainer.run.progress.examples,
         "callbacks": {
             name: callback.state_dict()
             for name, callback in named(trainer.callbacks)

@@ -58,7 +58,7 @@ class DonateBuffers(Callback):
         compiled = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
             return  # An engine of the user's own, which need not be XLA's.
-        arrays = trainer.run.state_arrays() if self.what != "none" else {}
+        arrays = trainer.run.engine.held.named_arrays() if self.what != "none" else {}
         self.report = _report(compiled, arrays)
         if missing := self.report["not_aliased"]:
             warn(

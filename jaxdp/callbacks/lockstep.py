@@ -109,7 +109,7 @@ class Lockstep(Callback):
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         rows = {
-            f"rows of a {k} batch": str(n) for k, n in trainer.run.batch_sizes.items()
+            f"rows of a {k} batch": str(n) for k, n in trainer.run.engine.sizes.items()
         }
         self._meet(trainer, "the first step", rows)
 
@@ -119,7 +119,7 @@ class Lockstep(Callback):
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
-        rows["rows before it"] = str(trainer.run.examples_seen)
+        rows["rows before it"] = str(trainer.run.progress.examples)
         if coordination.is_there():
             meetings.here().step(where, self._facts(trainer, where, rows))
 

@@ -120,7 +120,7 @@ class Profiler(Callback):
             announce(trainer, "Profiler", text)
 
     def _start(self, trainer: "Trainer") -> None:
-        jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
+        jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's calls would slow the host down
         try:
@@ -137,7 +137,9 @@ class Profiler(Callback):
         first = self._first or 0
         steps = trainer.global_step - first
         try:
-            jax.block_until_ready(trainer.run.state_arrays())  # waits for the device
+            jax.block_until_ready(
+                trainer.run.engine.held.arrays
+            )  # waits for the device
         finally:
             jax.profiler.stop_trace()
         if steps == 0:

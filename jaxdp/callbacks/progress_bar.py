@@ -115,7 +115,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         now = time.perf_counter()
-        self._train.examples = trainer.run.examples_seen
+        self._train.examples = trainer.run.progress.examples
         start = f"{self._train.name}: {_clock(now - self._train.began)}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
@@ -137,7 +137,7 @@ class ProgressBar(Callback):
     def _show_training(self, trainer: "Trainer") -> None:
         now = time.perf_counter()
         run = self._train
-        run.examples = trainer.run.examples_seen
+        run.examples = trainer.run.progress.examples
         if run.first is None:
             # Rates and the time left count from here: the first step may compile.
             run.start(now)

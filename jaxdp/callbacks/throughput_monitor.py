@@ -139,13 +139,13 @@ class ThroughputMonitor(Callback):
                 self._peak = self._find_peak(trainer)
                 self._begin()  # what was traced just now is no part of the run
         self._of_row = self._flops[shapes]
-        self._seen = trainer.run.examples_seen
+        self._seen = trainer.run.progress.examples
 
     def on_train_batch_end(
         self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._steps += 1
-        rows = trainer.run.examples_seen - self._seen
+        rows = trainer.run.progress.examples - self._seen
         self._examples += rows
         self._operations += rows * self._of_row
         if trainer.global_step % trainer.log_every_n_steps == 0:

@@ -243,31 +243,25 @@ class Engine:
         many steps is there or worth its compilation; otherwise one for each, packed
         when its turn comes.
         """
-        for run in self.packers["train"].alike(windows):
-            together = self._packed_together(run)
-            if together is None:
-                yield from map(self._single, run)
+        packer = self.packers["train"]
+        for run in packer.alike(windows):
+            together = (
+                packer.pack(run, self.micro_batches) if self._are_one(run) else None
+            )
+            if together is None or self._has_wrong_targets(together):
+                yield from map(self._single, run)  # all before a wrong one are taken
             else:
                 yield together
 
     def _single(self, window: list[Batch]) -> Dispatch:
         return self.packers["train"].pack([window], self.micro_batches)
 
-    def _packed_together(self, windows: list[list[Batch]]) -> Dispatch | None:
-        """Several steps in one dispatch; None where that can't be."""
+    def _are_one(self, windows: list[list[Batch]]) -> bool:
+        """Whether several steps, which are alike, are to be one dispatch."""
         steps = len(windows)
         if steps < 2 or not self._dispatch_size.is_worth_compiling(steps):
-            return None
-        packer = self.packers["train"]
-        if not packer.can_stack(windows, self.micro_batches):
-            return None
-        try:
-            together = packer.pack(windows, self.micro_batches)
-        except ValueError:
-            if self._blocks.count > 1:  # other processes may know of nothing wrong
-                raise
-            return None  # the steps before the wrong batch are taken first
-        return None if self._has_wrong_targets(together) else together
+            return False
+        return self.packers["train"].can_stack(windows, self.micro_batches)
 
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
@@ -324,8 +318,7 @@ class Engine:
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)
-        kept = self.programs.options.donate == "none" or not self.strategy.compiles
-        self.held.replace(arrays, kept=kept)
+        self.held.replace(arrays)
 
         # Not too many at once.
         if steps > 1:

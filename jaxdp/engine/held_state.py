@@ -50,8 +50,6 @@ class HeldState:
         self._strategy: DataParallel
         self._made: dict[str, Any] = {}
         """What was made of `arrays`; of the state handed out, its leaves besides."""
-        self._wholes: list[TrainState] = []
-        """States made since the last step; the next one takes their arrays."""
 
     def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
         """Takes up a state that `strategy` has placed; may join its small leaves."""
@@ -60,7 +58,7 @@ class HeldState:
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self.arrays = self.flat.placed(leaves)
-        self._made, self._wholes = {"state": state}, [state]
+        self._made = {"state": state}
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -78,8 +76,7 @@ class HeldState:
     def _unflattened(self) -> TrainState:
         with no_ambient_mesh():
             leaves = self.flat.leaves(self.arrays)
-        self._wholes.append(jax.tree.unflatten(self.flat.treedef, leaves))
-        return self._wholes[-1]
+        return jax.tree.unflatten(self.flat.treedef, leaves)
 
     def hand_out(self) -> TrainState:
         """`state` for a user, who may keep it until the next step but not change it."""
@@ -119,17 +116,9 @@ class HeldState:
                 " leaves the state as it was."
             )
 
-    def replace(self, arrays: list[Array], *, kept: bool) -> None:
-        """Takes up what a step has made of `arrays`.
-
-        Unless these were `kept`, the small leaves of a state handed out are deleted:
-        else code that holds on to `state` would work with small models only.
-        """
+    def replace(self, arrays: list[Array]) -> None:
+        """Takes up what a step has made of `arrays`."""
         self.arrays, self._made = arrays, {}
-        wholes, self._wholes = self._wholes, []
-        for whole in () if kept else wholes:
-            for leaf in self.flat.small(jax.tree.leaves(whole)):
-                leaf.delete()
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
         """Sets leaves of the state, by their place in it, to others of their kind."""
@@ -140,7 +129,7 @@ class HeldState:
                 self.flat.write(self.arrays, place, leaf)
 
     def named_arrays(self) -> dict[str, Array]:
-        """What crosses into the compiled step of the state, by the leaves in it."""
+        """What crosses into the compiled step, by the paths of the leaves in it."""
         treedef = self.flat.treedef
         places = treedef.unflatten(range(treedef.num_leaves))
         with_path = jax.tree_util.tree_leaves_with_path(places)
@@ -217,15 +206,7 @@ def placed_first(
     params, buffers, _ = as_stored(with_auto_axes(model), steps.precision)
     model_state = with_auto_axes(model_state)
     with no_ambient_mesh():
-        state = first_state(
-            params,
-            buffers,
-            model_state,
-            steps.optimizer,
-            seed,
-            steps.precision,
-            steps.most_values,
-        )
+        state = first_state(params, buffers, model_state, steps, seed)
         placed = strategy.place(state)
     if not isinstance(placed, TrainState):
         raise TypeError(
@@ -246,17 +227,8 @@ def shapes_of_first(
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
         params, buffers = as_stored((params, buffers), steps.precision)
-        return strategy.as_held(
-            first_state(
-                params,
-                buffers,
-                model_state,
-                steps.optimizer,
-                0,
-                steps.precision,
-                steps.most_values,
-            )
-        )
+        state = first_state(params, buffers, model_state, steps, seed=0)
+        return strategy.as_held(state)
 
     state = jax.eval_shape(first, model[0], model[1], model_state)
     return jax.tree.map(

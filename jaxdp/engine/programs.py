@@ -201,8 +201,9 @@ class Programs:
             if kind == "train":
                 flat, arrays = inputs
                 step = self._train(flat, arrays, groups, steps=len(packed.rows))
+                donate = {"state": (0,), "all": (0, 1), "none": ()}
                 with self._letting_batches_be():
-                    return self._made(step, packed.split, self._donated())
+                    return self._made(step, packed.split, donate[self.options.donate])
             make = self._evaluate if kind == "evaluate" else self._predict
             return self._made(make(inputs, groups), packed.split)
 
@@ -330,10 +331,6 @@ class Programs:
                 text = "Some donated buffers were not usable"
                 warnings.filterwarnings("ignore", text)
             yield
-
-    def _donated(self) -> tuple[int, ...]:
-        """Which arguments of a train step may be overwritten."""
-        return {"state": (0,), "all": (0, 1), "none": ()}[self.options.donate]
 
 
 def _traced(step: Callable[..., Any], *arguments: Any) -> Any:

@@ -206,21 +206,21 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
         self.done, self.examples = state["batches_done"], state["examples_seen"]
-        self.seen = state.get("batches_seen", 0)
-        self.epoch_ended, self.is_whole = state.get("epoch_ended", False), False
-        self.val_metrics = state.get("val_metrics", {})
-        self.logged = state.get("logged", {})
-        self.validated_at = state.get("validated_at", 0)
-        self.left_out |= {(epoch, idx) for epoch, idx in state.get("left_out", ())}
+        self.seen = state["batches_seen"]
+        self.epoch_ended, self.is_whole = state["epoch_ended"], False
+        self.val_metrics = state["val_metrics"]
+        self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
+        self.validated_at = state["validated_at"]
+        self.left_out |= {(epoch, idx) for epoch, idx in state["left_out"]}
         self._source = self._taken_from = None
-        place = share.state(state.get("place"))
+        place = share.state(state["place"])
         self._position = Position(
             state=share.state(state["source"]),
             place=place,
             given=self.seen,
-            checksum=state.get("after"),
+            checksum=state["after"],
         )
-        told = _by_name(state.get("validation"))
+        told = _by_name(state["validation"])
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in told.items()}
         self._last = None
 

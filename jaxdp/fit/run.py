@@ -317,16 +317,6 @@ class Run:
         return -(-self.progress.done // self.accumulate_grad_batches)
 
     @property
-    def examples_seen(self) -> int:
-        """Real rows of the present epoch that steps have had."""
-        return self.progress.examples
-
-    @property
-    def batch_sizes(self) -> dict[str, int]:
-        """How many rows batches are padded to: of training, validation, prediction."""
-        return self.engine.sizes
-
-    @property
     def program_digests(self) -> tuple[str, ...]:
         """Of the programs compiled so far, in a job of several processes."""
         return () if self._engine is None else self._engine.strategy.program_digests
@@ -342,13 +332,6 @@ class Run:
         """
         window = [batch] if self.accumulate_grad_batches == 1 else batch
         return self.engine_for(window[0]).flops_per_row(window)
-
-    def state_arrays(self) -> dict[str, jax.Array]:
-        """The arrays that the compiled step takes of the state, in its order.
-
-        Small leaves cross in one array, whose name lists their paths.
-        """
-        return self.engine.held.named_arrays()
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

@@ -107,8 +107,8 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.kept_programs.look_in(folder)
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
-        run.id = meta.get("run_id", run.id)
-        run.padded_rows = meta.get("padded_rows")
+        run.id = meta["run_id"]
+        run.padded_rows = meta["padded_rows"]
         run.epoch_is_over = False
 
 

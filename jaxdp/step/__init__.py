@@ -14,7 +14,7 @@ from .jaxprs import (
     repeated,
     times_of,
 )
-from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of, new_totals
+from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call
 from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by

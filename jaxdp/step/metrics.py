@@ -119,11 +119,6 @@ class Metrics(Mapping[str, Any]):
         return cls(facts, means, inside)
 
 
-def new_totals(most: int = MAX_METRICS) -> np.ndarray:
-    """The zero that `TrainState.totals` starts an epoch from."""
-    return np.zeros((2, most + 1), np.float32)
-
-
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
     rows, *sums = (totals[0].astype(np.float64) - totals[1]).tolist()

@@ -1,16 +1,17 @@
 """The state of a run and its first value, and batches as a step is given them."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.tree import leaf_path
-from .metrics import MAX_METRICS, new_totals
-from .precision import PRECISIONS, Precision, first_scale
+from .precision import first_scale
+
+if TYPE_CHECKING:
+    from .steps import Steps
 
 Batch = PyTree
 """Leaves shaped `(rows, ...)`, but for those in a `Whole`, on the host."""
@@ -85,15 +86,9 @@ def only_micro_batch(group: Group) -> MicroBatch:
 
 
 def first_state(
-    params: PyTree,
-    buffers: PyTree,
-    model_state: PyTree,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    precision: Precision = PRECISIONS["32-true"],
-    most_values: int = MAX_METRICS,
+    params: PyTree, buffers: PyTree, model_state: PyTree, steps: "Steps", seed: int
 ) -> TrainState:
-    """The state before any step; not placed yet."""
+    """The state before any of `steps`; not placed yet."""
 
     def fixed(leaf: Any) -> Array:
         # A Python number in an optimizer's state would be a weakly typed array; a step
@@ -108,7 +103,7 @@ def first_state(
         return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
 
     params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
-    init = jax.jit(lambda p: jax.tree.map(fixed, optimizer.init(p)))
+    init = jax.jit(lambda p: jax.tree.map(fixed, steps.optimizer.init(p)))
     return TrainState(
         params=params,
         buffers=buffers,
@@ -116,8 +111,8 @@ def first_state(
         opt_state=init(params),
         key=jax.random.key_data(jax.random.key(seed)),
         step=np.int32(0),
-        totals=new_totals(most_values),
-        loss_scale=first_scale(precision),
+        totals=steps.new_totals(),
+        loss_scale=first_scale(steps.precision),
     )
 
 

@@ -24,7 +24,6 @@ from .metrics import (
     Metrics,
     add_to_totals,
     check_count,
-    new_totals,
 )
 from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
@@ -90,8 +89,8 @@ class Steps(NamedTuple):
         return MAX_METRICS * (1 + members)
 
     def new_totals(self) -> np.ndarray:
-        """The zero that the sums of an epoch start from."""
-        return new_totals(self.most_values)
+        """The zero that `TrainState.totals` starts an epoch from."""
+        return np.zeros((2, self.most_values + 1), np.float32)
 
     @property
     def _objective_of_all(self) -> Objective | OfMembers:

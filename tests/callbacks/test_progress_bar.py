@@ -282,7 +282,8 @@ bar = ProgressBar(file=out)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
     num_training_batches=3, global_step=0, callbacks=[bar],
-    run=SimpleNamespace(num_val_batches=None, examples_seen=8, is_fitting=True),
+    run=SimpleNamespace(
+ num_val_batches=None, progress=SimpleNamespace(examples=8), is_fitting=True),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)

@@ -107,7 +107,7 @@ def numbers(strategy="Sharded", epochs=2, **options):
         "test": list(run.test(DataLoader(data(), 16)).values()),
         "predictions": run.predict(DataLoader(data(), 16)).ravel().tolist(),
         "weights": weights_of(run),
-        "examples": [run.run.examples_seen],
+        "examples": [run.run.progress.examples],
     }
     return found
 
@@ -304,7 +304,7 @@ def local(sizes):
         own=predictions.shape[0],
         everyone=everyone.shape[0],
         sums=[float(predictions.sum()), float(everyone.sum())],
-        rows=run.run.examples_seen,
+        rows=run.run.progress.examples,
         steps=run.global_step,
         losses=recorder.losses,
         batches=run.num_training_batches,

@@ -76,7 +76,7 @@ def same(a, b):
     assert np.array(losses).tobytes() == np.array(other_losses).tobytes()
     assert bits(one.state) == bits(other.state)
     assert one.global_step == other.global_step
-    assert one.run.examples_seen == other.run.examples_seen
+    assert one.run.progress.examples == other.run.progress.examples
     assert one.history.state_dict() == other.history.state_dict()
 
 
@@ -174,7 +174,9 @@ class Log(Callback):
         self.events.append(("val", trainer.global_step, metrics["val_loss"]))
 
     def on_train_epoch_end(self, trainer, metrics):
-        self.events.append(("epoch", trainer.global_step, trainer.run.examples_seen))
+        self.events.append(
+            ("epoch", trainer.global_step, trainer.run.progress.examples)
+        )
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_without_anyone_to_look_the_start_of_a_block_is_overwritten():
     )
     trainer.fit(batches(*[16] * 4))
     step = trainer.compiled_train_step()
-    held = sum(x.nbytes for x in trainer.run.state_arrays().values())
+    held = sum(x.nbytes for x in trainer.run.engine.held.arrays)
     assert step.memory_analysis().alias_size_in_bytes == held
 
 

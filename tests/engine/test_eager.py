@@ -56,7 +56,7 @@ def numbers(**options):
         "val_loss": trainer.history["val_loss"],
         "test": list(trainer.test(DATA).values()),
         "predictions": trainer.predict(DATA),
-        "examples": trainer.run.examples_seen,
+        "examples": trainer.run.progress.examples,
     }
 
 

@@ -89,9 +89,9 @@ def test_larger_batches_after_a_save_leave_no_trace_in_what_is_resumed(tmp_path)
     used.fit(DATA, DATA, max_epochs=1)
     used.save(tmp_path / "saved")
     used.fit(batches(64, 64), batches(64), max_epochs=2)
-    assert used.run.batch_sizes["train"] == used.run.batch_sizes["evaluate"] == 64
+    assert used.run.engine.sizes["train"] == used.run.engine.sizes["evaluate"] == 64
     used.fit(DATA, DATA, max_epochs=3, ckpt_path=str(tmp_path / "saved"))
-    assert used.run.batch_sizes == expected.run.batch_sizes
+    assert used.run.engine.sizes == expected.run.engine.sizes
     assert_same(used, expected)
 
 
