@@ -351,7 +351,7 @@ class Run:
 
     def _inferred(self, batch: Batch) -> Objective:
         name, reason = losses.infer_loss(split_batch(shown(batch))[1])
-        say(f"`loss` is not given: {name!r}, because {reason}")
+        say(f"`loss` is not given: {name!r}, as {reason}")
         keeps = bool(self.pass_metrics)
         loss = losses.LOSSES[name]
         return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)

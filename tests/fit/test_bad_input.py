@@ -440,7 +440,7 @@ def test_the_inferred_loss_is_said_once(caplog):
     trainer = make()
     trainer.fit(batches(8, 8), max_epochs=2)
     trainer.fit(batches(8, 8), max_epochs=4)
-    assert caplog.text.count("'cross_entropy', because targets are integers") == 1
+    assert caplog.text.count("'cross_entropy', as targets are integers") == 1
 
 
 def test_beliefs_about_dropout_models_hold_without_a_key():
