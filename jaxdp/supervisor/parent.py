@@ -160,7 +160,8 @@ class Supervisor:
                 return end
 
             restarts += 1
-            has_moved, furthest = end.step > furthest, max(furthest, end.step)
+            furthest = max(furthest, end.step)
+            has_moved = end.step > (-1 if before is None else before.step)
             pause = 0.0 if has_moved else min(_LONGEST_PAUSE, max(1.0, 2 * pause))
             then = f"in {pause:g} s" if pause else "now"
             say(

@@ -134,6 +134,13 @@ def test_pauses_grow_where_it_comes_no_further(run, monkeypatch):
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
+def test_a_second_fit_of_a_script_gets_further_by_steps_of_its_own(run, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(Supervisor, "_sleep", lambda self, pause: pauses.append(pause))
+    run("beat(1, [32, 6, 12, 18][attempt - 1]); os._exit(1)", max_restarts=3)
+    assert pauses == [0, 1, 0]
+
+
 @pytest.mark.parametrize(
     "how, least, most",
     [
