@@ -106,7 +106,7 @@ class EarlyStopping(MetricCheck):
             return
         if self._best is None:
             if self.wait_count:
-                text = "the best weights are of before the resume, and not kept here"
+                text = "the best weights are older than the resume, and were not kept"
                 announce(trainer, "EarlyStopping", text)
             return
         step, learned = self._best

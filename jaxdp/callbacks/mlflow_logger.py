@@ -153,9 +153,9 @@ class MLFlowLogger(Logger):
             if self._saved_in is None:  # it is the user who wants to go on with it
                 raise
             text = (
-                f"{self.tracking_uri} does not have the run {self.run_id} that the"
-                f" checkpoint is of; it was in {self._saved_in}. A new run begins;"
-                " `tracking_uri` says where to log."
+                f"{self.tracking_uri} does not have the run {self.run_id} that"
+                f" belongs to the checkpoint; it was in {self._saved_in}. A new"
+                " run begins; `tracking_uri` says where to log."
             )
             announce(trainer, "MLFlowLogger", text)
             self.run_id = None

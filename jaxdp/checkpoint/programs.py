@@ -181,7 +181,7 @@ class KeptPrograms:
             warn(f"{text}: {error}. It is compiled again.", stacklevel=2)
             return None
         self._loaded_from[name] = self._path
-        self._tell(f"compiled steps are those that are kept in {self._path}")
+        self._tell(f"compiled steps were loaded from {self._path}")
         return compiled
 
     def _tell_why(self, made_for: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class KeptPrograms:
         ]
         why = f"are for {', '.join(other)}" if other else "are of other code or shapes"
         self._tell(
-            "a step is compiled anew, and last bits may differ from those before: the"
+            "a step is compiled again, and last bits may differ from before: the"
             f" programs kept in {self._path} {why}"
         )
 

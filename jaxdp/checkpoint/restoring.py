@@ -206,8 +206,8 @@ def check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> Non
     hint = ""
     if {line.strip().partition(":")[0] for line in lines} == {"opt_state"}:
         hint = (
-            "\nThe optimizer is another one; `jaxdp.load_model(path, like=model)` takes"
-            " up the weights alone."
+            "\nThe optimizer is a different one; `jaxdp.load_model(path,"
+            " like=model)` loads the weights alone."
         )
     raise ValueError(
         f"`path`: {path} was saved from another model or optimizer:\n"

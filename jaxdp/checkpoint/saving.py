@@ -275,5 +275,5 @@ def _save_failed(path: str, error: BaseException) -> SaveFailed:
         free = f" ({left / 2**20:,.0f} MiB are free there now)"
     return SaveFailed(
         f"the checkpoint {path} could not be written: {first_line(error)}{free}."
-        " Checkpoints saved before are as they were."
+        " Earlier checkpoints are unchanged."
     )

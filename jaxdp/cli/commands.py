@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
 
     # One command after the other.
     option = add(_doctor, "say what works here, and what to do about the rest")
-    option("--quick", action="store_true", help="leave out what takes seconds to try")
+    option(
+        "--quick", action="store_true", help="leave out the checks that take seconds"
+    )
 
     option = add(
         _run,
@@ -101,16 +103,21 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add(
         _plan,
-        "say what a script's training will take, without training",
+        "show what a script's training will need, without training",
         usage="%(prog)s [options] SCRIPT [the script's own arguments]",
         allow_abbrev=False,
     )
     option("script", metavar="SCRIPT", help="a Python file that calls `Trainer.fit`")
     for name, kind, metavar, help in (
-        ("--devices", int, "N", "for so many devices; none need be here"),
+        ("--devices", int, "N", "for this many devices, whatever this machine has"),
         ("--hosts", int, "N", "on so many hosts, in equal parts"),
-        ("--topology", str, "NAME", "for hardware not here: h100x64, v5p-2048, ..."),
-        ("--hardware", str, "NAME", "whose peaks to estimate time with: h100, ..."),
+        (
+            "--topology",
+            str,
+            "NAME",
+            "for hardware that you do not have: h100x64, v5p-2048, ...",
+        ),
+        ("--hardware", str, "NAME", "the hardware to estimate time for: h100, ..."),
         ("--html", str, "FILE", "write the plan as a page too"),
         ("--json", str, "FILE", "write the plan as JSON too"),
     ):

@@ -68,13 +68,18 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             for leaf in leaves
         ):
             remedy = (
-                "A list of numbers is a leaf for each: make an array of it (np.asarray)"
-                " in the dataset or in the loader's `collate_fn`."
+                "In a list of numbers, each number is a leaf: make an array of it"
+                " (np.asarray) in the dataset or in the loader's `collate_fn`."
             )
         if not counts:
-            remedy = "Each is in a jaxdp.Whole; take out what has rows."
+            remedy = (
+                "All of them are in a jaxdp.Whole; take the arrays with rows out of it."
+            )
         elif len(counts) > 1:
-            remedy += " What is the same for every row goes into a jaxdp.Whole(array)."
+            remedy += (
+                " Put an array that is the same for every row into a"
+                " jaxdp.Whole(array)."
+            )
         raise ValueError(
             "the leaves of a batch must share a leading axis of one or more rows; got"
             f" {some_of(named)}. {remedy}"

@@ -134,8 +134,8 @@ class Forms:
         if not (difference := self.difference(batch)):
             return ""
         return (
-            f"{difference} Each shape is compiled for by itself. If the shapes should"
-            " be the same, pad or convert in the dataset or `collate_fn`."
+            f"{difference} The step is compiled once for each shape. If the shapes"
+            " should be the same, pad or convert in the dataset or `collate_fn`."
         )
 
     def _turn_to(self, key: Key, batch: Batch) -> None:

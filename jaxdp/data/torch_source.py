@@ -174,8 +174,9 @@ class TorchSource(SeededSource):
             exception.add_note(WORKER_RULES)
         if "jaxdp.step.whole" in str(exception):  # torch's collation met it
             exception.add_note(
-                "A Whole is a part of a batch, not of one of its rows: leave it out of"
-                " what the dataset gives, and add it in the loader's `collate_fn`."
+                "A Whole is a part of a batch, not of one of its rows: leave it"
+                " out of the dataset's items, and add it in the loader's"
+                " `collate_fn`."
             )
 
     def place(self, trained: int) -> Any:

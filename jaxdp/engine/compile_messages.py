@@ -91,9 +91,10 @@ class Compilations:
             self._say(text)
             return
         remedy = (
-            "Each shape is compiled for once, so let there be few: put rows of like"
-            " length into a bucket, and pad them to its length, a power of two say, in"
-            " the dataset or `collate_fn`; see docs/shapes.md."
+            "The step is compiled once for each shape, so use few shapes: put"
+            " rows of similar length into a bucket, and pad them to its length,"
+            " such as a power of two, in the dataset or `collate_fn`; see"
+            " docs/shapes.md."
         )
         if len({_without_rows(each) for each in (*before, form)}) == 1:
             remedy = (
@@ -129,8 +130,8 @@ def _why(form: _Form, before: list[_Form]) -> str:
     if not new and len(form.groups) > 1:
         numbers = " and ".join(f"{n} of {shapes[0]}" for n, shapes in form.groups)
         return (
-            f"its micro-batches are {numbers} ({form.names[0]}), which it has not had"
-            " together: give a step batches of one shape"
+            f"its micro-batches are {numbers} ({form.names[0]}), a new"
+            " combination: give a step batches of one shape"
         )
 
     was = before[-1].groups[-1][1]

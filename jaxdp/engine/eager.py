@@ -160,9 +160,9 @@ class Watched:
         for what, is_wanted, look in looks:
             if is_wanted and any(look(shard).any() for shard in shards):
                 return FloatingPointError(
-                    f"a step gave {what}, and `jax_debug_{what[:3].lower()}s` is set."
-                    " Run again without compilation it did not: an operation that XLA"
-                    " fuses rounds otherwise."
+                    f"a step gave {what}, and `jax_debug_{what[:3].lower()}s` is"
+                    " set. Run again without compilation, it did not: an"
+                    " operation that XLA fuses rounds differently."
                 )
         return None
 

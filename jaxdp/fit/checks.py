@@ -83,8 +83,8 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 _SEVERAL: Final = (
-    " For several losses pass, in the place of `optimizer`, a list of"
-    " jaxdp.Part(params, loss_fn, optimizer). For one loss and several optimizers use"
+    " For several losses, pass as `optimizer` a list of jaxdp.Part(params,"
+    " loss_fn, optimizer). For one loss and several optimizers use"
     " optax.partition, or optax.chain for stages."
 )
 
@@ -428,8 +428,8 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
             to_host(batch)  # or is it a loader of batches?
     except (TypeError, ValueError) as error:
         error.add_note(
-            f"That is the first batch of `{argument}`. Several loaders to validate or"
-            " test on are passed by name: {'clean': a, 'shifted': b}."
+            f"That is the first batch of `{argument}`. To validate or test on"
+            f" several loaders, name them: {{'clean': a, 'shifted': b}}."
         )
         raise
 

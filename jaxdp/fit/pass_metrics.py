@@ -59,7 +59,7 @@ class PassMetric:
             exception.add_note(
                 f"in `metrics`: {name!r}, called with predictions of shape"
                 f" {_listed(shapes[0])} and targets of shape {_listed(shapes[1])}."
-                " They are what the model gives, logits perhaps: for labels write"
+                " They come from the model, perhaps as logits: for labels write"
                 " PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
             )
             raise

@@ -184,8 +184,8 @@ def _paths(
     )
     looked = " and ".join(folder.path for folder in folders)
     faults = [
-        f"{folder.path_of(step)} is a symbolic link or a file, and a checkpoint is a"
-        " folder."
+        f"{folder.path_of(step)} is a symbolic link or a file, but a checkpoint is"
+        " a folder."
         for folder in folders
         for step in folder.impostors()
     ]

@@ -296,10 +296,11 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, ...]:
     """Of the loss nothing is said: most that average are means over rows."""
     return tuple(
-        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the mean"
-        " over batches, weighted by their rows. One value per row, (rows,), would be"
-        " averaged exactly; for what is no mean over rows, as F1 or a correlation,"
-        " compute the exact value from trainer.predict"
+        f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
+        " mean over batches, weighted by their rows. One value per row, (rows,),"
+        " would be averaged exactly; for metrics that are not means over rows,"
+        " such as F1 or a correlation, compute the exact value from"
+        " trainer.predict"
         for name, value in values.items()
         if value.ndim == 0 and name != "loss"
     )

@@ -401,9 +401,9 @@ class Steps(NamedTuple):
             raise
         except AttributeError as error:
             error.add_note(
-                "in `optimizer.update`, which was given the model's trained leaves; one"
-                " that wants parameters of its own kind, as optax.lookahead, can't be"
-                " used."
+                "in `optimizer.update`, which was given the model's trained"
+                " leaves; optimizers that need parameters of their own kind, such"
+                " as optax.lookahead, can't be used."
             )
             raise
 

@@ -236,12 +236,12 @@ def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
     if fitting:
         earlier = next(each for each in rules if _fits(each[0], fitting[0]))
         return (
-            f"`rules`: {rule[0]!r} never holds, since {earlier[0]!r} comes before it"
-            f" and fits {fitting[0]} too. The first rule that fits holds: put special"
-            " rules before general ones."
+            f"`rules`: {rule[0]!r} is never used, because {earlier[0]!r} comes"
+            f" before it and fits {fitting[0]} too. The first rule that fits is"
+            " used: put special rules before general ones."
         )
     shown = ", ".join([*paths[:20], *["..."] * (len(paths) > 20)])
     return (
-        f"`rules`: {rule[0]!r} fits no leaf of the model. A pattern is of the whole"
-        f" path, with `*` for anything; the paths are {shown or 'none'}."
+        f"`rules`: {rule[0]!r} fits no leaf of the model. A pattern must match the"
+        f" whole path, with `*` for anything; the paths are {shown or 'none'}."
     )

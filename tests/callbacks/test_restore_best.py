@@ -74,4 +74,4 @@ def test_after_a_resume_it_says_what_it_can_not_go_back_to(tmp_path, caplog):
     stopping = EarlyStopping(patience=3, restore_best=True)
     again = make_small(None, optax.adam(0.1), callbacks=[MadeUp(), stopping])
     again.fit(batches(8, 8), batches(8), max_epochs=6, ckpt_path=path)
-    assert "best weights are of before the resume" in caplog.text
+    assert "best weights are older than the resume" in caplog.text

@@ -344,7 +344,7 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([one({"critic": True}, name="x")], {}, "a prefix of the model"),
         ([one(lambda gan: gan)], {}, "bools.*It has function"),
         ([Part("critic", CRITIC, critic_loss)], {}, "of 'critic' is an optimizer; the"),
-        ({"critic": CRITIC}, {}, "For several losses pass, .* a list of jaxdp.Part"),
+        ({"critic": CRITIC}, {}, "For several losses, pass .* a list of jaxdp.Part"),
         (one(), {}, r"a jaxdp.Part; pass a list"),
         ([one(every=0)], {}, "`every`"),
         ([one(gradient_clip_val=-1)], {}, "`gradient_clip_val`"),

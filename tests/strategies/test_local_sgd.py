@@ -239,7 +239,7 @@ def test_another_number_of_replicas_begins_at_the_mean(saved, replicas):
 
 
 def test_another_strategy_says_that_the_optimizer_is_another(saved):
-    with pytest.raises(ValueError, match="The optimizer is another one"):
+    with pytest.raises(ValueError, match="The optimizer is a different one"):
         resumed(saved[0], Sharded())
 
 

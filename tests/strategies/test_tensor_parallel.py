@@ -159,7 +159,7 @@ def test_bad_sizes_of_meshes_are_refused():
         ),
         (
             [("*", PartitionSpec()), ("*.bias", PartitionSpec("model"))],
-            r"'\*.bias' never holds, since '\*' comes before it",
+            r"'\*.bias' is never used, because '\*' comes before it",
         ),
         (
             [("layers[1].*", PartitionSpec("model"))],
