@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from .basics.arguments import check_choice
 from .basics.console import columns
 from .basics.files import naming, write_whole
-from .reports import draw, member_curves, metric_curves, save_figure
+from .reports import (
+    draw,
+    larger_is_better,
+    member_curves,
+    metric_curves,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,17 +78,20 @@ class History(Mapping[str, list[float]]):
             missing: list[float | None] = [None] * len(self.epochs)
             self._values.setdefault(name, missing)[-1] = float(value)
 
-    def best(self, name: str, mode: str = "min") -> int:
+    def best(self, name: str, mode: str = "auto") -> int:
         """The member of an ensemble whose last value of `name` is best.
 
         Args:
             name: the name of the mean over members, such as `"val_loss"`.
-            mode: `"min"` if the smallest value is best, `"max"` if the largest is.
+            mode: `"min"` if the smallest value is best, `"max"` if the largest is;
+                `"auto"` takes `"max"` for names like `accuracy`, `auroc` and `f1`.
 
         Raises:
             KeyError: if no values of members have that name.
         """
-        check_choice("mode", mode, ("min", "max"))
+        check_choice("mode", mode, ("auto", "min", "max"))
+        if mode == "auto":
+            mode = "max" if larger_is_better(name) else "min"
         found = {
             int(each.group(1)): self._last(each.group())
             for each in (re.fullmatch(rf"{re.escape(name)}\[(\d+)\]", n) for n in self)

@@ -130,3 +130,12 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "jaxdp\[plots\]"'):
         make_history().plot()
+
+
+def test_the_best_member_is_the_largest_of_what_should_be_large():
+    history = History()
+    rows = {"val_auroc": (0.2, 0.9), "val_acc_loss": (0.2, 0.9), "val_mse": (0.2, 0.9)}
+    members = {f"{n}[{i}]": v for n, each in rows.items() for i, v in enumerate(each)}
+    history.append(0, {name: 0.5 for name in rows} | members)
+    assert [history.best(name) for name in rows] == [1, 0, 0]
+    assert history.best("val_mse", mode="max") == 1

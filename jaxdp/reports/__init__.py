@@ -2,5 +2,12 @@
 
 from .figures import Curve, draw, member_curves, metric_curves, save_figure, to_png
 from .page import write_comparison, write_report
-from .runs import comparison, differences, in_words, read_run, run_of_history
+from .runs import (
+    comparison,
+    differences,
+    in_words,
+    larger_is_better,
+    read_run,
+    run_of_history,
+)
 from .summary import Layer, Summary, summarize

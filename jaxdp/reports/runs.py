@@ -46,7 +46,7 @@ _RECORD: Final = fields(
     },
 )
 _UNRANKED: Final = "steps", "epochs", "examples", "seconds"
-_LARGER_IS_BETTER: Final = ("accuracy", "top_", "auc", "f1", "iou", "mfu", "per_s")
+_LARGER_IS_BETTER: Final = "acc", "top_", "auc", "auroc", "f1", "iou", "mfu", "per_s"
 
 Points = list[tuple[float, float]]
 
@@ -151,7 +151,8 @@ def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
 
 def larger_is_better(name: str) -> bool:
     """Whether a metric of that name is one to be maximised, as far as names tell."""
-    return any(word in name for word in _LARGER_IS_BETTER)
+    is_loss = name.partition("[")[0].endswith("loss")
+    return not is_loss and any(word in name for word in _LARGER_IS_BETTER)
 
 
 def comparison(runs: Sequence[Run]) -> list[list[str]]:

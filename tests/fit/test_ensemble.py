@@ -215,6 +215,8 @@ def test_the_history_names_the_best_member(alone):
     last = [history[f"val_loss[{member}]"][-1] for member in range(SIZE)]
     assert history.best("val_loss") == int(np.argmin(last))
     assert history.best("val_loss", mode="max") == int(np.argmax(last))
+    right = [history[f"val_accuracy[{member}]"][-1] for member in range(SIZE)]
+    assert history.best("val_accuracy") == int(np.argmax(right)) != np.argmin(right)
     assert "[0]" not in repr(history)
     with pytest.raises(KeyError, match="there are no values of members"):
         alone[0][1].history.best("val_loss")

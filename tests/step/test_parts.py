@@ -17,6 +17,7 @@ from jaxdp import (
     Pmap,
     Sharded,
     SingleDevice,
+    TensorParallel,
     Trainer,
     ZeRO,
     finders,
@@ -25,6 +26,7 @@ from jaxdp.callbacks import GradientMonitor, NanGuard, WeightAveraging
 
 RNG = np.random.default_rng(0)
 DATA = [(RNG.normal(2, 0.5, size=(16, 2)).astype(np.float32),) for _ in range(6)]
+SPLIT = jax.sharding.PartitionSpec("model")
 CRITIC, GENERATOR = optax.adam(2e-3), optax.adam(1e-3)
 
 
@@ -146,9 +148,10 @@ def by_hand(data, epochs, every):
         {"strategy": Sharded(8), "accumulate_grad_batches": 2},
         {"strategy": FSDP(8, min_size=1)},
         {"strategy": Pmap(8), "remat": "critic"},
+        {"strategy": TensorParallel({"data": 4, "model": 2}, [("*[0].bias", SPLIT)])},
         {"strategy": ZeRO(), "precision": "16-mixed"},
     ],
-    ids=["one", "sharded", "accumulating", "fsdp", "pmap", "zero"],
+    ids=["one", "sharded", "accumulating", "fsdp", "pmap", "split", "zero"],
 )
 def test_parts_have_the_numbers_of_a_loop_by_hand(options):
     data, seen = DATA, Values()
