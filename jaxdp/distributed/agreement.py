@@ -65,20 +65,11 @@ class Processes:
         return value
 
     def same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Raises a ValueError on all unless all have the same `values`, by name."""
-        if self.count == 1:
-            return
-        texts = {name: repr(value) for name, value in values.items()}
-        by_process = self.all(what, texts)
-        for name in by_process[0] | by_process[-1]:
-            found = [each.get(name, "nothing") for each in by_process]
-            other = next((i for i, x in enumerate(found) if x != found[0]), None)
-            if other is not None:
-                raise ValueError(
-                    f"the processes do not have the same {what}: {name} is {found[0]}"
-                    f" in process 0, and {found[other]} in process {other}. Every"
-                    " process must run the same program with the same settings."
-                )
+        """Raises a RuntimeError on all unless all have the same `values`, by name."""
+        if self.count > 1:
+            here = meetings.here()
+            here.note(what, {name: repr(value) for name, value in values.items()})
+            here.meet()
 
     def any(self, what: str, error: BaseException | None) -> str | None:
         """What is wrong in any process, by its number; None if all is well."""
@@ -173,10 +164,8 @@ class Pulse:
 
 def _error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:
     """One of `errors`, or of Python's own, by its name; else a RuntimeError."""
-    known = {error.__name__: error for error in errors}
-    found: Any = known.get(kind) or getattr(builtins, kind, None)
+    known = vars(builtins) | {error.__name__: error for error in errors}
     try:
-        error = found(text)
-    except TypeError:  # there is none, or it needs more than a text
+        return known[kind](text)
+    except (KeyError, TypeError):  # there is none, or it needs more than a text
         return RuntimeError(text)
-    return error if isinstance(error, Exception) else RuntimeError(text)

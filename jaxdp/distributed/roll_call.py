@@ -322,23 +322,24 @@ def _bind_host(place: Place) -> str:
 def _listen(place: Place, host: str) -> tuple[socket.socket, int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in place.ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        # As JAX's service does: the port of a job that has just ended is free.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The port of a job that has just ended is free, as for JAX's service.
         try:
-            listener.bind((host, port))
-            listener.listen(place.num_processes + 64)  # and strangers
-            listener.settimeout(0.5)
+            listener = socket.create_server(
+                (host, port),
+                family=family,
+                backlog=place.num_processes + 64,  # and strangers
+            )
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE:
                 continue
             raise OSError(
                 f"process 0 can't listen at {join_address(host, port)}:"
-                f" {error.strerror}. It runs on {socket.gethostname()}, which must"
-                f" have that address. {_REMEDY}; `coordinator_bind_address` if it"
-                " listens at another address than the others call."
+                f" {os.strerror(error.errno or 0)}. It runs on {socket.gethostname()},"
+                f" which must have that address. {_REMEDY};"
+                " `coordinator_bind_address` if it listens at another address than the"
+                " others call."
             ) from error
+        listener.settimeout(0.5)
         return listener, port
     raise OSError(
         f"process 0 can't listen on {socket.gethostname()}: another program uses"

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from ..basics.arguments import check_number
 from ..basics.environment import versions
 from ..basics.process import is_imported_by_a_worker, put_off_aborts
 from .ending import abandon, end_with_the_others, first_line
@@ -78,8 +79,7 @@ def initialize(
         "shutdown_timeout": shutdown_timeout,
     }
     for name, seconds in timeouts.items():
-        if not seconds > 0:
-            raise ValueError(f"`{name}` must be more than 0 s; got {seconds!r}.")
+        check_number(name, seconds, above=0)
 
     place = choose_place(coordinator_address, num_processes, process_id)
     if place is None:

@@ -160,7 +160,7 @@ def test_wrong_arguments_are_named():
         initialize("here", 2, 0)
     with pytest.raises(ValueError, match="`process_id` must be from 0 to 1.*got 2"):
         initialize("here:77", 2, 2)
-    with pytest.raises(ValueError, match="`heartbeat_timeout` must be more than 0 s"):
+    with pytest.raises(ValueError, match="`heartbeat_timeout` must be more than 0"):
         initialize(heartbeat_timeout=0)
 
 

@@ -22,7 +22,10 @@ DIFFERENT = {
         {"other_batch": 16, "other_rows": 128},
         "rows of a train batch: 8 (process 0), 16 (process 1)",
     ),
-    "length": ({"other_rows": 48}, "its number of batches is 8 in process 0, and 6"),
+    "length": (
+        {"other_rows": 48},
+        "its number of batches: 8 (process 0), 6 (process 1)",
+    ),
 }
 
 

@@ -284,7 +284,7 @@ def test_hyperparameters_are_set_on_all(parts):
     first, second = told(parts["plateaus"])
     assert first == second
     assert first[0]["rate"] == first[1]["rate"] == 0.25
-    message = "values in `set_hyperparams`: learning_rate is 0.1 in process 0"
+    message = "values in `set_hyperparams`: learning_rate: 0.1 (process 0)"
     assert message in first[1]["error"]
 
 

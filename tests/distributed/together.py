@@ -137,7 +137,7 @@ def plateaus():
     tell(rate=run.hyperparams["learning_rate"], weights=weights_of(run))
     try:
         run.set_hyperparams(learning_rate=0.1 * (1 + jax.process_index()))
-    except ValueError as error:
+    except RuntimeError as error:
         tell(error=str(error), rate=run.hyperparams["learning_rate"])
 
 
