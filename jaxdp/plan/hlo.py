@@ -10,13 +10,15 @@ how collectives that run beside computation are spelled; `read` knows those spel
 `async_collective_fusion`s, in which one collective is printed once per link.
 """
 
-import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from ..step import times_of
-from .hlo_groups import axes_of, groups_in
+from .hlo_groups import groups_in
 from .hlo_text import Array, Instruction, Module, arrays_in
 
 KINDS: Final = (
@@ -112,7 +114,19 @@ class Collective(NamedTuple):
             Their names, or None if the groups are not all devices along some axes.
             Of a permutation, the axes along which data moves.
         """
-        return axes_of(self.groups, mesh_shape)
+        sizes = tuple(mesh_shape.values())
+        along: set[str] = set()
+        for group in self.groups:
+            if max(group, default=0) >= math.prod(sizes):
+                return None
+            places = np.unravel_index(np.asarray(group), sizes)
+            for name, row in zip(mesh_shape, places, strict=True):
+                if len(set(row.tolist())) > 1:
+                    along.add(name)
+        product = math.prod(mesh_shape[name] for name in along)
+        if any(len(group) > 1 and len(group) != product for group in self.groups):
+            return None
+        return tuple(name for name in mesh_shape if name in along)
 
 
 class Program(NamedTuple):
@@ -175,7 +189,7 @@ def _collectives(
             if not _is_later_link(module[computation], each):
                 yield _collective(module, computation, each, times, optional)
         elif each.opcode == "while":
-            trips = _trip_count(module, computation, each)
+            trips = _trip_count(each)
             turns = None if times is None or trips is None else times * trips
             # The condition is asked once more than the body runs.
             asked = None if times is None or turns is None else turns + times
@@ -235,15 +249,16 @@ def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
     """Whether matrix products stand between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
         return True  # of a TPU, which makes one fusion of both
-    following = iter(module[computation].values())
-    following = itertools.dropwhile(lambda each: each.name != start.name, following)
-    between = itertools.takewhile(
-        lambda each: (
-            not (each.opcode.endswith("-done") and start.name in each.operands)
-        ),
-        itertools.islice(following, 1, None),
-    )
-    return any(_multiplies(module, each) for each in between)
+    has_started = False
+    for each in module[computation].values():
+        if each.name == start.name:
+            has_started = True
+        elif has_started and each.opcode.endswith("-done"):
+            if start.name in each.operands:
+                return False
+        elif has_started and _multiplies(module, each):
+            return True
+    return False
 
 
 def _multiplies(module: Module, each: Instruction) -> bool:
@@ -323,51 +338,8 @@ def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often a loop runs that stands there; None if the program does not tell."""
+def _trip_count(loop: Instruction) -> int | None:
+    """How often a loop runs; None if the program does not tell."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
-    if (named := times_of(loop.path)) is not None:
-        return named
-    return _counted(module, computation, loop)
-
-
-def _counted(module: Module, computation: str, loop: Instruction) -> int | None:
-    """What a counter says that goes up by one, from a constant to another.
-
-    So `scan` and `fori_loop` are written. TPU's compiler says no more of them.
-    """
-    test = module.root(loop.condition)
-    start, end = module[computation].get(loop.operands[0]), module.root(loop.body)
-    if test.opcode != "compare" or "direction=LT" not in test.attributes:
-        return None
-    counter = _made(module, loop.condition, test.operands[0])
-    if counter is None or counter.opcode != "get-tuple-element":
-        return None
-    if start is None or start.opcode != "tuple" or end.opcode != "tuple":
-        return None
-
-    first = _number(module, computation, start.operands[counter.index])
-    limit = _number(module, loop.condition, test.operands[1])
-    added = _made(module, loop.body, end.operands[counter.index])
-    if first is None or limit is None or added is None or added.opcode != "add":
-        return None
-    if 1 not in [_number(module, loop.body, name) for name in added.operands]:
-        return None
-    return max(0, limit - first)
-
-
-def _made(module: Module, computation: str, name: str) -> Instruction | None:
-    """The instruction that makes a value, behind copies of it."""
-    each = module[computation].get(name)
-    while each is not None and each.opcode in ("copy", "bitcast", "convert"):
-        each = module[computation].get(each.operands[0])
-    return each
-
-
-def _number(module: Module, computation: str, name: str) -> int | None:
-    """The value of an integer constant."""
-    found = _made(module, computation, name)
-    if found is None or found.opcode != "constant":
-        return None
-    return int(found.literal) if re.match(r"[su]\d+\[\]", found.shape) else None
+    return times_of(loop.path)

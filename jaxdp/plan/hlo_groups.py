@@ -6,7 +6,7 @@ A group is a tuple of partitions, which are the places of devices in the mesh.
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,27 +44,6 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     if match := re.match(r"(?:maximal_)?mesh\[([^\]]*)\]", text):
         return _mesh_groups(match[1], text[match.end() :])
     raise ValueError(f"replica_groups of an unknown spelling: {text[:80]!r}")
-
-
-def axes_of(
-    groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]
-) -> tuple[str, ...] | None:
-    """The axes of a mesh along which groups of partitions lie, or None."""
-    sizes = tuple(mesh_shape.values())
-    along: set[str] = set()
-    for group in groups:
-        if max(group, default=0) >= math.prod(sizes):
-            return None
-        places = np.array(np.unravel_index(np.asarray(group), sizes))
-        along |= {
-            name
-            for name, row in zip(mesh_shape, places, strict=True)
-            if len(set(row.tolist())) > 1
-        }
-    product = math.prod(mesh_shape[name] for name in along)
-    if any(len(group) != product for group in groups if len(group) > 1):
-        return None
-    return tuple(name for name in mesh_shape if name in along)
 
 
 def _mesh_groups(axes: str, rest: str) -> Groups:
