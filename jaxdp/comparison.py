@@ -144,19 +144,17 @@ class Comparison:
 
 
 class Trace(NamedTuple):
-    """The steps of one engine: what is compared."""
+    """The steps of one engine, not yet compared."""
 
-    strategy: str
-    losses: list[np.ndarray]
-    leaves: list[dict[str, np.ndarray]]
-    step_seconds: list[float]
-    compile_seconds: float
+    run: Run
+    values: list[dict[str, np.ndarray]]
+    """After each step the loss and all of the state, by name."""
 
 
 def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> Trace:
     """Takes a step for each of `windows`; fetches all of the state after each."""
-    found = Trace(repr(strategy), [], [], [], 0.0)
-    compiling = 0.0
+    run = Run(repr(strategy), [], [], 0.0, Difference(0.0, None), {})
+    values, compiling = [], 0.0
     for window in windows:
         start = time.perf_counter()
         (dispatch,) = engine.dispatches([list(window)])
@@ -165,41 +163,34 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
         (metrics,) = engine.train(dispatch)
         jax.block_until_ready(engine.state)
         compiling += prepared - start
-        found.step_seconds.append(time.perf_counter() - prepared)
-        found.losses.append(np.asarray(metrics["loss"]))
-        state = engine.state
+        run.step_seconds.append(time.perf_counter() - prepared)
+        run.losses.append(float(metrics["loss"]))
+
         parts = {
-            "params": state.params,
-            "model state": state.model_state,
-            "optimizer": state.opt_state,
+            "params": engine.state.params,
+            "model state": engine.state.model_state,
+            "optimizer": engine.state.opt_state,
         }
-        found.leaves.append(_named(engine.strategy.gather(parts)))
-    return found._replace(compile_seconds=compiling)
+        named = _named(engine.strategy.gather(parts))
+        values.append({"loss": np.asarray(metrics["loss"]), **named})
+    return Trace(run._replace(compile_seconds=compiling), values)
 
 
 def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
     """What differs between traces of the same steps."""
-    return Comparison(
-        _compared(reference, reference),
-        [_compared(other, reference) for other in others],
-    )
 
-
-def _compared(found: Trace, reference: Trace) -> Run:
-    return Run(
-        found.strategy,
-        [float(loss) for loss in found.losses],
-        found.step_seconds,
-        found.compile_seconds,
-        _difference(found.losses, reference.losses),
-        {
+    def beside_the_reference(found: Trace) -> Run:
+        differences = {
             name: _difference(
-                [leaves[name] for leaves in found.leaves],
-                [leaves[name] for leaves in reference.leaves],
+                [values[name] for values in found.values],
+                [values[name] for values in reference.values],
             )
-            for name in reference.leaves[0]
-        },
-    )
+            for name in reference.values[0]
+        }
+        return found.run._replace(loss=differences.pop("loss"), leaves=differences)
+
+    first, *runs = map(beside_the_reference, (reference, *others))
+    return Comparison(first, runs)
 
 
 def _difference(

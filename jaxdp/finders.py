@@ -16,10 +16,13 @@ import numpy as np
 import optax
 
 from .basics.arguments import check_choice, check_count
+from .basics.files import save_figure
 from .callbacks.learning_rate_monitor import is_rate
+from .data.own_generators import find
+from .data.random_states import set_states, states_of
 from .engine import hyperparams
 from .fit import checks
-from .reports import Curve, draw, save_figure
+from .reports import Curve, draw
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -171,28 +174,14 @@ def lr_find(
 def _swept(
     optimizer: optax.GradientTransformation, rates: np.ndarray, has_unit_rate: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, with one of `rates` after the other in the place of its own.
-
-    Args:
-        optimizer: whose updates are proportional to its rate.
-        rates: one for each step.
-        has_unit_rate: whether its own is 1; otherwise it is set to that in its state.
-    """
-    inner = optax.with_extra_args_support(optimizer)
+    """`optimizer`, at a rate of 1, and then one of `rates` after the other."""
+    own = optax.with_extra_args_support(optimizer)
+    if not has_unit_rate:
+        init = own.init
+        own = own._replace(init=lambda params: _at_unit_rate(init(params)))
     table = jnp.asarray(rates, jnp.float32)
-
-    def init(params: Any) -> Any:
-        own = inner.init(params)
-        return own if has_unit_rate else _at_unit_rate(own), jnp.zeros((), jnp.int32)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        own, count = state
-        updates, own = inner.update(updates, own, params, **extra)
-        rate = table[jnp.minimum(count, len(table) - 1)]
-        scaled = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
-        return scaled, (own, count + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    sweep = optax.scale_by_schedule(lambda count: table[count])
+    return optax.chain(own, sweep)
 
 
 def _at_unit_rate(opt_state: Any) -> Any:
@@ -243,12 +232,10 @@ def _endless(twin: Trainer, loader: Any, count: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _generators_kept(loader: Any) -> Iterator[None]:
-    """Gives the generators that a torch loader was given back as they were."""
-    owners = loader, getattr(loader, "sampler", None)
-    found: list[Any] = [getattr(owner, "generator", None) for owner in owners]
-    kept = [(each, each.get_state()) for each in found if hasattr(each, "get_state")]
+    """Gives the generators of a loader and its parts back as they were."""
+    generators = find({"loader": loader})
+    states = states_of(generators)
     try:
         yield
     finally:
-        for generator, state in kept:
-            generator.set_state(state)
+        set_states(generators, states)

@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .basics.arguments import check_choice
 from .basics.console import columns
-from .basics.files import naming, write_whole
-from .reports import (
-    draw,
-    larger_is_better,
-    member_curves,
-    metric_curves,
-    save_figure,
-)
+from .basics.files import naming, save_figure, write_whole
+from .reports import Curve, draw, larger_is_better, metric_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +21,12 @@ _OF_MEMBER: Final = re.compile(r"\[\d+\]$")
 
 VALIDATION = "val_"
 """What the names of validation means begin with."""
+
+
+def rank(value: float, mode: str) -> tuple[bool, float]:
+    """A key to sort values by: the best first, as `mode` says, and NaN last."""
+    is_nan = math.isnan(value)
+    return is_nan, 0.0 if is_nan else value if mode == "min" else -value
 
 
 class History(Mapping[str, list[float]]):
@@ -92,20 +92,16 @@ class History(Mapping[str, list[float]]):
         check_choice("mode", mode, ("auto", "min", "max"))
         if mode == "auto":
             mode = "max" if larger_is_better(name) else "min"
-        found = {
-            int(each.group(1)): self._last(each.group())
-            for each in (re.fullmatch(rf"{re.escape(name)}\[(\d+)\]", n) for n in self)
-            if each is not None
-        }
+        member = re.compile(rf"{re.escape(name)}\[(\d+)\]")
+        named = filter(None, map(member.fullmatch, self))
+        found = {int(each[1]): self._last(each[0]) for each in named}
         if not found:
             self[name]  # which may be unknown altogether
             raise KeyError(
                 f"`history.best({name!r})`: there are no values of members; those of an"
                 f" ensemble are named {name!r} with a number: {name}[0]."
             )
-        worst = math.inf if mode == "min" else -math.inf
-        choose = min if mode == "min" else max
-        return choose(found, key=lambda i: worst if math.isnan(found[i]) else found[i])
+        return min(found, key=lambda i: rank(found[i], mode))
 
     def _last(self, name: str) -> float:
         """The last value that was measured."""
@@ -132,7 +128,10 @@ class History(Mapping[str, list[float]]):
             own = metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
             of_members = rf"{VALIDATION}{re.escape(name)}\[\d+\]"
             members = [points[n] for n in self if re.fullmatch(of_members, n)]
-            charts[name] = member_curves(members) + own
+            # Pale ones for members; the legend has the first and not those named "_".
+            labels = ["members, validation", *["_"] * len(members)]
+            pale = [Curve(*each, "0.8") for each in zip(labels, members, strict=False)]
+            charts[name] = pale + own
         figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)

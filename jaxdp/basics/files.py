@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -50,6 +50,16 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text in one piece: who looks sees the old one or the new one."""
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode())
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Saves a figure of matplotlib in one piece, in the format of its suffix."""
+    path = Path(path)
+    kind = path.suffix.removeprefix(".") or "png"
+    with naming(path, "plot"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=kind)
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -10,23 +10,8 @@ from ..engine import StepOptions
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
-
-HOOKS: Final = (
-    "setup",
-    "on_fit_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_boundary",
-    "on_train_epoch_end",
-    "on_pass_start",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_save_checkpoint",
-    "on_exception",
-    "on_fit_end",
-)
+else:
+    Trainer = Any  # which imports this
 
 _LAST_RITES: Final = ("on_exception", "on_fit_end")
 """Hooks that run for every callback, also when that of another one raises."""
@@ -81,62 +66,62 @@ class Callback:
     """Whether `on_validation_end` and `on_train_epoch_end` run after those of all other
     callbacks, so that `metrics` have what these log by `trainer.log`."""
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Runs before placement and compilation; set options that they need here."""
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Runs after the step is compiled, so `trainer.run.logged_names` is known."""
 
-    def on_train_epoch_start(self, trainer: "Trainer") -> None:
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
         """Runs before the first batch of an epoch is read."""
 
     def on_train_batch_start(
-        self, trainer: "Trainer", batch: Any, batch_idx: int
+        self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         """Runs before a step. `batch` comes from the loader, as arrays on the host. It
         is read-only, because the step may already have its rows; change rows in the
         dataset or in `collate_fn`."""
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         """Runs after a step was sent to the device; `trainer.global_step` counts it."""
 
-    def on_boundary(self, trainer: "Trainer") -> None:
+    def on_boundary(self, trainer: Trainer) -> None:
         """Runs after all callbacks have seen a step, or the end of an epoch. Read or
         save `trainer.state` here: it belongs to `trainer.global_step`. With several
         steps per execution it runs once for all of them, unless `next_stop` asks."""
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after an epoch and its validation; `metrics` includes `val_...`."""
 
-    def on_pass_start(self, trainer: "Trainer") -> None:
+    def on_pass_start(self, trainer: Trainer) -> None:
         """Runs before the first batch of a validation, test or prediction is read."""
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         """Runs before a pass over the validation loader."""
 
-    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
         """Runs after a validation batch was sent to the device."""
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after a pass over the validation loader, with its `val_...` means."""
 
-    def on_save_checkpoint(self, trainer: "Trainer", path: str) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, path: str) -> None:
         """Runs after a checkpoint was written to the folder `path`."""
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         """Runs when an exception or Ctrl-C ends a fit, before `fit` raises it."""
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Runs when a fit ends, also by an exception: close files here."""
 
-    def next_stop(self, trainer: "Trainer") -> int | None:
+    def next_stop(self, trainer: Trainer) -> int | None:
         """A later `global_step` after which `on_boundary` must run, or None. With
         several steps per execution, a block of steps ends there."""
         return None
 
-    def identity(self, trainer: "Trainer") -> str:
+    def identity(self, trainer: Trainer) -> str:
         """What distinguishes this callback from others of its class, so that a
         checkpoint finds its state: the folder it writes to, the metric it watches."""
         return ""
@@ -183,6 +168,11 @@ class Callback:
         """The state whose weights validation, `test`, `predict` and `trainer.model`
         use, made of arrays in `state`; training continues with `state` itself."""
         return state
+
+
+HOOKS: Final = tuple(
+    name for name in vars(Callback) if name == "setup" or name.startswith("on_")
+)
 
 
 class Hooks:
@@ -256,7 +246,7 @@ class Hooks:
             )
         return found[0].evaluated_state if found else None
 
-    def next_stop(self, trainer: "Trainer") -> int | None:
+    def next_stop(self, trainer: Trainer) -> int | None:
         """The earliest step that any callback must see the state at, or None."""
         stops = (callback.next_stop(trainer) for callback in self.callbacks)
         return min((stop for stop in stops if stop is not None), default=None)

@@ -8,17 +8,16 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
 from ..plan.page import SUFFIX
+from ..reports import read_table
+from .base import Trainer
 from .logger import EPOCH, VALIDATION, Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class CSVLogger(Logger):
@@ -63,12 +62,13 @@ class CSVLogger(Logger):
             )
         self.name = name
         self.path: Path | None = None
+        self._table = Path()  # the same
         self._record: dict[str, Any] = {}
         self._columns: list[str] = []
         self._rows = 0
         self._last: dict[str, str] | None = None  # row; mends a torn one
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if not trainer.is_global_zero:
             return
@@ -81,14 +81,21 @@ class CSVLogger(Logger):
                     " `name`."
                 )
         if self._restored is not None and table.exists():
-            _read(table)  # what is wrong with it is found before the first step
+            try:  # what is wrong with it is found before the first step
+                read_table(table)
+            except csv.Error as error:
+                raise ValueError(
+                    f"`CSVLogger`: {str(table)!r} can't be read as a table: {error}."
+                    " Move it away, or restore it from a copy."
+                ) from error
 
-    def open(self, trainer: "Trainer", folder: Path) -> None:
+    def open(self, trainer: Trainer, folder: Path) -> None:
         path, run, known = folder / self.name, trainer.run, self.path
-        self.path, whose = path, _run_of(path)
+        self.path = self._table = path
+        whose = _run_of(path)
         columns, rows, torn = [], [], False
         if self._restored is not None and path.exists() and whose in (None, run.id):
-            columns, rows, torn = _read(path)
+            columns, rows, torn = read_table(path)
 
         if columns[:2] == ["epoch", "step"]:
             self._columns = columns
@@ -109,10 +116,10 @@ class CSVLogger(Logger):
         self._widen([*run.metric_names, *epoch_names])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        assert self.path is not None
         self._widen(values)
         row = {"epoch": epoch, "step": step, **values}
-        with naming(self.path, "CSVLogger"), self.path.open("ab", buffering=0) as file:
+        path = self._table
+        with naming(path, "CSVLogger"), path.open("ab", buffering=0) as file:
             append_whole(file, _text(self._columns, [row], with_head=not file.tell()))
         self._rows += 1
         self._last = {name: str(value) for name, value in row.items()}
@@ -122,10 +129,9 @@ class CSVLogger(Logger):
         self._write_record()
 
     def log_plan(self, plan: Any) -> None:
-        assert self.path is not None
         self._record["plan"] = plan.to_dict()
         self._write_record()
-        page = self.path.with_suffix(SUFFIX)
+        page = self._table.with_suffix(SUFFIX)
         with naming(page, "CSVLogger"):
             plan.to_html(page)
 
@@ -139,18 +145,17 @@ class CSVLogger(Logger):
         return {"rows": self._rows, "last": self._last}
 
     def _write_record(self) -> None:
-        assert self.path is not None
-        path = self.path.with_suffix(".json")
+        path = self._table.with_suffix(".json")
         text = json.dumps(self._record, indent=2, default=str)
         with naming(path, "CSVLogger"):
             write_whole(path, text + "\n")
 
     def _take_back(
-        self, trainer: "Trainer", rows: list[dict[str, str]], torn: bool
+        self, trainer: Trainer, rows: list[dict[str, str]], torn: bool
     ) -> None:
         """Keeps the rows that the checkpoint knows; those after come again."""
-        assert self.path is not None and self._restored is not None
-        path, count, last = self.path, self._restored["rows"], self._restored["last"]
+        assert self._restored is not None
+        path, count, last = self._table, self._restored["rows"], self._restored["last"]
         kept = rows[:count]
         if len(kept) == count - 1 and last is not None:
             kept.append(last)
@@ -167,42 +172,23 @@ class CSVLogger(Logger):
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""
-        assert self.path is not None
         known = self._columns or ["epoch", "step"]
         columns = sorted({**dict.fromkeys(known), **dict.fromkeys(names)}, key=_kind)
         if columns != self._columns:
             self._columns = columns
-            if self.path.exists():
-                _, rows, _ = _read(self.path)
+            if self._table.exists():
+                _, rows, _ = read_table(self._table)
                 self._rewrite(rows)
 
     def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the whole table anew, in one piece."""
-        assert self.path is not None
-        with naming(self.path, "CSVLogger"):
-            write_whole(self.path, _text(self._columns, rows, with_head=True))
+        with naming(self._table, "CSVLogger"):
+            write_whole(self._table, _text(self._columns, rows, with_head=True))
 
 
 def _files_of(table: Path) -> list[Path]:
     """A table and what is written beside it."""
     return [table, table.with_suffix(".json"), table.with_suffix(SUFFIX)]
-
-
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
-    """The columns and rows of a table, and whether a torn row was left out."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = list(file)
-    torn = bool(lines) and not lines[-1].endswith("\n")
-    reader = csv.DictReader(lines[:-1] if torn else lines, restval="")
-    try:
-        columns = list(reader.fieldnames or [])
-        rows = [{name: row[name] for name in columns} for row in reader]
-    except csv.Error as error:
-        raise ValueError(
-            f"`CSVLogger`: {str(path)!r} can't be read as a table: {error}. Move it"
-            " away, or restore it from a copy."
-        ) from error
-    return columns, rows, torn
 
 
 def _text(

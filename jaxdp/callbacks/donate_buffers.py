@@ -1,19 +1,14 @@
 """What the compiled step may overwrite, and whether it does."""
 
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-import jax
-import numpy as np
+from typing import Any
 
 from ..basics.arguments import check_choice
 from ..basics.console import warn
 from ..engine import StepOptions
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from ..plan.hlo_text import Module
+from ..plan.leaves import nbytes, overwritten_by
+from .base import Callback, Trainer
 
 
 class DonateBuffers(Callback):
@@ -46,21 +41,35 @@ class DonateBuffers(Callback):
     def step_options(self, options: StepOptions) -> StepOptions:
         return options._replace(donate=self.what)
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self.report, self._checked = None, False
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if self._checked:
             return
         self._checked = True
-        compiled = trainer.compiled_train_step()
+        compiled: Any = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
             return  # An engine of the user's own, which need not be XLA's.
         arrays = trainer.run.engine.held.named_arrays() if self.what != "none" else {}
-        self.report = _report(compiled, arrays)
-        if missing := self.report["not_aliased"]:
+        sizes = [
+            nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
+            for leaf in arrays.values()
+        ]
+        places = overwritten_by(compiled, Module(compiled.as_text()).aliased)
+        missing = {
+            path: size
+            for place, (path, size) in enumerate(zip(arrays, sizes, strict=True))
+            if size and place not in places
+        }
+        self.report = {
+            "donated_bytes": sum(sizes),
+            "aliased_bytes": sum(sizes) - sum(missing.values()),
+            "not_aliased": list(missing),
+        }
+        if missing:
             warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"
                 f" {len(missing)} of the leaves that were donated to it, and keeps two"
@@ -68,38 +77,3 @@ class DonateBuffers(Callback):
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _report(compiled: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Compares the bytes of `arrays` on a device with what the program aliases."""
-    sizes = {name: _bytes_per_device(array) for name, array in arrays.items()}
-    total, missing = sum(sizes.values()), []
-    if total != compiled.memory_analysis().alias_size_in_bytes:
-        # Printing a large program takes a while, so only when something is amiss, or
-        # when a batch is donated too and a result has its shape after all.
-        overwritten = _aliased_arguments(compiled)
-        missing = [
-            path for i, path in enumerate(sizes) if sizes[path] and i not in overwritten
-        ]
-    return {
-        "donated_bytes": total,
-        "aliased_bytes": total - sum(sizes[path] for path in missing),
-        "not_aliased": missing,
-    }
-
-
-def _bytes_per_device(leaf: jax.Array) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
-
-
-def _aliased_arguments(compiled: Any) -> set[int]:
-    """Places, among all flat arguments, of those that a result overwrites."""
-    header = compiled.as_text().split("\n", 1)[0]
-    start = header.find("input_output_alias={")
-    parameters = re.findall(r"\}:\s*\((\d+),", header[start:]) if start >= 0 else []
-    # The program lacks the arguments that nothing depends on, and numbers the rest.
-    every = range(len(jax.tree.leaves(compiled.args_info)))
-    executable = getattr(compiled, "_executable", None)
-    kept = sorted(getattr(executable, "_kept_var_idx", every))
-    return {kept[int(number)] for number in parameters}

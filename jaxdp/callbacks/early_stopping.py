@@ -1,14 +1,12 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..basics.arguments import check_number
 from ..basics.json_checks import maybe, number_text, row, truth, whole
+from .base import Trainer
 from .monitor import MetricCheck, announce, is_better
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class EarlyStopping(MetricCheck):
@@ -75,7 +73,7 @@ class EarlyStopping(MetricCheck):
         self._is_restored = self._has_failed = False
         self._best: tuple[int, dict[str, Any]] | None = None  # after which step
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
         self._has_failed = False
         if self._is_restored and self._last is not None:
@@ -84,7 +82,7 @@ class EarlyStopping(MetricCheck):
             self._stop_if(self._reason(*self._last), trainer)
         self._is_restored = False
 
-    def check(self, trainer: "Trainer", value: float) -> None:
+    def check(self, trainer: Trainer, value: float) -> None:
         improved = self.improves(value)
         if not improved:
             self.wait_count += 1
@@ -98,10 +96,10 @@ class EarlyStopping(MetricCheck):
             self.stopped_epoch = trainer.current_epoch
         self._stop_if(self.reason, trainer)
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True  # a resumed run continues from this end
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if not self.restore_best or self._has_failed or self.best_score is None:
             return
         if self._best is None:
@@ -129,7 +127,7 @@ class EarlyStopping(MetricCheck):
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
 
-    def _stop_if(self, reason: str | None, trainer: "Trainer") -> None:
+    def _stop_if(self, reason: str | None, trainer: Trainer) -> None:
         if reason is None:
             return
         trainer.should_stop, self.reason = True, reason

@@ -1,7 +1,7 @@
 """Norms of gradients and updates by layer, and leaves that do not learn."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,8 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
-from .base import Callback
+from .base import Callback, Trainer
 from .monitor import Later, LateReads
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
@@ -83,11 +80,11 @@ class GradientMonitor(Callback):
             )
         return values
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._late = LateReads()
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self._checked + len(self._late) < self.check_steps:
@@ -96,14 +93,13 @@ class GradientMonitor(Callback):
             for _, past in self._late.ready(step):
                 self._check(past)
         if step % trainer.log_every_n_steps == 0:
-            add: Any = getattr(metrics, "add")  # noqa: B009
-            add(self._named(metrics))
+            metrics.add(self._named(metrics))
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         # A step that failed on the device can't be read; the fit's own error says so.
         self._late = LateReads()
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         for _, past in self._late.drain():
             self._check(past)
 

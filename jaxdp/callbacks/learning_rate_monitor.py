@@ -1,16 +1,13 @@
 """The learning rate of every step, as the optimizer's state has it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..engine import RATES, hyperparams
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 
 class LearningRateMonitor(Callback):
@@ -43,16 +40,14 @@ class LearningRateMonitor(Callback):
         self.schedule = schedule
         self.name = name
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         held = trainer.hyperparams if self.schedule is None else {}
         if self.schedule is None and not any(map(is_rate, held)):
-            raise ValueError(
-                "`LearningRateMonitor()`: `optimizer` keeps no learning rate in its"
-                f" state: none of {', '.join(RATES)} is among its hyperparameters"
-                f" ({', '.join(held) or 'there are none'}). Build it as"
-                " optax.inject_hyperparams(optax.adam)(learning_rate=...), or pass the"
-                " rate here, as `LearningRateMonitor(schedule=...)`: a number or a"
-                " function of the step."
+            raise no_rate(
+                trainer,
+                "LearningRateMonitor",
+                " Or pass the rate here, as `LearningRateMonitor(schedule=...)`: a"
+                " number or a function of the step.",
             )
 
     def inside_step(
@@ -75,6 +70,16 @@ class LearningRateMonitor(Callback):
             else:
                 found[name] = jnp.float32(rate)
         return found
+
+
+def no_rate(trainer: Trainer, callback_name: str, remedy: str = "") -> ValueError:
+    """The error of a callback that finds no learning rate in the optimizer's state."""
+    return ValueError(
+        f"`{callback_name}()`: `optimizer` keeps no learning rate in its state: none of"
+        f" {', '.join(RATES)} is among its hyperparameters"
+        f" ({', '.join(trainer.hyperparams) or 'there are none'}). Build it as"
+        f" optax.inject_hyperparams(optax.adam)(learning_rate=1e-3).{remedy}"
+    )
 
 
 def is_rate(name: str) -> bool:

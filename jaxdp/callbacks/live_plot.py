@@ -4,19 +4,17 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from ..basics.arguments import check_number
+from ..basics.files import save_figure
 from ..history import VALIDATION
-from ..reports import draw, metric_curves, save_figure, to_png
-from .base import Callback
+from ..reports import draw, metric_curves, to_png
+from .base import Callback, Trainer
 from .logger import check_writable
 from .monitor import LateReads, in_notebook
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _MAX_POINTS: Final = 1000
 """Steps kept for drawing; with more, every second one is dropped."""
@@ -57,14 +55,13 @@ class LivePlot(Callback):
         self._pause = every_n_seconds
         self._display: Any = None
         self._fitting = False
-        self._stale = False
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             check_writable(self._file(trainer).parent, "LivePlot")
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._fitting = bool(trainer.is_global_zero)
         self._late = LateReads()
         self._display = None
@@ -73,7 +70,7 @@ class LivePlot(Callback):
             self._steps, self._means, self._stride = [], {}, 1
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if not self._fitting:
             return
@@ -86,11 +83,11 @@ class LivePlot(Callback):
         if is_due:
             self._draw(trainer)
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self._fitting:
             self._add(trainer.global_step, metrics)
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not self._fitting:
             return
         self._read(self._late.drain())
@@ -101,20 +98,19 @@ class LivePlot(Callback):
         if time.monotonic() > self._drawn + 0.2 * self._pause:
             self._draw(trainer)
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         try:
             self._read(self._late.drain())
         finally:
             self._late = LateReads()  # the device may be what failed
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._fitting:
             self._read(self._late.drain())
-            if self._stale:
-                self._draw(trainer)
+            self._draw(trainer)
         self._fitting = False
 
-    def _file(self, trainer: "Trainer") -> Path:
+    def _file(self, trainer: Trainer) -> Path:
         return Path(self.path or Path(trainer.default_root_dir) / "curves.png")
 
     def _read(self, past: Any) -> None:
@@ -122,7 +118,6 @@ class LivePlot(Callback):
             loss = float(metrics["loss"])
             if np.isfinite(loss):
                 self._steps.append((step, loss))
-                self._stale = True
         while len(self._steps) > _MAX_POINTS:
             self._stride *= 2
             self._steps = [p for p in self._steps if p[0] % self._stride == 0]
@@ -131,9 +126,8 @@ class LivePlot(Callback):
         for name, value in means.items():
             if np.isfinite(value):
                 self._means.setdefault(name, []).append((step, value))
-                self._stale = True
 
-    def _draw(self, trainer: "Trainer") -> None:
+    def _draw(self, trainer: Trainer) -> None:
         start = time.monotonic()
         metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self._means)
         charts = {
@@ -149,7 +143,6 @@ class LivePlot(Callback):
         self._show(figure)
         self._drawn = time.monotonic()
         self._pause = max(self.every_n_seconds, (self._drawn - start) / _MAX_SHARE)
-        self._stale = False
 
     def _show(self, figure: Any) -> None:
         """Puts the figure where the last one is, when there is a notebook."""

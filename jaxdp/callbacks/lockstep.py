@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -14,11 +14,8 @@ from ..basics.tree import leaf_path
 from ..checkpoint import start_fingerprints
 from ..distributed import is_stop, meetings
 from ..step import IN_FLIGHT
-from .base import Callback
+from .base import Callback, Trainer
 from .stall_watch import Onlooker
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _ARGUMENTS = (
     "strategy",
@@ -82,7 +79,7 @@ class Lockstep(Callback):
         self._has_failed = False
         self._onlooker: Onlooker | None = None
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
@@ -98,7 +95,7 @@ class Lockstep(Callback):
             self._has_compared_model = True
         self._meet(trainer, "the start of a fit", facts)
 
-    def on_pass_start(self, trainer: "Trainer") -> None:
+    def on_pass_start(self, trainer: Trainer) -> None:
         self._set_limits()
 
     def _set_limits(self) -> None:
@@ -107,23 +104,25 @@ class Lockstep(Callback):
         here.timeout, here.warn_after = self.timeout, self.warn_after
         here.every = self.every_n_steps
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         rows = {
             f"rows of a {k} batch": str(n) for k, n in trainer.run.engine.sizes.items()
         }
         self._meet(trainer, "the first step", rows)
 
     def on_train_batch_start(
-        self, trainer: "Trainer", batch: Any, batch_idx: int
+        self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
+        if not coordination.is_there():
+            return
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
         rows["rows before it"] = str(trainer.run.progress.examples)
-        if coordination.is_there():
-            meetings.here().step(where, self._facts(trainer, where, rows))
+        where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
+        self._note(trainer, where, rows)
+        meetings.here().step()
 
-    def on_boundary(self, trainer: "Trainer") -> None:
+    def on_boundary(self, trainer: Trainer) -> None:
         if not coordination.is_there():
             return
         step, every = trainer.global_step, self.fingerprint_every_n_steps
@@ -134,28 +133,28 @@ class Lockstep(Callback):
             # By then the device is done with it, and reading waits for nothing.
             self._fingerprints = step + IN_FLIGHT, start_fingerprints(arrays)
 
-    def next_stop(self, trainer: "Trainer") -> int | None:
+    def next_stop(self, trainer: Trainer) -> int | None:
         every = self.fingerprint_every_n_steps
         if every is None or not coordination.is_there():
             return None
         return (trainer.global_step // every + 1) * every
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of epoch {trainer.current_epoch}")
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         self._meet(trainer, f"validation after step {trainer.global_step}")
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._meet(trainer, f"the end of validation after step {trainer.global_step}")
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
         if (line := distributed.lifeline()) is not None:
             agreed = is_stop(exception)  # by a signal that all have heard
             line.end_fit(None if agreed else distributed.first_line(exception))
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._onlooker is not None:
             self._onlooker.stop()
         self._onlooker = None
@@ -169,26 +168,23 @@ class Lockstep(Callback):
             line.where = f"after a fit of {trainer.global_step} steps"
 
     def _meet(
-        self, trainer: "Trainer", where: str, facts: Mapping[str, str] | None = None
+        self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.is_there():
-            here = meetings.here()
-            here.note(where, self._facts(trainer, where, facts))
-            here.meet()
+            self._note(trainer, where, facts or {})
+            meetings.here().meet()
 
-    def _facts(
-        self, trainer: "Trainer", where: str, facts: Mapping[str, str] | None
-    ) -> dict[str, str]:
+    def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""
         if (line := distributed.lifeline()) is not None:
             line.where = f"at {where}"
-        found, programs = dict(facts or {}), trainer.run.program_digests
+        programs, found = trainer.run.program_digests, dict(facts)
         if programs is not self._programs:
             self._programs = programs
             found["the compiled programs"] = ", ".join(programs)
-        return found
+        meetings.here().note(where, found)
 
-    def _compare_states(self, trainer: "Trainer") -> None:
+    def _compare_states(self, trainer: Trainer) -> None:
         assert self._fingerprints is not None
         (step, read), self._fingerprints = self._fingerprints, None
         where = f"the state after step {step - IN_FLIGHT}"
@@ -203,7 +199,7 @@ class Lockstep(Callback):
                 here.tell(onlooker.sees())
 
 
-def _facts_of(trainer: "Trainer") -> Iterator[tuple[str, str]]:
+def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, version in versions().items():
         yield f"the version of {name}", version
     for name in _ARGUMENTS:

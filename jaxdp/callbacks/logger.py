@@ -4,19 +4,16 @@ import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from ..basics.console import warn
 from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
 from ..supervisor import channel
-from .base import Callback
+from .base import Callback, Trainer
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 VALIDATION: Final = "val_"
 EPOCH: Final = "epoch_"
@@ -84,7 +81,7 @@ class Logger(Callback):
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
 
-    def open(self, trainer: "Trainer", folder: Path) -> None:
+    def open(self, trainer: Trainer, folder: Path) -> None:
         """Called before the first `log` of a fit. `folder` exists."""
 
     def close(self) -> None:
@@ -93,11 +90,11 @@ class Logger(Callback):
     def flush(self) -> None:
         """Called before a checkpoint: everything logged so far must be written."""
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             check_writable(self._folder(trainer), type(self).__name__)
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._active = bool(trainer.is_global_zero)
         shows_plan = self._shows("log_plan") or self._shows("log_text")
         self._lacks_plan = self._active and shows_plan
@@ -112,7 +109,7 @@ class Logger(Callback):
         self._restored = None
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         step = trainer.global_step
         if step % trainer.log_every_n_steps == 0 and self._active:
@@ -123,13 +120,13 @@ class Logger(Callback):
             self._lacks_plan = False
             self._log_plan(trainer)
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self._active:
             self._log_steps(self._late.drain())  # the device is done with them
             self._log_validation(trainer)
             self._validation = trainer.global_step, dict(metrics)
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not self._active:
             return
         self._log_steps(self._late.drain())
@@ -144,14 +141,14 @@ class Logger(Callback):
         self._log_validation(trainer)
         self.log(trainer.current_epoch, trainer.global_step, values)
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._error = exception
         try:
             self._log_steps(self._late.drain())
         finally:
             self._late = LateReads()  # the device may be what failed
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._active:
             self._log_steps(self._late.drain())
             self._log_validation(trainer)
@@ -164,7 +161,7 @@ class Logger(Callback):
             self.close()
         self._active = False
 
-    def identity(self, trainer: "Trainer") -> str:
+    def identity(self, trainer: Trainer) -> str:
         return os.path.abspath(self._folder(trainer))
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,16 +188,16 @@ class Logger(Callback):
         fields(self.own_form, {"validation": validation})(state, "state")
         self._restored = state
 
-    def _folder(self, trainer: "Trainer") -> Path:
+    def _folder(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
 
-    def _log_history(self, trainer: "Trainer") -> None:
+    def _log_history(self, trainer: Trainer) -> None:
         """The curves of the epochs, where figures can be shown."""
         has_curves = self._shows("log_figure") and trainer.history.epochs
         if has_curves and find_spec("matplotlib"):
             self.log_figure("history", trainer.history.plot())
 
-    def _log_plan(self, trainer: "Trainer") -> None:
+    def _log_plan(self, trainer: Trainer) -> None:
         """Reads the program's text, while the device is busy with the first step."""
         try:
             plan = trainer.running_plan()
@@ -220,7 +217,7 @@ class Logger(Callback):
         for (epoch, step), metrics in past:
             self.log(epoch, step, scalars(metrics))
 
-    def _log_validation(self, trainer: "Trainer") -> None:
+    def _log_validation(self, trainer: Trainer) -> None:
         """Logs a validation in the middle of an epoch, which no epoch's row has."""
         if self._validation is not None:
             step, values = self._validation

@@ -1,22 +1,19 @@
 """Logging to MLflow."""
 
-import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
 from ..plan.page import page
+from .base import Trainer
 from .logger import Logger, Number
 from .monitor import announce
 from .run_facts import Facts, flat
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class MLFlowLogger(Logger):
@@ -66,74 +63,67 @@ class MLFlowLogger(Logger):
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         self.tags = dict(tags or {})
+        self._mlflow = import_extra("mlflow", "`MLFlowLogger`", "mlflow")
         self._client: Any = None
         self._saved_in: str | None = None
 
-    def setup(self, trainer: "Trainer") -> None:
-        super().setup(trainer)
-        _mlflow()
-
-    def open(self, trainer: "Trainer", folder: Path) -> None:
+    def open(self, trainer: Trainer, folder: Path) -> None:
         artifacts = None
         self.tracking_uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
             self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             artifacts = (folder / "mlartifacts").resolve().as_uri()
-        with _quietly():
-            self._client = _mlflow().MlflowClient(tracking_uri=self.tracking_uri)
-            if self.run_id is not None and self._goes_on(trainer):
-                return
-            found = self._client.get_experiment_by_name(self.experiment_name)
-            if found is None:
-                id = self._client.create_experiment(self.experiment_name, artifacts)
-            else:
-                id = found.experiment_id
-            run = self._client.create_run(id, run_name=self.run_name, tags=self.tags)
-            self.run_id = run.info.run_id
+        self._client = _quietly(
+            self._mlflow.MlflowClient, tracking_uri=self.tracking_uri
+        )
+        if self.run_id is not None and self._goes_on(trainer):
+            return
+        found = self._call("get_experiment_by_name", self.experiment_name)
+        if found is None:
+            id = self._call("create_experiment", self.experiment_name, artifacts)
+        else:
+            id = found.experiment_id
+        run = self._call("create_run", id, run_name=self.run_name, tags=self.tags)
+        self.run_id = run.info.run_id
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        metric, now = _mlflow().entities.Metric, int(time.time() * 1000)
+        metric, now = self._mlflow.entities.Metric, int(time.time() * 1000)
         named = {"epoch": epoch, **values}
         metrics = [metric(k, float(v), now, step) for k, v in named.items()]
-        with _quietly():
-            self._client.log_batch(self.run_id, metrics=metrics)
+        self._call("log_batch", self.run_id, metrics=metrics)
 
     def log_run(self, facts: Facts) -> None:
-        entities = _mlflow().entities
-        with _quietly():
-            # A run that is gone on with has parameters, which MLflow won't change.
-            known = self._client.get_run(self.run_id).data.params
-            new = {k: v for k, v in facts["hyperparameters"].items() if k not in known}
-            tags = {k: v for k, v in flat(facts).items() if "/" in k}
-            self._client.log_batch(
-                self.run_id,
-                params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
-                tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
-            )
+        entities = self._mlflow.entities
+        # A run that is gone on with has parameters, which MLflow won't change.
+        known = self._call("get_run", self.run_id).data.params
+        new = {k: v for k, v in facts["hyperparameters"].items() if k not in known}
+        tags = {k: v for k, v in flat(facts).items() if "/" in k}
+        self._call(
+            "log_batch",
+            self.run_id,
+            params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
+            tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
+        )
 
     def log_plan(self, plan: Any) -> None:
         """Keeps the plan as the page `plan.html` and as the text `plan.txt`."""
         super().log_plan(plan)
-        with _quietly():
-            self._client.log_text(self.run_id, page(plan), "plan.html")
+        self._call("log_text", self.run_id, page(plan), "plan.html")
 
     def log_text(self, name: str, text: str) -> None:
         """Keeps a text as the file `<name>.txt`; during a fit."""
-        with _quietly():
-            self._client.log_text(self.run_id, text, f"{name}.txt")
+        self._call("log_text", self.run_id, text, f"{name}.txt")
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Keeps a `matplotlib.figure.Figure` as `<name>.png`; during a fit."""
-        with _quietly():
-            self._client.log_figure(self.run_id, figure, f"{name}.png")
+        self._call("log_figure", self.run_id, figure, f"{name}.png")
 
     def close(self) -> None:
         if self._client is not None:
             is_stopped = isinstance(self._error, KeyboardInterrupt)
             failed = "KILLED" if is_stopped else "FAILED"
             status = failed if self._error else "FINISHED"
-            with _quietly():
-                self._client.set_terminated(self.run_id, status)
+            self._call("set_terminated", self.run_id, status)
         self._client = None
 
     def own_state(self) -> dict[str, Any]:
@@ -145,11 +135,11 @@ class MLFlowLogger(Logger):
         # Only told of: a checkpoint does not decide where anything is sent or written.
         self._saved_in = state["tracking_uri"]
 
-    def _goes_on(self, trainer: "Trainer") -> bool:
+    def _goes_on(self, trainer: Trainer) -> bool:
         """Whether the store has the run `run_id`, which then runs again."""
         try:
-            self._client.update_run(self.run_id, status="RUNNING")
-        except _mlflow().exceptions.MlflowException:
+            self._call("update_run", self.run_id, status="RUNNING")
+        except self._mlflow.exceptions.MlflowException:
             if self._saved_in is None:  # it is the user who wants to go on with it
                 raise
             text = (
@@ -162,14 +152,12 @@ class MLFlowLogger(Logger):
             return False
         return True
 
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return _quietly(getattr(self._client, method), *arguments, **options)
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the deprecations that MLflow meets in its own dependencies."""
+
+def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Calls it without the deprecations that MLflow meets in its own dependencies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-
-
-def _mlflow() -> Any:
-    return import_extra("mlflow", "`MLFlowLogger`", "mlflow")
+        return function(*arguments, **options)

@@ -5,21 +5,28 @@ import math
 import os
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.durations import parse_duration
-from ..basics.json_checks import each, fields, maybe, number_text, row, truth, whole
+from ..basics.json_checks import (
+    each,
+    fields,
+    has_form,
+    maybe,
+    number_text,
+    row,
+    truth,
+    whole,
+)
 from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
-from .base import Callback
+from ..history import rank
+from .base import Callback, Trainer
 from .monitor import announce, check_logged, check_monitor
 from .states import saved_state
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _SAVED = fields(
     {
@@ -142,7 +149,7 @@ class ModelCheckpoint(Callback):
     def last_model_path(self) -> str:
         return self._path_of(max(self._scores)) if self._scores else ""
 
-    def folder(self, trainer: "Trainer") -> CheckpointDir:
+    def folder(self, trainer: Trainer) -> CheckpointDir:
         """Where the checkpoints of a trainer go."""
         if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
@@ -154,7 +161,7 @@ class ModelCheckpoint(Callback):
         _SAVED(state, "state")
         return self._ranked(_scores_in(state))
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
@@ -170,17 +177,17 @@ class ModelCheckpoint(Callback):
         self._is_restored = False
         self._save_if_due(trainer)  # else a kill came before it
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         if self.monitor is not None:
             check_monitor(trainer, "ModelCheckpoint", self.monitor)
         self._saved_at = time.monotonic()
 
-    def next_stop(self, trainer: "Trainer") -> int | None:
+    def next_stop(self, trainer: Trainer) -> int | None:
         every = self.every_n_train_steps
         return None if every is None else (trainer.global_step // every + 1) * every
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Any, batch_idx: int
+        self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
         every = self.every_n_train_steps
         if every is not None and trainer.global_step % every == 0:
@@ -191,11 +198,11 @@ class ModelCheckpoint(Callback):
             if self._clock.beat(is_over or None):
                 self._is_due = True
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if trainer.run.is_fitting:
             self._look(metrics)
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.monitor is not None:
             check_logged(trainer, "ModelCheckpoint", self.monitor, metrics)
         self._look(metrics)
@@ -206,15 +213,15 @@ class ModelCheckpoint(Callback):
             self._is_due = True
         self._is_fresh = False
 
-    def on_boundary(self, trainer: "Trainer") -> None:
+    def on_boundary(self, trainer: Trainer) -> None:
         self._settle()
         self._save_if_due(trainer)
 
-    def on_save_checkpoint(self, trainer: "Trainer", path: str) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, path: str) -> None:
         if (folder := os.path.dirname(path)) == self.dirpath:
             trainer.run.kept_programs.keep_in(folder)
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
         if is_stop(exception):  # at a boundary: the state is whole
             self._settle(wait=True)
@@ -225,7 +232,7 @@ class ModelCheckpoint(Callback):
                 self._begin(trainer, judged)
                 self._settle(wait=True)
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._dir is None:  # another callback's `setup` has failed
             return
         try:
@@ -238,7 +245,7 @@ class ModelCheckpoint(Callback):
         """Waits until the checkpoint that is being saved is in its folder."""
         self._settle(wait=True)
 
-    def identity(self, trainer: "Trainer") -> str:
+    def identity(self, trainer: Trainer) -> str:
         return self.folder(trainer).path
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,14 +271,14 @@ class ModelCheckpoint(Callback):
         if self.monitor in metrics:
             self._score, self._is_fresh = metrics[self.monitor], True
 
-    def _save_if_due(self, trainer: "Trainer") -> None:
+    def _save_if_due(self, trainer: Trainer) -> None:
         # After the last step of an epoch its validation comes first: that is what the
         # checkpoint is judged by, and need not be repeated when it is resumed.
         if self._is_due and not is_at_epoch_end(trainer):
             self._is_due = False
             self._save(trainer)
 
-    def _save(self, trainer: "Trainer") -> None:
+    def _save(self, trainer: Trainer) -> None:
         """Begins to save the present step, if it is to be kept."""
         self._settle(wait=True)  # one at a time
         step, judged = trainer.global_step, self._new(trainer.global_step)
@@ -289,7 +296,7 @@ class ModelCheckpoint(Callback):
         # NaN if there is nothing to judge by yet: worse than anything that comes.
         return {step: math.nan if self._score is None else self._score}
 
-    def _begin(self, trainer: "Trainer", judged: dict[int, float]) -> None:
+    def _begin(self, trainer: Trainer, judged: dict[int, float]) -> None:
         assert self._dir is not None
         step = trainer.global_step
         self._scores |= judged  # what is saved knows of itself
@@ -341,13 +348,8 @@ class ModelCheckpoint(Callback):
     def _ranked(self, scores: dict[int, float]) -> list[int]:
         """Steps, best first; those without a value last; of equals the newer first."""
         # Without a monitor, "best" is the newest.
-        sign = 1 if self.monitor is not None and self.mode == "min" else -1
-
-        def rank(step: int) -> tuple[bool, float, int]:
-            unjudged = math.isnan(scores[step])
-            return unjudged, 0 if unjudged else sign * scores[step], -step
-
-        return sorted(scores, key=rank)
+        mode = "max" if self.monitor is None else self.mode
+        return sorted(scores, key=lambda step: (rank(scores[step], mode), -step))
 
     def _remove_what_is_not_kept(self) -> None:
         assert self._dir is not None
@@ -362,22 +364,22 @@ class ModelCheckpoint(Callback):
                 text = f"the old checkpoint {path} could not be removed: {error}."
                 warn(text, stacklevel=2)
 
-    def _sorted_out(self, trainer: "Trainer") -> list[tuple[int, float]]:
+    def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
         assert self._dir is not None
-        there = set(self._dir.steps())
+        there = {step: self._told_by(step, trainer) for step in self._dir.steps()}
         scores = {
             step: score
             for step, score in self._scores.items()
             # None: damaged, or older than these names.
-            if step in there and self._run_of(step) in (None, trainer.run.id)
+            if step in there and there[step][0] in (None, trainer.run.id)
         }
         strangers = self._dir.impostors()
-        for step in sorted(there - set(scores)):
+        for step in sorted(set(there) - set(scores)):
+            run_id, score = there[step]
             is_now = step == trainer.global_step
-            is_past = step <= trainer.global_step
-            is_ours = is_past and self._run_of(step) == trainer.run.id
-            score = self._score_in(step, trainer) if is_ours else None
+            is_ours = step <= trainer.global_step and run_id == trainer.run.id
+            score = score if is_ours else None
             if score is not None and not self._is_restored:
                 scores[step] = math.nan if self.monitor else score
             elif score is not None and is_now:
@@ -386,10 +388,8 @@ class ModelCheckpoint(Callback):
                 strangers.append(step)
             # else saved by somebody else at this very step: the fit may go on from it
         if strangers:
-            path, listed = (
-                self._dir.set_aside(strangers),
-                ", ".join(map(str, strangers)),
-            )
+            path = self._dir.set_aside(strangers)
+            listed = ", ".join(map(str, strangers))
             text = (
                 f"{self._dir.path} has checkpoints that this run does not resume from,"
                 f" or that this callback has not saved: {listed}. They are now in"
@@ -399,21 +399,15 @@ class ModelCheckpoint(Callback):
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
 
-    def _run_of(self, step: int) -> str | None:
-        """The `run_id` of who saved a step, if it can be read."""
-        try:
-            return checkpoint.read_meta(self._path_of(step)).get("run_id")
-        except (OSError, ValueError):
-            return None
-
-    def _score_in(self, step: int, trainer: "Trainer") -> float | None:
-        """What a checkpoint that this callback has saved says of itself."""
+    def _told_by(self, step: int, trainer: Trainer) -> tuple[str | None, float | None]:
+        """Whose run saved a step, and its score if this callback did; None: unknown."""
         try:
             meta = checkpoint.read_meta(self._path_of(step))
-            _SAVED(state := saved_state(trainer, meta, self), "state")
         except (OSError, ValueError):
-            return None
-        return _scores_in(state).get(step)
+            return None, None
+        state = saved_state(trainer, meta, self)
+        score = _scores_in(state).get(step) if has_form(state, _SAVED) else None
+        return meta.get("run_id"), score
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
@@ -425,12 +419,12 @@ def _scores_in(state: dict[str, Any]) -> dict[int, float]:
     return {int(step): float(score) for step, score in state["scores"]}
 
 
-def savers_of(trainer: "Trainer") -> list[ModelCheckpoint]:
+def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
     """Those of a trainer's callbacks that save checkpoints."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
 
 
-def last_checkpoint(trainer: "Trainer", before: int) -> str | None:
+def last_checkpoint(trainer: Trainer, before: int) -> str | None:
     """The path of the newest checkpoint of fewer than `before` steps, if there is one.
 
     Of those that the callbacks of `trainer` have saved.
@@ -448,7 +442,7 @@ def last_checkpoint(trainer: "Trainer", before: int) -> str | None:
     return trainer.run.processes.first("the last checkpoint", newest)
 
 
-def is_at_epoch_end(trainer: "Trainer") -> bool:
+def is_at_epoch_end(trainer: Trainer) -> bool:
     """Whether all steps of the epoch are done, and what ends it is still to come:
     validation, history, `on_train_epoch_end`."""
     total, done = trainer.num_training_batches, trainer.run.batch_idx

@@ -4,24 +4,21 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say
 from ..basics.json_checks import Form, fields, maybe, number_text, whole
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 LAG: Final = 8
 """Steps to stay behind the newest one when reading: never more are in flight, but for
 blocks of steps, whose metrics say how far behind to stay."""
 
 
-def check_monitor(trainer: "Trainer", callback_name: str, monitor: str) -> None:
+def check_monitor(trainer: Trainer, callback_name: str, monitor: str) -> None:
     """Raises at the start of a fit that will have no value of the name `monitor`."""
     own = __name__.partition(".")[0]
     others = {type(c).__module__.partition(".")[0] for c in trainer.callbacks} - {own}
@@ -32,7 +29,7 @@ def check_monitor(trainer: "Trainer", callback_name: str, monitor: str) -> None:
 
 
 def check_logged(
-    trainer: "Trainer", callback_name: str, monitor: str, metrics: Mapping[str, float]
+    trainer: Trainer, callback_name: str, monitor: str, metrics: Mapping[str, float]
 ) -> None:
     """Raises at the end of an epoch that should have had a value of that name."""
     run, is_later = trainer.run, False
@@ -43,7 +40,7 @@ def check_logged(
 
 
 def _check_name(
-    trainer: "Trainer", callback_name: str, monitor: str, logged: tuple[str, ...]
+    trainer: Trainer, callback_name: str, monitor: str, logged: tuple[str, ...]
 ) -> None:
     if monitor in logged:
         return
@@ -92,7 +89,7 @@ class MetricCheck(Callback):
         self.wait_count = 0
         self.best_score: float | None = None
 
-    def check(self, trainer: "Trainer", value: float) -> None:
+    def check(self, trainer: Trainer, value: float) -> None:
         """What a subclass does about a new value."""
         raise NotImplementedError
 
@@ -111,20 +108,20 @@ class MetricCheck(Callback):
             f"{self.monitor} did not improve on {best} for {self.wait_count} {checks}"
         )
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         check_monitor(trainer, type(self).__name__, self.monitor)
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if trainer.run.is_fitting and self.monitor in metrics:
             self.check(trainer, metrics[self.monitor])
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         check_logged(trainer, type(self).__name__, self.monitor, metrics)
         was_checked = self.monitor in trainer.run.progress.val_metrics
         if self.monitor in metrics and not was_checked:
             self.check(trainer, metrics[self.monitor])
 
-    def identity(self, trainer: "Trainer") -> str:
+    def identity(self, trainer: Trainer) -> str:
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +178,7 @@ class Later:
         return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
-def announce(trainer: "Trainer", callback_name: str, text: str) -> None:
+def announce(trainer: Trainer, callback_name: str, text: str) -> None:
     """Tells the user something, once for all processes."""
     if trainer.is_global_zero:
         say(f"{callback_name}: {text}")

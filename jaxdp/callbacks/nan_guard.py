@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,9 @@ from ..basics.console import some_of, warn
 from ..basics.json_checks import each, fields, number, row, whole
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
-from .base import Callback, RollBack
+from .base import Callback, RollBack, Trainer
 from .model_checkpoint import last_checkpoint
 from .monitor import LateReads
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _FLAGS = "nonfinite_gradients"
 
@@ -97,7 +94,7 @@ class NanGuard(Callback):
     def step_options(self, options: StepOptions) -> StepOptions:
         return options._replace(skip_nonfinite=True)
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def inside_step(
@@ -107,26 +104,26 @@ class NanGuard(Callback):
         self._leaves = tuple(leaf_path(path) for path, _ in paths)
         return {_FLAGS: jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in paths])}
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._late = LateReads()
         self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
         self._failed = False
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         step = trainer.global_step
         self._late.push(step, (trainer.current_epoch, step, batch_idx), metrics)
         for where, past in self._late.ready(step):
             self._check(trainer, where, past)
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._check_rest(trainer)
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._failed = True
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if not self._failed:
             self._check_rest(trainer)
 
@@ -147,13 +144,13 @@ class NanGuard(Callback):
         self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
         self._usual = _Usual(*state.get("usual", ()))
 
-    def _check_rest(self, trainer: "Trainer") -> None:
+    def _check_rest(self, trainer: Trainer) -> None:
         for where, past in self._late.drain():
             self._check(trainer, where, past)
 
     def _check(
         self,
-        trainer: "Trainer",
+        trainer: Trainer,
         where: tuple[int, int, int],
         metrics: Mapping[str, Any],
     ) -> None:
@@ -205,7 +202,7 @@ class NanGuard(Callback):
         return False
 
     def _roll_back(
-        self, trainer: "Trainer", step: int, batch: tuple[int, int], place: str
+        self, trainer: Trainer, step: int, batch: tuple[int, int], place: str
     ) -> RollBack:
         self._late = LateReads()  # what came after is undone, too
         if self.rollbacks >= self.max_rollbacks:

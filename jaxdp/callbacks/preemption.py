@@ -1,14 +1,10 @@
 """What a signal does to a fit."""
 
 import signal
-from typing import TYPE_CHECKING
 
 from ..basics.arguments import check_choice
 from ..distributed import SIGNALS
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 
 class Preemption(Callback):
@@ -43,9 +39,9 @@ class Preemption(Callback):
         self.action = action
         self.received: str | None = None
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self.received = None
         trainer.run.stop_on(*self.signals, returns=self.action == "return")
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self.received = getattr(exception, "signal", None)

@@ -3,20 +3,18 @@
 import contextlib
 import re
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 
 from ..basics.arguments import check_count
 from ..basics.files import write_whole
-from .base import Callback
+from .base import Callback, Trainer
 from .logger import check_writable
 from .monitor import announce
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _CONTAINERS: Final = ("while", "call", "conditional")
 """Operations that only hold others, which are in the trace themselves."""
@@ -67,16 +65,16 @@ class Profiler(Callback):
         self._step = contextlib.ExitStack()
         self._done = False
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
         if trainer.is_global_zero:
             check_writable(self._folder, "Profiler")
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._seen, self._done = 0, not trainer.is_global_zero
         self._first = None
 
-    def next_stop(self, trainer: "Trainer") -> int | None:
+    def next_stop(self, trainer: Trainer) -> int | None:
         if self._done:
             return None
         if self._first is not None:
@@ -85,7 +83,7 @@ class Profiler(Callback):
         return trainer.global_step + wait if wait > 0 else None
 
     def on_train_batch_start(
-        self, trainer: "Trainer", batch: Any, batch_idx: int
+        self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         if self._done:
             return
@@ -97,7 +95,7 @@ class Profiler(Callback):
             self._step.enter_context(step)
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._seen += 1
         if self._done or self._first is None:
@@ -106,7 +104,7 @@ class Profiler(Callback):
         if trainer.global_step - self._first >= self.num_steps:
             self._stop(trainer)
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._done:
             return
         if self._first is not None:
@@ -119,7 +117,7 @@ class Profiler(Callback):
             )
             announce(trainer, "Profiler", text)
 
-    def _start(self, trainer: "Trainer") -> None:
+    def _start(self, trainer: Trainer) -> None:
         jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's calls would slow the host down
@@ -132,7 +130,7 @@ class Profiler(Callback):
             raise
         self._first = trainer.global_step
 
-    def _stop(self, trainer: "Trainer") -> None:
+    def _stop(self, trainer: Trainer) -> None:
         self._done = True
         first = self._first or 0
         steps = trainer.global_step - first
@@ -173,8 +171,8 @@ def operations(
     trace: Path, sources: Mapping[str, str] | None = None
 ) -> list[Operation]:
     """The operations of an `.xplane.pb` file, those that took longest first."""
-    seconds: dict[str, float] = {}
-    calls: dict[str, int] = {}
+    seconds, calls = defaultdict[str, float](float), Counter[str]()
+    known = sources or {}
     data = jax.profiler.ProfileData.from_file(str(trace))
     with warnings.catch_warnings():
         # Python 3.12 warns of how jaxlib makes its types; where warnings are errors,
@@ -182,11 +180,12 @@ def operations(
         warnings.simplefilter("ignore", DeprecationWarning)
         for name, duration in _device_events(data.planes):
             if not name.startswith(_CONTAINERS):
-                seconds[name] = seconds.get(name, 0.0) + duration * 1e-9
-                calls[name] = calls.get(name, 0) + 1
-    known = sources or {}
-    found = [Operation(n, s, calls[n], known.get(n, "")) for n, s in seconds.items()]
-    return sorted(found, key=lambda operation: -operation.seconds)
+                seconds[name] += duration * 1e-9
+                calls[name] += 1
+    return [
+        Operation(name, time, calls[name], known.get(name, ""))
+        for name, time in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
 
 
 def _device_events(planes: Iterable[Any]) -> Iterable[tuple[str, float]]:

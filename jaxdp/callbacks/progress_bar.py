@@ -7,16 +7,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
 from ..reports import in_words
-from .base import Callback
+from .base import Callback, Trainer
 from .monitor import LAG, in_notebook
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
@@ -60,10 +57,10 @@ class ProgressBar(Callback):
         # The metrics of the newest steps; the leftmost are LAG steps old.
         self._metrics: deque[Mapping[str, Any]] = deque(maxlen=LAG + 1)
         self._drawn: Mapping[str, Any] | None = None
+        self._shown = -math.inf  # when something was shown last
         self._next = math.inf
-        self._due = 0.0
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._close()
         # Notebooks show stderr on red ground, as if something had failed.
         file = self.file or (sys.stdout if in_notebook() else sys.stderr)
@@ -72,17 +69,15 @@ class ProgressBar(Callback):
         drawn = 1 / self.refresh_per_second
         self._interval = self.every_n_seconds if self._bar_type is None else drawn
 
-    def on_train_epoch_start(self, trainer: "Trainer") -> None:
+    def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._close()
         self._metrics.clear()
         self._drawn = None
-        self._train = _Pass(_name(trainer), _total(trainer))
-        self._next = 0.0
-        if time.perf_counter() >= self._due:  # else the epoch may be over before
-            self._open(self._train)
+        self._train = _Pass(_name(trainer), _total(trainer), trainer.run.batch_idx)
+        self._begin(self._train)
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         # This is all that happens in most steps, in well below a microsecond.
         self._metrics.append(metrics)
@@ -90,94 +85,84 @@ class ProgressBar(Callback):
         if time.perf_counter() >= self._next:
             self._show_training(trainer)
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
+    def on_validation_start(self, trainer: Trainer) -> None:
         is_fitting = trainer.run.is_fitting
         if not is_fitting:
             self.setup(trainer)
         total = trainer.run.num_val_batches if is_fitting else None
         self._validation = _Pass("validating", total)
-        self._open(self._validation)
-        self._next = time.perf_counter() + self._interval
+        self._begin(self._validation)
 
-    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
-        now = time.perf_counter()
-        if now < self._next:
-            return
-        self._next = now + self._interval
-        self._validation.done = batch_idx + 1
-        self._show(self._validation, now)
+    def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
+        if time.perf_counter() >= self._next:
+            self._validation.done = batch_idx + 1
+            self._show(self._validation)
 
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         self._validation.close()
         self._train.lost += now - self._validation.began
         self._next = now + self._interval if trainer.run.is_fitting else math.inf
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        now = time.perf_counter()
-        self._train.examples = trainer.run.progress.examples
-        start = f"{self._train.name}: {_clock(now - self._train.began)}"
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        start = _clock(time.perf_counter() - self._train.began)
+        start = f"{self._train.name}: {start}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
-        rates = self._train.rates(now)
+        rates = self._train.rates(trainer.run.progress.examples)
         while rates and len(", ".join([start, *rates, *facts])) > _width(self._out):
             rates.pop()
         self._close()
         self._print(", ".join([start, *rates, *facts]))
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._close()
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         self._close()
         self._metrics.clear()
         self._next = math.inf
 
-    def _show_training(self, trainer: "Trainer") -> None:
-        now = time.perf_counter()
-        run = self._train
-        run.examples = trainer.run.progress.examples
-        if run.first is None:
-            # Rates and the time left count from here: the first step may compile.
-            run.start(now)
-            if self._bar_type is None or run.bar is not None:
-                self._due = now + self._interval
-            self._next = self._due
-            return
-        self._next = self._due = now + self._interval
-        if run.bar is None:
-            self._open(run)
-        facts = [*_notes(trainer), *run.rates(now)]
+    def _begin(self, run: "_Pass") -> None:
+        """Opens a bar, unless one was drawn just now: the pass may be over before."""
+        if self._bar_type is None:
+            self._shown = run.began
+        self._next = self._shown + self._interval
+        if run.began >= self._next:
+            self._show(run)
+
+    def _show_training(self, trainer: Trainer) -> None:
+        facts = [*_notes(trainer), *self._train.rates(trainer.run.progress.examples)]
         if len(self._metrics) > LAG:
             metrics = self._metrics[0]
             if getattr(metrics, "index", None) is not None:
                 # Of a block that may be running still; the last one drawn is done.
                 metrics, self._drawn = self._drawn or metrics, metrics
             facts.insert(0, f"loss {float(metrics['loss']):.3g}")
-        self._show(run, now, facts)
+        self._show(self._train, facts)
 
-    def _show(self, run: "_Pass", now: float, facts: Sequence[str] = ()) -> None:
-        if run.bar is None:
-            self._print(run.line(now, facts))
-        else:
-            run.draw(facts)
-
-    def _open(self, run: "_Pass") -> None:
+    def _show(self, run: "_Pass", facts: Sequence[str] = ()) -> None:
+        self._shown = time.perf_counter()
+        self._next = self._shown + self._interval
         if self._bar_type is None:
+            self._print(run.line(facts))
             return
-        run.bar = open_bar(
-            self._bar_type,
-            total=run.total,
-            desc=run.name,
-            file=self._out,
-            leave=False,
-            position=0,  # One line for all: they are never drawn by turns.
-            dynamic_ncols=True,
-            initial=0 if run.first is None else run.first[0],
-            mininterval=0,
-            bar_format=_FORMAT if run.total else _FORMAT_WITHOUT_TOTAL,
-        )
+        if run.bar is None:
+            run.bar = open_bar(
+                self._bar_type,
+                total=run.total,
+                desc=run.name,
+                file=self._out,
+                leave=False,
+                position=0,  # One line for all: they are never drawn by turns.
+                dynamic_ncols=True,
+                initial=run.done,
+                mininterval=0,
+                bar_format=_FORMAT if run.total else _FORMAT_WITHOUT_TOTAL,
+            )
+        if run.bar is not None:
+            run.draw(facts)
 
     def _close(self) -> None:
         self._validation.close()
@@ -196,31 +181,23 @@ class ProgressBar(Callback):
 class _Pass:
     """One pass over a loader: how far it is, since when, and its bar."""
 
-    def __init__(self, name: str = "", total: int | None = None):
+    def __init__(self, name: str = "", total: int | None = None, done: int = 0):
         self.name = name
         self.total = total
-        self.bar: Any = None
-        self.done = 0
-        self.examples = 0
-        self.first: tuple[int, int] | None = None
-        self.began = self._start = time.perf_counter()
+        self.done = self.first = done
+        self.began = time.perf_counter()
         self.lost = 0.0  # seconds of validations
+        self.bar: Any = None
 
-    def start(self, now: float) -> None:
-        self.first, self._start = (self.done, self.examples), now
-        if self.bar is not None:
-            self.bar.initial = self.done
-            self.draw(())
-
-    def rates(self, now: float) -> list[str]:
-        """Batches and examples per second since the first step, validation left out."""
-        seconds = now - self._start - self.lost
-        if self.first is None or seconds <= 0 or self.done <= self.first[0]:
+    def rates(self, examples: int) -> list[str]:
+        """Batches and examples per second, of so many, validation left out."""
+        seconds = time.perf_counter() - self.began - self.lost
+        if self.done <= self.first or seconds <= 0:
             return []
-        batches, examples = self.done - self.first[0], self.examples - self.first[1]
+        rate = (self.done - self.first) / seconds
         return [
-            f"{in_words(batches / seconds)} batches/s",
-            f"{in_words(examples / seconds)} examples/s",
+            f"{in_words(rate)} batches/s",
+            f"{in_words(rate * examples / self.done)} examples/s",
         ]
 
     def draw(self, facts: Sequence[str]) -> None:
@@ -235,18 +212,14 @@ class _Pass:
         self.bar.set_postfix_str(", ".join(facts), refresh=False)
         self.bar.refresh()
 
-    def line(self, now: float, facts: Sequence[str]) -> str:
+    def line(self, facts: Sequence[str]) -> str:
         """What to print where no bar can be drawn."""
-        facts = list(facts)
-        first = 0 if self.first is None else self.first[0]
-        if self.total and self.done > first:
-            seconds = now - self._start - self.lost
-            left = seconds / (self.done - first) * (self.total - self.done)
-            facts.insert(0, f"{_clock(max(left, 0))} left")
-            share = f"/{self.total} batches ({self.done / self.total:.0%})"
-        else:
-            share = " batches"
-        return ", ".join([f"{self.name}: {self.done}{share}", *facts])
+        if self.total is None:
+            return ", ".join([f"{self.name}: {self.done} batches", *facts])
+        share = f"{self.done}/{self.total} batches ({self.done / self.total:.0%})"
+        seconds = time.perf_counter() - self.began - self.lost
+        left = seconds / (self.done - self.first) * (self.total - self.done)
+        return ", ".join([f"{self.name}: {share}", f"{_clock(left)} left", *facts])
 
     def close(self) -> None:
         if self.bar is not None:
@@ -263,17 +236,17 @@ def _width(out: Outlet | None) -> float:
     return columns or math.inf
 
 
-def _name(trainer: "Trainer") -> str:
+def _name(trainer: Trainer) -> str:
     of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
     return f"epoch {trainer.current_epoch + 1}{of}"
 
 
-def _notes(trainer: "Trainer") -> list[str]:
+def _notes(trainer: Trainer) -> list[str]:
     """What other callbacks have to say beside the numbers."""
     return [text for each in trainer.callbacks if (text := each.bar_note())]
 
 
-def _total(trainer: "Trainer") -> int | None:
+def _total(trainer: Trainer) -> int | None:
     """Batches in this epoch, fewer when `max_steps` comes before its end."""
     total, last = trainer.num_training_batches, trainer.max_steps
     if last is None:

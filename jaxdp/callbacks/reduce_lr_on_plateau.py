@@ -1,16 +1,14 @@
 """Lowers the learning rate when training no longer gets better."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.json_checks import whole
-from ..engine import RATES
+from .base import Trainer
+from .learning_rate_monitor import is_rate, no_rate
 from .monitor import MetricCheck, announce
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class ReduceLROnPlateau(MetricCheck):
@@ -68,19 +66,13 @@ class ReduceLROnPlateau(MetricCheck):
         self.min_lr = float(min_lr)
         self.cooldown_count = 0
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         rates = _rates(trainer)
         if not rates:
-            raise ValueError(
-                "`ReduceLROnPlateau()`: `optimizer` has no learning rate that can be"
-                f" set: none of {', '.join(RATES)} is among the hyperparameters in its"
-                f" state ({', '.join(trainer.hyperparams) or 'there are none'}). Build"
-                " it with optax.inject_hyperparams, for example"
-                " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-            )
+            raise no_rate(trainer, "ReduceLROnPlateau")
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
-    def check(self, trainer: "Trainer", value: float) -> None:
+    def check(self, trainer: Trainer, value: float) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
@@ -96,7 +88,7 @@ class ReduceLROnPlateau(MetricCheck):
         super().load_state_dict(state)
         self.cooldown_count = state["cooldown_count"]
 
-    def _reduce(self, trainer: "Trainer") -> None:
+    def _reduce(self, trainer: Trainer) -> None:
         before = _rates(trainer)
         lowered = {
             name: np.where(low, rate, np.maximum(rate * self.factor, self.min_lr))
@@ -116,10 +108,10 @@ class ReduceLROnPlateau(MetricCheck):
         self.cooldown_count, self.wait_count = self.cooldown, 0
 
 
-def _rates(trainer: "Trainer") -> dict[str, np.ndarray]:
+def _rates(trainer: Trainer) -> dict[str, np.ndarray]:
     """The learning rates in the optimizer's state, by the names to set them by."""
     return {
         name: np.asarray(rate)
         for name, rate in trainer.hyperparams.items()
-        if name.rpartition("/")[2] in RATES
+        if is_rate(name)
     }

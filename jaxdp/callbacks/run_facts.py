@@ -2,23 +2,21 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
 from ..step import closed_over, updates_in
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Trainer
 
 Facts = dict[str, Any]
 """`{"hyperparameters": {name: value}, "versions": {...}, "hardware": {...}}`, JSON;
 loggers are given a `"run_id"` too."""
 
 
-def run_facts(trainer: "Trainer", hyperparameters: Mapping[str, Any] | None) -> Facts:
+def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Facts:
     """The arguments of the trainer and its fit, and what it runs on.
 
     Args:

@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import shout
 from ..distributed import meetings
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 ABORTED: Final = 70
 """Exit code of a process that `StallWatch(abort=True)` ended."""
@@ -70,27 +67,27 @@ class StallWatch(Callback):
         self._where = ""
         self._onlooker: Onlooker | None = None
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._note(trainer)
         self._onlooker = Onlooker("StallWatch", self._watch)
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         self._note(trainer)
 
-    def on_validation_batch_end(self, trainer: "Trainer", batch_idx: int) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, batch_idx: int) -> None:
         self._beat = time.monotonic()
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._note(trainer)
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         if self._onlooker is not None:
             self._onlooker.stop()
         self._onlooker = None
 
-    def _note(self, trainer: "Trainer") -> None:
+    def _note(self, trainer: Trainer) -> None:
         self._beat = time.monotonic()
         self._where = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
 
@@ -110,25 +107,19 @@ class StallWatch(Callback):
         if late := meetings.who_is_late():
             text += f"jaxdp: StallWatch: the others wait for {late}.\n"
         try:
-            self._write(text)
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Past sys.stderr, whose lock a stuck thread may hold.
+            target = 2 if self.path is None else self.path
+            with open(target, "ab", buffering=0, closefd=target != 2) as file:
+                file.write(text.encode())
+                faulthandler.dump_traceback(file, all_threads=True)
+                if self.abort:
+                    file.write(b"jaxdp: StallWatch: aborting.\n")
         except OSError as error:  # of a full disk or a pipe that nobody reads
             shout(f"{text}jaxdp: StallWatch: {self.path or 'stderr'}: {error}\n")
         if self.abort:
             os._exit(ABORTED)
-
-    def _write(self, text: str) -> None:
-        if self.path is None:
-            self._write_to(2, text)  # past sys.stderr, as in `shout`
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
-            self._write_to(file.fileno(), text)
-
-    def _write_to(self, descriptor: int, text: str) -> None:
-        os.write(descriptor, text.encode())
-        faulthandler.dump_traceback(descriptor, all_threads=True)
-        if self.abort:
-            os.write(descriptor, b"jaxdp: StallWatch: aborting.\n")
 
 
 class Onlooker:

@@ -1,15 +1,11 @@
 """Which saved state is which callback's, in whatever order they are listed."""
 
-import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
@@ -21,12 +17,12 @@ def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
         yield f"{name}:{count}" if count else name, callback
 
 
-def identities(trainer: "Trainer") -> dict[str, str]:
+def identities(trainer: Trainer) -> dict[str, str]:
     """What a checkpoint tells of each callback beside its state, by name."""
     return {name: c.identity(trainer) for name, c in named(trainer.callbacks)}
 
 
-def saved_states(trainer: "Trainer", meta: dict[str, Any]) -> dict[str, Any]:
+def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
     """The states in a checkpoint, by the present name of the callback they belong to.
 
     Of callbacks of one class each gets the state of the one with its identity; else of
@@ -47,12 +43,12 @@ def saved_states(trainer: "Trainer", meta: dict[str, Any]) -> dict[str, Any]:
     return {new: saved[old] for new, old in found.items()}
 
 
-def saved_state(trainer: "Trainer", meta: dict[str, Any], callback: Callback) -> Any:
+def saved_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:
     """The state of one callback in a checkpoint, or None."""
     return saved_states(trainer, meta).get(name_of(trainer, callback))
 
 
-def name_of(trainer: "Trainer", callback: Callback) -> str:
+def name_of(trainer: Trainer, callback: Callback) -> str:
     """What the trainer calls one of its callbacks."""
     return next(name for name, each in named(trainer.callbacks) if each is callback)
 
@@ -63,7 +59,5 @@ def _class(name: str) -> str:
 
 def _likeness(one: str, other: str) -> float:
     """How many parts at the end of two paths are the same."""
-    if one == other:
-        return math.inf
-    ends = zip(reversed(one.split(os.sep)), reversed(other.split(os.sep)), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    ends = [path.split(os.sep)[::-1] for path in (one, other)]
+    return math.inf if one == other else len(os.path.commonprefix(ends))

@@ -23,11 +23,15 @@ class Stopwatch:
     the time that has passed. A callback that calls `trainer.run.measure_phases` in its
     `setup` has the fit measured; without one nothing is wrapped, and nothing is paid.
 
+    Args:
+        is_on: False for one that measures nothing, and wraps nothing.
+
     Attributes:
         seconds: so far, by phase; `read` brings them up to date.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True):
+        self.is_on = is_on
         self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._stack: list[Phase] = ["loop"]
         self._last = time.perf_counter()
@@ -40,6 +44,9 @@ class Stopwatch:
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """What happens inside is of that phase."""
+        if not self.is_on:
+            yield
+            return
         self._enter(phase)
         try:
             yield
@@ -48,12 +55,16 @@ class Stopwatch:
 
     def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
         """`items`, where waiting for the next one is of that phase."""
+        if not self.is_on:
+            return items
         # Calls it without arguments, until it raises StopIteration.
         timed = self.function(phase, items.__next__)
         return itertools.starmap(timed, itertools.repeat(()))
 
     def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
         """`function`, whose calls are of that phase."""
+        if not self.is_on:
+            return function
 
         def timed(*arguments: Any) -> Any:
             self._enter(phase)
@@ -66,6 +77,8 @@ class Stopwatch:
 
     def methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
         """A copy of `owner` whose named methods are of that phase."""
+        if not self.is_on:
+            return owner
         timed = copy.copy(owner)
         for name in names:
             setattr(timed, name, self.function(phase, getattr(owner, name)))
@@ -86,24 +99,5 @@ class Stopwatch:
         self._last = now
 
 
-class _NoStopwatch(Stopwatch):
-    """Measures nothing, and wraps nothing."""
-
-    def read(self) -> dict[Phase, float]:
-        return dict(self.seconds)
-
-    def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def iterator(self, phase: Phase, items: Iterator[Any]) -> Iterator[Any]:
-        return items
-
-    def function(self, phase: Phase, function: Callable[..., Any]) -> Any:
-        return function
-
-    def methods(self, phase: Phase, owner: Any, names: tuple[str, ...]) -> Any:
-        return owner
-
-
-NO_STOPWATCH: Final = _NoStopwatch()
+NO_STOPWATCH: Final = Stopwatch(is_on=False)
 """Where no callback has asked for one."""

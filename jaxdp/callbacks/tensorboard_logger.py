@@ -5,18 +5,16 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.files import naming
 from ..basics.json_checks import by_name, whole
 from ..reports import to_png
+from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts, flat, markdown
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class TensorBoardLogger(Logger):
@@ -45,11 +43,11 @@ class TensorBoardLogger(Logger):
         self._folder_of_events: Path | None = None
         self._suffix = ""
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         _tensorboard("summary.writer.event_file_writer")
 
-    def open(self, trainer: "Trainer", folder: Path) -> None:
+    def open(self, trainer: Trainer, folder: Path) -> None:
         self._step = trainer.global_step
         self._folder_of_events = folder
         self._suffix = f".jaxdp-{trainer.run.id}"
@@ -126,7 +124,7 @@ class TensorBoardLogger(Logger):
             elif path.stat().st_size > sizes[path.name]:
                 os.truncate(path, sizes[path.name])
 
-    def _move_others(self, trainer: "Trainer") -> None:
+    def _move_others(self, trainer: Trainer) -> None:
         """Event files of another run would be shown as one with this run's."""
         others = [path for path in self._files(True) if path not in self._files()]
         if others:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -13,12 +13,9 @@ from ..distributed import meetings
 from ..plan.hardware import hardware_of
 from ..plan.text import in_seconds
 from ..reports import in_words
-from .base import Callback
+from .base import Callback, Trainer
 from .monitor import announce
-from .stopwatch import Phase, Stopwatch
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .stopwatch import PHASES, Phase, Stopwatch
 
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
@@ -109,20 +106,19 @@ class ThroughputMonitor(Callback):
         self._flops: dict[Any, float] = {}  # per row, by the shapes of the batch
         self._peak: float | None = None
         self._stopwatch = Stopwatch()
-        self._steps = self._examples = self._seen = 0
-        self._operations, self._of_row = 0.0, 0.0
-        self._start = self._last = self._mark()
+        self._seen, self._of_row = 0, 0.0
+        self._begin()
 
-    def setup(self, trainer: "Trainer") -> None:
+    def setup(self, trainer: Trainer) -> None:
         self._stopwatch = trainer.run.measure_phases()
         self._flops = {}
         self._begin()
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         self._begin()
 
     def on_train_batch_start(
-        self, trainer: "Trainer", batch: Any, batch_idx: int
+        self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
         shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
         if shapes not in self._flops:
@@ -136,39 +132,41 @@ class ThroughputMonitor(Callback):
                     return  # the step will say what is wrong with this shape
             self._flops[shapes] = flops
             if is_first:
-                self._peak = self._find_peak(trainer)
+                devices = trainer.state.step.sharding.device_set
+                own = self.peak_flops_per_device
+                peak = own or peak_flops(next(iter(devices)))
+                self._peak = None if peak is None else peak * len(devices)
                 self._begin()  # what was traced just now is no part of the run
         self._of_row = self._flops[shapes]
         self._seen = trainer.run.progress.examples
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        self._steps += 1
         rows = trainer.run.progress.examples - self._seen
-        self._examples += rows
-        self._operations += rows * self._of_row
+        self._done["steps"] += 1
+        self._done["examples"] += rows
+        self._done["operations"] += rows * self._of_row
         if trainer.global_step % trainer.log_every_n_steps == 0:
             now = self._mark()
             values = self._between(self._last, now)
             values |= self._slowest(values) if coordination.is_there() else {}
-            add: Any = getattr(metrics, "add")  # noqa: B009
-            add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
+            metrics.add({f"throughput/{k}": np.float32(v) for k, v in values.items()})
             self._last = now
 
-    def on_fit_end(self, trainer: "Trainer") -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         now = self._mark()
-        if not now.steps:
+        if not now["steps"]:
             return
         values = self._between(self._start, now)
-        self.summary = {"steps": now.steps, **values}
+        self.summary = {"steps": now["steps"], **values}
         trainer.run.last_values |= {
             f"throughput/{name}": value
             for name, value in self._between(self._last, now).items()
             if name not in _RATES
         }
         text = [
-            f"{now.examples:,} examples in {in_seconds(values['seconds'])}",
+            f"{now['examples']:,.0f} examples in {in_seconds(values['seconds'])}",
             f"{in_words(values['examples_per_s'])} examples/s",
         ]
         if "flops_per_s" in values:
@@ -183,10 +181,7 @@ class ThroughputMonitor(Callback):
         self._begin()  # the bar of a later pass has nothing of this fit
 
     def _slowest(self, own: dict[str, float]) -> dict[str, float]:
-        """What the process that waits least has told the last time, and tells others.
-
-        Nobody waits for anybody: what has not been told yet is left out.
-        """
+        """What the process that waits least has told the last time; tells others."""
         texts = coordination.read_all("jaxdp.speed")
         told = {int(process): json.loads(text) for process, text in texts.items()}
         mine = {name: own[name] for name in ("data", "others")}
@@ -198,61 +193,45 @@ class ThroughputMonitor(Callback):
         return {"slowest_process": float(slowest), **shares}
 
     def _begin(self) -> None:
-        self._steps = self._examples = 0
-        self._operations = 0.0
+        self._done = {"steps": 0, "examples": 0, "operations": 0.0}
         self._start = self._last = self._mark()
 
-    def _mark(self) -> "_Mark":
+    def _mark(self) -> dict[str, float]:
+        """What is done, and the seconds by phase and for other processes, by now."""
         waited = meetings.here().waited
-        done = self._steps, self._examples, self._operations
-        return _Mark(*done, self._stopwatch.read(), waited)
+        return {**self._done, **self._stopwatch.read(), "waited": waited}
 
-    def _between(self, start: "_Mark", end: "_Mark") -> dict[str, float]:
-        seconds = {k: end.seconds[k] - start.seconds[k] for k in end.seconds}
-        total = max(sum(seconds.values()), 1e-9)
-        examples = end.examples - start.examples
+    def _between(
+        self, start: Mapping[str, float], end: Mapping[str, float]
+    ) -> dict[str, float]:
+        spent = {name: end[name] - start[name] for name in end}
+        total = max(sum(spent[phase] for phase in PHASES), 1e-9)
         values = {
             "seconds": total,
-            "examples": examples,
-            "examples_per_s": examples / total,
-            "steps_per_s": (end.steps - start.steps) / total,
+            "examples": spent["examples"],
+            "examples_per_s": spent["examples"] / total,
+            "steps_per_s": spent["steps"] / total,
         }
         if any(self._flops.values()):
-            values["flops_per_s"] = (end.operations - start.operations) / total
+            values["flops_per_s"] = spent["operations"] / total
             if self._peak:
                 values["mfu"] = values["flops_per_s"] / self._peak
-        values |= {name: share / total for name, share in seconds.items()}
+        values |= {phase: spent[phase] / total for phase in PHASES}
         if coordination.is_there():  # in the hooks of `Lockstep`, most of it
-            values["others"] = (end.waited - start.waited) / total
+            values["others"] = spent["waited"] / total
             values["callbacks"] = max(0.0, values["callbacks"] - values["others"])
         return values
 
     def bar_note(self) -> str:
         """What bounds the steps since the last logged one."""
         now = self._mark()
-        start = self._last if now.steps > self._last.steps else self._start
-        if now.steps == start.steps:
+        start = self._last if now["steps"] > self._last["steps"] else self._start
+        if now["steps"] == start["steps"]:
             return ""
         values = self._between(start, now)
         name = max(_BOUND, key=lambda phase: values[phase])
         text = f"{_BOUND[name]} {values[name]:.0%}"
         return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
-
-    def _find_peak(self, trainer: "Trainer") -> float | None:
-        devices = trainer.state.step.sharding.device_set
-        peak = self.peak_flops_per_device or peak_flops(next(iter(devices)))
-        return None if peak is None else peak * len(devices)
-
-
-class _Mark(NamedTuple):
-    """Steps, rows and operations done, seconds by phase, and for other processes, at a
-    moment."""
-
-    steps: int
-    examples: int
-    operations: float
-    seconds: dict[Phase, float]
-    waited: float
 
 
 def peak_flops(device: Any) -> float | None:

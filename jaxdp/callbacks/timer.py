@@ -3,19 +3,14 @@
 import datetime
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..basics.arguments import check_choice
 from ..basics.durations import Duration, parse_duration
 from ..basics.json_checks import fields, number
-from .base import Callback
+from .base import Callback, Trainer
 from .monitor import announce
 
-if TYPE_CHECKING:
-    from jaxdp import Trainer
-
-_SECONDS = number(0.0, finite=True)
-_SAVED = fields({"elapsed": fields({"train": _SECONDS, "validate": _SECONDS})})
+_SAVED = fields({"elapsed": fields({"train": number(0.0, finite=True)})})
 
 
 class Timer(Callback):
@@ -36,62 +31,45 @@ class Timer(Callback):
     def __init__(self, duration: Duration | None = None, *, verbose: bool = True):
         self._limit = None if duration is None else parse_duration(duration)
         self.verbose = verbose
-        self._spent = {"train": 0.0, "validate": 0.0}  # in what is over
-        self._began: dict[str, float] = {}  # what is not
+        self._spent = 0.0  # in fits that are over
+        self._began: float | None = None
         self._deadline = float("inf")
 
-    def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in a stage so far, resumed runs included.
-
-        `"train"` is all of `fit` after compilation, including its validations;
-        `"validate"` is the validations alone.
-        """
-        check_choice("stage", stage, tuple(self._spent))
+    def time_elapsed(self) -> float:
+        """Seconds spent in `fit` after compilation so far, resumed runs included."""
         now = time.monotonic()
-        return self._spent[stage] + (now - self._began.get(stage, now))
+        return self._spent + (0.0 if self._began is None else now - self._began)
 
     def time_remaining(self) -> float | None:
         """Seconds of training left, negative when over; None without a limit."""
         return None if self._limit is None else self._limit - self.time_elapsed()
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        self._began["train"] = time.monotonic()
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._began = time.monotonic()
         if self._limit is not None:
-            self._deadline = time.monotonic() + self._limit - self._spent["train"]
+            self._deadline = self._began + self._limit - self._spent
             self._check(trainer)
 
     def on_train_batch_end(
-        self, trainer: "Trainer", metrics: Mapping[str, Any], batch_idx: int
+        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         if time.monotonic() > self._deadline:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._check(trainer)
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
-        self._began["validate"] = time.monotonic()
-
-    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        self._end("validate")
-
-    def on_fit_end(self, trainer: "Trainer") -> None:
-        self._end("train")
-        self._end("validate")
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._spent, self._began = self.time_elapsed(), None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": {stage: self.time_elapsed(stage) for stage in self._spent}}
+        return {"elapsed": {"train": self.time_elapsed()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
-        self._spent = {stage: float(state["elapsed"][stage]) for stage in self._spent}
-        self._began = {}
+        self._spent, self._began = float(state["elapsed"]["train"]), None
 
-    def _end(self, stage: str) -> None:
-        self._spent[stage] = self.time_elapsed(stage)
-        self._began.pop(stage, None)
-
-    def _check(self, trainer: "Trainer") -> None:
+    def _check(self, trainer: Trainer) -> None:
         left = self.time_remaining()
         if left is None or left > 0 or trainer.should_stop:
             return

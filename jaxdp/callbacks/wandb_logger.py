@@ -3,18 +3,17 @@
 import io
 import os
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
 from ..plan.page import page
 from ..reports import to_png
+from .base import Trainer
 from .logger import Logger, Number
 from .run_facts import Facts, flat
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
 
 
 class WandbLogger(Logger):
@@ -62,16 +61,13 @@ class WandbLogger(Logger):
         self.id = id
         self.options = options
         self.run: Any = None
+        self._wandb = import_extra("wandb", "`WandbLogger`", "wandb")
 
-    def setup(self, trainer: "Trainer") -> None:
-        super().setup(trainer)
-        _wandb()
-
-    def open(self, trainer: "Trainer", folder: Path) -> None:
+    def open(self, trainer: Trainer, folder: Path) -> None:
         options: dict[str, Any] = {"resume": "allow", **self.options}
         if self.offline:
             options["mode"] = "offline"
-        self.run = _wandb().init(
+        self.run = self._wandb.init(
             project=self.project, name=self.name, dir=str(folder), id=self.id, **options
         )
         self.id = self.run.id
@@ -90,19 +86,18 @@ class WandbLogger(Logger):
         memory = plan.memory._asdict() | {"sent": round(plan.wire_bytes)}
         found = {f"plan/{name}_bytes": size for name, size in memory.items()}
         self.run.summary.update(found)
-        self.run.log({"plan": _wandb().Html(page(plan))})
+        self.run.log({"plan": self._wandb.Html(page(plan))})
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text under `name`; during a fit."""
-        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-        self.run.log({name: _wandb().Html(f"<pre>{escaped}</pre>")})
+        self.run.log({name: self._wandb.Html(f"<pre>{escape(text)}</pre>")})
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
         from PIL import Image  # which matplotlib needs too
 
         image = Image.open(io.BytesIO(to_png(figure)))
-        self.run.log({name: _wandb().Image(image)})
+        self.run.log({name: self._wandb.Image(image)})
 
     def close(self) -> None:
         if self.run is not None:
@@ -115,7 +110,3 @@ class WandbLogger(Logger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.id = state["id"]
-
-
-def _wandb() -> Any:
-    return import_extra("wandb", "`WandbLogger`", "wandb")

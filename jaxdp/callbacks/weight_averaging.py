@@ -1,6 +1,6 @@
 """Averages of the weights over the steps of a run, to evaluate and to keep."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,10 +10,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number
 from ..basics.host_memory import on_device
-from .base import Callback
-
-if TYPE_CHECKING:
-    from jaxdp import Trainer
+from .base import Callback, Trainer
 
 
 class WeightAveraging(Callback):
@@ -60,7 +57,10 @@ class WeightAveraging(Callback):
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> Averaging:
-            average = jax.tree.map(lambda leaf: jnp.array(leaf, _wide(leaf)), params)
+            def wide(leaf: Array) -> Array:  # or a thousandth of a step is lost
+                return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
+
+            average = jax.tree.map(wide, params)
             zero = jnp.zeros((), jnp.int32)
             return Averaging(inner.init(params), average, zero, zero)
 
@@ -77,7 +77,7 @@ class WeightAveraging(Callback):
         """`state` with the weights that are to be evaluated as its `params`."""
         return _with_average(state) if self.evaluate else state
 
-    def averaged_model(self, trainer: "Trainer") -> PyTree:
+    def averaged_model(self, trainer: Trainer) -> PyTree:
         """The model with the average as its weights, live, on the default device."""
         return trainer.run.model_of(_with_average(trainer.state))
 
@@ -133,8 +133,3 @@ def _rounded(leaf: Array) -> Array:
     if facts.bits >= 32:
         return leaf
     return jax.lax.reduce_precision(leaf, facts.nexp, facts.nmant)
-
-
-def _wide(leaf: Array) -> Any:
-    """A dtype in which a thousandth of a step is not lost."""
-    return jnp.promote_types(leaf.dtype, jnp.float32)

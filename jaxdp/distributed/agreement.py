@@ -90,7 +90,9 @@ class _Several(Processes):
         self._key: str | None = None
 
     def step(self, where: str) -> None:
-        meetings.here().step(where)
+        here = meetings.here()
+        here.note(where)
+        here.step()
 
     def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
         here, old = meetings.here(), self._key

@@ -43,9 +43,8 @@ class Meetings:
         self.where, self.since = where, time.monotonic()
         self._entries.append((where, facts or {}))
 
-    def step(self, where: str, facts: Mapping[str, str] | None = None) -> None:
-        """Notes a step of a loop, and meets the others if it is this one's turn."""
-        self.note(where, facts)
+    def step(self) -> None:
+        """Meets the others if it is the turn of this step of a loop."""
         self._steps += 1
         if self._steps >= self.every:
             self.meet()

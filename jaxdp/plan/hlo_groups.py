@@ -3,7 +3,6 @@
 A group is a tuple of partitions, which are the places of devices in the mesh.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -60,31 +59,20 @@ def _mesh_groups(axes: str, rest: str) -> Groups:
         iota = inner.startswith("[")
         ids = _iota(inner).ravel() if iota else np.array(ints(inner))
 
-    # A group may lie along a part of an axis, `'a':(before)size`, so axes are taken
-    # apart where such parts begin and end.
-    along = [
-        (name, int(before or 1), int(part or sizes[name]))
-        for name, before, part in re.findall(
-            r"'([^']+)'(?::\((\d+)\)(\d+))?", matched(rest)
-        )
-    ]
-    parts: list[int] = []
-    in_group: list[tuple[int, int]] = []
+    # A group may lie along a part of an axis, `'a':(before)size`: each axis is taken
+    # apart into what is before that part, the part, and what is after it.
+    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", matched(rest))
+    along = {name: (int(b or 1), int(size or sizes[name])) for name, b, size in named}
+    shape: list[int] = []
+    inside: dict[str, int] = {}
     for name, size in sizes.items():
-        mine = [
-            (i, low, low * part) for i, (n, low, part) in enumerate(along) if n == name
-        ]
-        edges = sorted({1, size}.union(*((low, high) for _, low, high in mine)))
-        for low, high in itertools.pairwise(edges):
-            in_group += [
-                (i, len(parts)) for i, start, end in mine if start <= low < end
-            ]
-            parts.append(high // low)
-
-    dims = [dim for _, dim in sorted(in_group)]
-    others = [dim for dim in range(len(parts)) if dim not in dims]
-    width = math.prod(parts[dim] for dim in dims)
-    table = ids.reshape(parts).transpose(others + dims).reshape(-1, width)
+        before, part = along.get(name, (1, 1))
+        inside[name] = len(shape) + 1
+        shape += [before, part, size // (before * part)]
+    dims = [inside[name] for name in along]
+    others = [dim for dim in range(len(shape)) if dim not in dims]
+    width = math.prod(shape[dim] for dim in dims)
+    table = ids.reshape(shape).transpose(others + dims).reshape(-1, width)
     return tuple(map(tuple, table.tolist()))
 
 

@@ -53,24 +53,32 @@ def leaves_of(
         )
     ]
 
-    # The program lacks the arguments that nothing depends on, and numbers the rest.
+    overwritten = overwritten_by(compiled, aliased)
+    of_state = [
+        _leaf(*each, each[2].sharding, place in overwritten)
+        for each, place in zip(named, places, strict=True)
+    ]
     first = max(places) + 1  # of the batch
-    arguments = range(first + len(batch))
-    kept = sorted(getattr(compiled._executable, "_kept_var_idx", arguments))
-    overwritten = {kept[number] for number in aliased}
+    return of_state, [
+        _leaf(*each, sharding, place in overwritten)
+        for place, (each, sharding) in enumerate(
+            zip(batch, of_batch, strict=True), first
+        )
+    ]
 
-    return (
-        [
-            _leaf(*each, each[2].sharding, place in overwritten)
-            for each, place in zip(named, places, strict=True)
-        ],
-        [
-            _leaf(*each, sharding, place in overwritten)
-            for each, sharding, place in zip(
-                batch, of_batch, arguments[first:], strict=True
-            )
-        ],
-    )
+
+def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
+    """Places, among all flat arguments of a step, of those that it overwrites.
+
+    Args:
+        compiled: the step.
+        aliased: which of the program's inputs it overwrites.
+    """
+    # The program lacks the arguments that nothing depends on, and numbers the rest.
+    every = range(len(jax.tree.leaves(compiled.args_info)))
+    executable = getattr(compiled, "_executable", None)
+    kept = sorted(getattr(executable, "_kept_var_idx", every))
+    return {kept[number] for number in aliased}
 
 
 def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:

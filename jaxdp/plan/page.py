@@ -1,63 +1,75 @@
-"""A `Plan` as a page for a browser: one file, its style inside, nothing is loaded."""
+"""Pages for a browser: one file each, its style inside, nothing is loaded.
+
+What is too wide scrolls, with a shadow at the side where there is more.
+"""
 
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from .text import Section, headline, leaves_section, sections
+from .text import headline, leaves_section, sections
 
 SUFFIX: Final = ".plan.html"
 """Of the page that `CSVLogger` writes beside its table."""
 
-SCROLLS: Final = """
+_PAGE: Final = string.Template("""\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>
+:root{color-scheme:light dark}
+body{font:14px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}
+h1{font-size:1.6em;margin:0;overflow-wrap:anywhere}
+h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid #8886}
 section{overflow-x:auto;background:
 linear-gradient(to right,Canvas 40%,transparent) 0/2em 100% local no-repeat,
 linear-gradient(to left,Canvas 40%,transparent) 100%/2em 100% local no-repeat,
 linear-gradient(to right,#888a,transparent) 0/.6em 100% scroll no-repeat,
 linear-gradient(to left,#888a,transparent) 100%/.6em 100% scroll no-repeat}
-"""
-"""Style: what is too wide scrolls, with a shadow at the side where there is more."""
-
-_PAGE: Final = string.Template(f"""\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>
-:root{{color-scheme:light dark}}
-body{{font:15px/1.5 system-ui,sans-serif;
-max-width:960px;margin:2em auto;padding:0 1.2em}}
-h2{{font-size:1.15em;margin-top:2em;border-bottom:1px solid #8886}}{SCROLLS}\
-table{{border-collapse:collapse;font-size:.87em}}
-th,td{{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
-font-variant-numeric:tabular-nums;vertical-align:top}}
-td:not(:last-child){{white-space:nowrap}}
+svg{max-width:100%;height:auto}
+@media (max-width:700px){svg{max-width:none;width:700px}}
+table{border-collapse:collapse;font-size:.93em;margin:0 0 1em}
+th,td{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
+font-variant-numeric:tabular-nums;vertical-align:top;overflow-wrap:break-word}
+.plan td:not(:last-child){white-space:nowrap}
+th,header p{color:#888;font-weight:normal}
+iframe{width:100%;height:900px;border:1px solid #8886}
+@media (prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}
 </style></head><body>
-<h1>$title</h1>
-<p>$headline.</p>
-$sections
+<header><h1>$title</h1><p>$subtitle</p></header>
+$body
 </body></html>
 """)
 
 
 def page(plan: Any) -> str:
-    """The report as HTML, and a table of every leaf."""
-    found = [*sections(plan), leaves_section(plan.leaves)]
-    return _PAGE.substitute(
-        title=escape(f"Plan for {plan.device}"),
-        headline=escape(headline(plan)),
-        sections="\n".join(map(_section, found)),
+    """The report of a `Plan` as HTML, and a table of every leaf."""
+    shown = {}
+    for section in (*sections(plan), leaves_section(plan.leaves)):
+        lines = "".join(f"<p>{escape(line)}</p>" for line in section.lines)
+        rows = f'<div class="plan">{table(section.rows, section.header)}</div>'
+        shown[section.title] = rows + lines
+    return document(f"Plan for {plan.device}", f"{headline(plan)}.", shown)
+
+
+def document(title: str, subtitle: str, sections: Mapping[str, str]) -> str:
+    """A page, of the HTML of each section by its title; empty ones are left out."""
+    body = "\n".join(
+        f"<section><h2>{escape(name)}</h2>{html}</section>"
+        for name, html in sections.items()
+        if html
     )
+    return _PAGE.substitute(title=escape(title), subtitle=escape(subtitle), body=body)
 
 
-def _section(section: Section) -> str:
-    body = [_row(section.header, "th")] if section.header else []
-    body += [_row(row, "td") for row in section.rows]
-    table = "\n".join(["<table>", *body, "</table>"]) if body else ""
-    lines = "".join(f"<p>{escape(line)}</p>" for line in section.lines)
-    return f"<section><h2>{escape(section.title)}</h2>\n{table}{lines}</section>"
+def table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A table of texts; nothing without rows."""
 
+    def line(cells: Sequence[str], tag: str) -> str:
+        shown = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{shown}</tr>"
 
-def _row(values: Sequence[str], tag: str) -> str:
-    cells = "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
-    return f"<tr>{cells}</tr>"
+    body = "".join(line(row, "td") for row in rows)
+    head = line(header, "th") if header else ""
+    return f"<table>{head}{body}</table>" if body else ""

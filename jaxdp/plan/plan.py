@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax
 from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
-from ..basics.files import naming, replacing, write_whole
+from ..basics.files import save_figure, write_whole
 from .page import page
 from .parts import Bound, Estimate, Leaf, Memory, Row, Split, Traffic
 from .text import in_bytes, scaling_table, text
@@ -196,13 +195,16 @@ class Scaling(NamedTuple):
             path: where to save the picture; the suffix decides the format.
         """
         matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
-        lines = 1 if self.rows[0].step is None else 2  # speed needs a profile
+        panels = _PANELS[
+            : 2 if self.rows[0].step is None else 4
+        ]  # speed needs a profile
+        lines = len(panels) // 2
         figure = matplotlib.Figure(figsize=(9, 3 * lines), layout="constrained")
 
         counts = [row.devices for row in self.rows]
-        for number, (field, title) in enumerate(_PANELS[: 2 * lines], 1):
+        every = figure.subplots(lines, 2).flat
+        for axes, (field, title) in zip(every, panels, strict=True):
             values = [getattr(row, field) for row in self.rows]
-            axes = figure.add_subplot(lines, 2, number)
             axes.plot(counts, values, marker="o")
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("devices")
@@ -213,13 +215,7 @@ class Scaling(NamedTuple):
             else:
                 axes.set_ylim(0, 1.06 * max(values) or 1)
             axes.grid(alpha=0.3)
-
-        path = Path(path)
-        with naming(path, "plot"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                kind = path.suffix.removeprefix(".") or "svg"
-                figure.savefig(temporary, format=kind)
+        save_figure(figure, path)
 
 
 _PANELS: Final = (

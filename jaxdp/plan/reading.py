@@ -119,7 +119,10 @@ class Reading:
                     overlapped=each.overlapped,
                     hidden=each.hidden,
                     optional=each.optional,
-                    crosses=self._crosses(each.groups),
+                    crosses=any(
+                        len({self.hosts[place] for place in group}) > 1
+                        for group in each.groups
+                    ),
                 )
                 found.setdefault(alike, []).append(each)
 
@@ -192,10 +195,6 @@ class Reading:
                 saved = leaf.bytes_per_device - leaf.bytes_per_device // n
                 found.append(Split(f"{leaf.group}: {leaf.path}", axes[0], saved))
         return tuple(sorted(found, key=lambda each: -each.bytes_saved))
-
-    def _crosses(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether devices of several hosts exchange data in any of the groups."""
-        return any(len({self.hosts[place] for place in group}) > 1 for group in groups)
 
     def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """The parameters that modules gather when they are called, and not the step.

@@ -1,6 +1,6 @@
 """What a run did: its curves, its page, and several runs side by side."""
 
-from .figures import Curve, draw, member_curves, metric_curves, save_figure, to_png
+from .figures import Curve, draw, metric_curves, to_png
 from .page import write_comparison, write_report
 from .runs import (
     comparison,
@@ -8,6 +8,7 @@ from .runs import (
     in_words,
     larger_is_better,
     read_run,
+    read_table,
     run_of_history,
 )
 from .summary import Layer, Summary, summarize

@@ -3,15 +3,12 @@
 import functools
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ..basics.extras import import_extra
-from ..basics.files import naming, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,15 +42,6 @@ def metric_curves(
         Curve("steps, smoothed", steps, "0.5", is_rough=True),
         Curve("training", training, "C0"),
         Curve("validation", validation, "C1"),
-    ]
-
-
-def member_curves(members: Sequence[Points]) -> list[Curve]:
-    """A pale curve for each member of an ensemble; the legend tells of one."""
-    labels = ["members, validation", *["_"] * len(members)]
-    return [
-        Curve(label, points, "0.8")
-        for label, points in zip(labels, members, strict=False)
     ]
 
 
@@ -128,16 +116,6 @@ def to_svg(figure: "Figure") -> str:
     return svg[svg.index("<svg") :]  # without what only a file of its own begins with
 
 
-def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Saves the figure in one piece: who looks sees the old picture or the new one."""
-    path = Path(path)
-    kind = path.suffix.removeprefix(".") or "png"
-    with naming(path, "plot"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=kind)
-
-
 def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
     finite = [
         curve._replace(points=[p for p in curve.points if all(map(math.isfinite, p))])
@@ -174,10 +152,8 @@ def _draw_chart(axes: "Axes", curves: Sequence[Curve]) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> np.ndarray:
-    """Means over a window of a tenth of the curve, cut off where the curve ends."""
-    count = len(values)
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    place = np.arange(count)
-    first = np.maximum(place - count // 20, 0)
-    last = np.minimum(place + count // 20, count - 1)
-    return (sums[last + 1] - sums[first]) / (last + 1 - first)
+    """Means over a window of a tenth of the curve."""
+    from scipy.ndimage import uniform_filter1d
+
+    window = 2 * (len(values) // 20) + 1
+    return uniform_filter1d(np.asarray(values, float), window, mode="mirror")

@@ -1,15 +1,14 @@
 """What a run did, as one HTML page that opens anywhere; several runs on one page."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any, Final
 
 from ..basics.files import write_whole
-from ..plan.page import SCROLLS
+from ..plan.page import document, table
 from ..plan.page import page as plan_page
 from ..plan.text import in_seconds
 from .figures import Curve, draw, metric_curves, to_svg
@@ -21,7 +20,6 @@ from .runs import (
     Run,
     comparison,
     differences,
-    in_percent,
     in_words,
     short_names,
     throughput_of,
@@ -34,6 +32,11 @@ _RATES: Final = {
 }
 _MOST_CURVES: Final = 16
 """In a chart of layers."""
+
+_FRAME: Final = (  # as high as what is in it, which runs no scripts
+    '<iframe sandbox="allow-same-origin" srcdoc="{}" onload="this.style.height ='
+    " this.contentDocument.documentElement.scrollHeight + 40 + 'px'\"></iframe>"
+)
 
 
 def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Path:
@@ -49,7 +52,7 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
     """
     framed = run.plan if plan is None else plan_page(plan)
     sections = {
-        "Results": _table(("", "", "at"), _results(run)),
+        "Results": _with_head(comparison([run])),
         "Curves": _drawn(metric_charts([run]), run.xlabel),
         "Throughput": _throughput(run),
         "Other values": _drawn(other_charts(run), run.xlabel),
@@ -61,13 +64,14 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
 
 def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     """Writes one self-contained HTML page about several runs."""
-    (heads, *results), (_, *differing) = comparison(runs), differences(runs)
     sections = {
-        "Results": _table(heads, results),
+        "Results": _with_head(comparison(runs)),
         "Curves": _drawn(metric_charts(runs), runs[0].xlabel),
-        "What differs": _table(heads, differing) or "<p>Nothing that was recorded.</p>",
+        "What differs": _with_head(differences(runs))
+        or "<p>Nothing that was recorded.</p>",
     }
-    return _write(path, f"{len(runs)} runs", ", ".join(heads[1:]), sections)
+    names = ", ".join(short_names(runs))
+    return _write(path, f"{len(runs)} runs", names, sections)
 
 
 def _subtitle(run: Run) -> str:
@@ -80,31 +84,6 @@ def _subtitle(run: Run) -> str:
         facts.append(f"{datetime.fromisoformat(started):%Y-%m-%d %H:%M %Z}")
     facts.append(record.get("status"))
     return " | ".join(str(fact) for fact in facts if fact)
-
-
-def _results(run: Run) -> Iterable[tuple[str, ...]]:
-    """The numbers that one looks for first."""
-    for name in run.columns:
-        if name.startswith(VALIDATION):
-            value, place = run.best(name)
-            yield f"best {name}", in_words(value), f"{run.xlabel} {in_words(place)}"
-    for name in run.columns:
-        if name.startswith(EPOCH):
-            label = f"{name.removeprefix(EPOCH)}, last epoch"
-            yield label, in_words(run.last(name)), ""
-
-    count = run.record.get("hyperparameters", {}).get("parameters")
-    if isinstance(count, int | float):
-        yield "parameters", in_words(count), ""
-    begin, end = run.record.get("started"), run.record.get("ended")
-    if begin and end:
-        took = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
-        yield "took", in_seconds(took.total_seconds()), ""
-    found = throughput_of(run)
-    if found:
-        yield "examples/s", in_words(found["examples_per_s"]), ""
-    if "mfu" in found:
-        yield "MFU", in_percent(found["mfu"]), ""
 
 
 def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
@@ -151,19 +130,15 @@ def throughput_charts(run: Run) -> dict[str, list[Curve]]:
 
 
 def _throughput(run: Run) -> str:
-    drawn = _drawn(throughput_charts(run), run.xlabel)
-    found = throughput_of(run)
+    found, drawn = throughput_of(run), _drawn(throughput_charts(run), run.xlabel)
     if not found:
         return drawn
-    note = (
-        f"{found['examples']:,.0f} examples in {in_seconds(found['seconds'])}:"
+    return (
+        f"<p>{found['examples']:,.0f} examples in {in_seconds(found['seconds'])}:"
         f" {in_words(found['examples_per_s'])} per second. Shares are of the same time,"
         " which runs from the first step to the end of each fit, without compilation"
-        " before it."
+        f" before it.</p>{drawn}"
     )
-    largest = sorted(PHASES, key=lambda name: -found[name])
-    shares = [(PHASES[name], f"{found[name]:.1%}") for name in largest]
-    return f"<p>{note}</p>{_table((), shares)}{drawn}"
 
 
 def other_charts(run: Run) -> dict[str, list[Curve]]:
@@ -181,14 +156,12 @@ def other_charts(run: Run) -> dict[str, list[Curve]]:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    parts = ("hyperparameters", "versions", "hardware")
-    shown = {
-        part: [
-            (k, str(v)) for k, v in record.get(part, {}).items() if v not in (None, "")
-        ]
-        for part in parts
-    }
-    return "".join(_table((part, ""), rows) for part, rows in shown.items())
+    tables = []
+    for part in ("hyperparameters", "versions", "hardware"):
+        facts = record.get(part, {}).items()
+        rows = [(name, str(fact)) for name, fact in facts if fact not in (None, "")]
+        tables.append(table(rows, (part, "")))
+    return "".join(tables)
 
 
 def _drawn(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
@@ -197,14 +170,8 @@ def _drawn(charts: Mapping[str, Sequence[Curve]], xlabel: str) -> str:
     return to_svg(draw(shown, xlabel)) if shown else ""
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        shown = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-        return f"<tr>{shown}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    head = f"<thead>{line(heads, 'th')}</thead>" if heads else ""
-    return f"<table>{head}<tbody>{body}</tbody></table>" if body else ""
+def _with_head(rows: Sequence[Sequence[str]]) -> str:
+    return table(rows[1:], rows[0])
 
 
 def _write(
@@ -212,41 +179,5 @@ def _write(
 ) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = "\n".join(
-        f"<section><h2>{name}</h2>{text}</section>"
-        for name, text in sections.items()
-        if text
-    )
-    page = _PAGE.substitute(title=escape(title), subtitle=escape(subtitle), body=body)
-    write_whole(path, page)
+    write_whole(path, document(title, subtitle, sections))
     return path
-
-
-_FRAME: Final = (  # as high as what is in it, which runs no scripts
-    '<iframe sandbox="allow-same-origin" srcdoc="{}" onload="this.style.height ='
-    " this.contentDocument.documentElement.scrollHeight + 40 + 'px'\"></iframe>"
-)
-
-_PAGE: Final = Template(f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root {{color-scheme: light dark}}
-body {{max-width: 1200px; margin: 2em auto; padding: 0 1em;
-  font: 14px/1.5 system-ui, sans-serif}}
-h1 {{font-size: 22px; margin: 0; overflow-wrap: anywhere}}
-h2 {{font-size: 16px; margin: 2em 0 .5em; border-bottom: 1px solid #8886}}{SCROLLS}\
-svg {{max-width: 100%; height: auto}}
-@media (max-width: 700px) {{svg {{max-width: none; width: 700px}}}}
-table {{border-collapse: collapse; font-size: 13px; margin: 0 0 1em}}
-th, td {{text-align: left; vertical-align: top; padding: 3px 14px 3px 0;
-  border-bottom: 1px solid #8884; overflow-wrap: break-word}}
-th, header p {{color: #888; font-weight: normal}}
-iframe {{width: 100%; height: 900px; border: 1px solid #8886}}
-@media (prefers-color-scheme: dark) {{svg {{filter: invert(.88) hue-rotate(180deg)}}}}
-</style></head>
-<body><header><h1>$title</h1><p>$subtitle</p></header>
-$body
-</body></html>
-""")

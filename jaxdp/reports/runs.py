@@ -3,7 +3,8 @@
 import csv
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from ..basics.json_checks import (
     read_json,
 )
 from ..plan.page import SUFFIX
-from ..plan.text import in_short
+from ..plan.text import in_seconds, in_short
 
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
@@ -120,18 +121,26 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
+    """The columns and rows of a table, and whether a torn last row was left out."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        lines = list(file)
+    # A run may be writing its last row at this moment, or was killed then.
+    torn = bool(lines) and not lines[-1].endswith("\n")
+    reader = csv.DictReader(lines[:-1] if torn else lines, restval="")
+    columns = list(reader.fieldnames or [])
+    return columns, [{name: row[name] for name in columns} for row in reader], torn
+
+
 def _columns(table: Path) -> dict[str, Points]:
     """What a table has, by column."""
-    with table.open(newline="", encoding="utf-8") as file:
-        # A run may be writing its last row at this moment, or was killed then.
-        lines = [line for line in file if line.endswith("\n")]
-    reader = csv.DictReader(lines)
-    if not {"epoch", "step"} <= set(reader.fieldnames or ()):
+    names, rows, _ = read_table(table)
+    if not {"epoch", "step"} <= set(names):
         raise ValueError("it has no columns `epoch` and `step`")
     columns: dict[str, Points] = {}
-    for row in reader:
+    for row in rows:
         for name, cell in row.items():
-            if name not in (None, "step") and cell:
+            if name != "step" and cell:
                 columns.setdefault(name, []).append((float(row["step"]), float(cell)))
     return columns
 
@@ -163,11 +172,12 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     rows = [
         ["", *short_names(runs)],
         ["status", *(str(run.record.get("status", "unknown")) for run in runs)],
+        ["took", *(_took(run.record) for run in runs)],
     ]
     for name, values in _results(runs).items():
         finite = [value for value in values if math.isfinite(value)]
         best = None
-        if len(finite) > 1 and name not in _UNRANKED:
+        if len(finite) > 1 and name not in _UNRANKED and " at " not in name:
             best = max(finite) if larger_is_better(name) else min(finite)
         shown = in_percent if name == "mfu" else in_words
         marked = (shown(v) + (" *" if v == best else "") for v in values)
@@ -176,12 +186,21 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     totals = [throughput_of(run) for run in runs]
     for phase in PHASES if any(totals) else ():
         shares = (f"{each[phase]:.1%}" if each else "-" for each in totals)
-        rows.append([f"time: {phase}", *shares])
+        rows.append([f"time: {PHASES[phase]}", *shares])
     return rows
 
 
+def _took(record: Mapping[str, Any]) -> str:
+    """The time between the two that a record has."""
+    begin, end = record.get("started"), record.get("ended")
+    if not begin or not end:
+        return "unknown"
+    took = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
+    return in_seconds(took.total_seconds())
+
+
 def _results(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """What can be ranked, a number for every run, NaN where it has none."""
+    """A number for every run, NaN where it has none."""
     ends = [
         [points[-1][0] for points in run.columns.values() if points] for run in runs
     ]
@@ -191,7 +210,9 @@ def _results(runs: Sequence[Run]) -> dict[str, list[float]]:
     }
     for name in dict.fromkeys(name for run in runs for name in run.columns):
         if name.startswith(VALIDATION):
-            found[f"{name}, best"] = [run.best(name)[0] for run in runs]
+            best = [run.best(name) for run in runs]
+            found[f"{name}, best"] = [value for value, _ in best]
+            found[f"{name}, best at {runs[0].xlabel}"] = [place for _, place in best]
             found[f"{name}, last"] = [run.last(name) for run in runs]
         elif name.startswith(EPOCH):
             label = f"{name.removeprefix(EPOCH)}, last epoch"

@@ -187,11 +187,11 @@ def test_a_file_gets_a_line_per_epoch_and_no_carriage_returns(clock):
     assert "\r" not in out.getvalue()
     lines = out.getvalue().splitlines()
     assert re.fullmatch(
-        r"epoch 1/1: 11/25 batches \(44%\), 0:14 left, loss [\d.]+,"
+        r"epoch 1/1: 10/25 batches \(40%\), 0:15 left, loss [\d.]+,"
         r" 1 batches/s, 8 examples/s",
         lines[0],
     )
-    assert lines[1].startswith("epoch 1/1: 21/25 batches (84%), 4.0 s left, loss ")
+    assert lines[1].startswith("epoch 1/1: 20/25 batches (80%), 5.0 s left, loss ")
     assert lines[2].startswith("validating: ")
     assert re.fullmatch(r"epoch 1/1: 0:41, 1 batches/s, .* val_loss [\d.]+", lines[-1])
     assert len(lines) == 4
@@ -278,12 +278,14 @@ from types import SimpleNamespace
 from jaxdp.callbacks import ProgressBar
 
 out = io.StringIO()
-bar = ProgressBar(file=out)
+bar = ProgressBar(file=out, refresh_per_second=1e9)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
     num_training_batches=3, global_step=0, callbacks=[bar],
     run=SimpleNamespace(
- num_val_batches=None, progress=SimpleNamespace(examples=8), is_fitting=True),
+        num_val_batches=None, batch_idx=0, is_fitting=True,
+        progress=SimpleNamespace(examples=8),
+    ),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)

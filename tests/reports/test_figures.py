@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from jaxdp.basics.files import save_figure
 from jaxdp.reports.figures import (
     Curve,
     _smoothed,
     draw,
     metric_curves,
-    save_figure,
     to_svg,
 )
 

@@ -126,7 +126,7 @@ def test_terminal_page_and_comparison_count_throughput_in_one_way(tmp_path, caps
     assert rows["examples_per_s"] == in_words(found["examples_per_s"])
     assert f"checkpoints {found['checkpoints']:.1%}" in page.text
     assert rows["mfu"] == in_percent(found["mfu"])
-    assert f" MFU {rows['mfu']} " in page.text and f"MFU {rows['mfu']}" in said
+    assert f" mfu {rows['mfu']} " in page.text and f"MFU {rows['mfu']}" in said
     assert rows["time: checkpoints"] == f"{found['checkpoints']:.1%}"
 
 
