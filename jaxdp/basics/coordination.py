@@ -1,8 +1,9 @@
-"""JAX's coordination service: barriers and short texts between processes.
+"""JAX's coordination service: barriers and small values between processes.
 
 The client is no public part of JAX; here is all that the package takes of it.
 """
 
+import json
 from typing import Any
 
 from jax._src import distributed
@@ -41,20 +42,21 @@ def barrier(name: str, timeout: float) -> bool:
     return True
 
 
-def put(key: str, text: str) -> None:
-    """Leaves a text for all processes to read, in place of an older one."""
-    _client().key_value_set(key, text, allow_overwrite=True)
+def put(folder: str, value: Any) -> None:
+    """Leaves a JSON value for all to read, in place of this process's older one."""
+    key = f"{folder}/{index()}"
+    _client().key_value_set(key, json.dumps(value), allow_overwrite=True)
 
 
-def remove(key: str) -> None:
-    """Takes a text away that nobody reads any more."""
-    _client().key_value_delete(key)
+def remove(folder: str) -> None:
+    """Takes away what this process has left there, and nobody reads any more."""
+    _client().key_value_delete(f"{folder}/{index()}")
 
 
-def read_all(folder: str) -> dict[str, str]:
-    """The texts whose keys begin with `folder` and a slash, by the rest of the key."""
+def read_all(folder: str) -> dict[int, Any]:
+    """What processes have left in a folder, by their numbers."""
     found = _client().key_value_dir_get(folder)
-    return {key.rpartition("/")[2]: text for key, text in found}
+    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
 
 def _client() -> Any:

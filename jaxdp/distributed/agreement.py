@@ -7,7 +7,6 @@ Every process must come to the same calls in the same order.
 
 import builtins
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -87,7 +86,7 @@ class _Several(Processes):
     def __init__(self) -> None:
         self.index = coordination.index()
         self.count = coordination.count()
-        self._key: str | None = None
+        self._folder: str | None = None
 
     def step(self, where: str) -> None:
         here = meetings.here()
@@ -95,15 +94,14 @@ class _Several(Processes):
         here.step()
 
     def all(self, what: str, value: Any, patience: float = 0.0) -> list[Any]:
-        here, old = meetings.here(), self._key
-        folder = f"jaxdp/all/{here.number}"
-        self._key = f"{folder}/{self.index}"
-        coordination.put(self._key, json.dumps(value))
+        here, old = meetings.here(), self._folder
+        self._folder = folder = f"jaxdp/all/{here.number}"
+        coordination.put(folder, value)
         here.meet(what, patience)
-        texts = coordination.read_all(folder)
+        values = coordination.read_all(folder)
         if old is not None:  # whoever has come here has read it
             coordination.remove(old)
-        return [json.loads(texts[str(index)]) for index in range(self.count)]
+        return [values[index] for index in range(self.count)]
 
 
 def find_processes() -> Processes:

@@ -6,7 +6,6 @@ past soon leaves a card there and reads those of the others.
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,6 +17,10 @@ _FAST: Final = 2.0
 """Seconds at a barrier after which a process asks where the others are."""
 
 _MOST_DIFFERENCES: Final = 5
+
+_COME: Final = "jaxdp.meet/come"
+_LATE: Final = "jaxdp.meet/late"
+"""Where processes leave their cards, who wait for others and for whom others do."""
 
 Entry = tuple[str, Mapping[str, str]]
 """What a process is about to do, and with what."""
@@ -71,17 +74,17 @@ class Meetings:
         seconds = time.monotonic() - self.since
         text = f"{self.where}, busy with {busy_with} for {seconds:.0f} s"
         card = {"number": self.number, "text": text}
-        coordination.put(f"jaxdp.meet/late/{coordination.index()}", json.dumps(card))
+        coordination.put(_LATE, card)
 
     def _ask(
         self, digest: str, entries: Sequence[Entry], started: float, timeout: float
     ) -> None:
         mine = {"number": self.number, "digest": digest, "entries": entries}
-        coordination.put(f"jaxdp.meet/come/{coordination.index()}", json.dumps(mine))
+        coordination.put(_COME, mine)
         everyone = set(range(coordination.count()))
         pause, warned = 0.02, False
         while True:
-            cards = _cards("come")
+            cards = coordination.read_all(_COME)
             here = {p: c for p, c in cards.items() if c["number"] == self.number}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
@@ -125,23 +128,16 @@ def who_is_late() -> str:
     """The processes that others wait for, as they have told; "" if there are none."""
     if not coordination.is_there():
         return ""
-    cards = _cards("come")
+    cards = coordination.read_all(_COME)
     number = max((card["number"] for card in cards.values()), default=0)
     return _excuses(set(range(coordination.count())), number)
-
-
-def _cards(kind: str) -> dict[int, dict[str, Any]]:
-    return {
-        int(process): json.loads(text)
-        for process, text in coordination.read_all(f"jaxdp.meet/{kind}").items()
-    }
 
 
 def _excuses(missing: set[int], number: int) -> str:
     """What those have told who are missing at that meeting."""
     return "; ".join(
         f"process {process}: {card['text']}"
-        for process, card in sorted(_cards("late").items())
+        for process, card in sorted(coordination.read_all(_LATE).items())
         if process in missing and card["number"] == number - 1
     )
 
