@@ -182,7 +182,7 @@ class History(Mapping[str, list[float]]):
         cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
         table = [list(cells)]
         table += [[values[i] for values in cells.values()] for i in shown]
-        lines = columns(table, str.rjust)
+        lines = columns(table, right=range(len(cells)))
         if best is not None:
             lines[1 + list(shown).index(best)] += "  <- best"
         return "\n".join([title, *lines])

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from . import coordination
@@ -214,10 +214,15 @@ def some_of(names: Iterable[str], between: str = ", ") -> str:
     return between.join(names[:5]) + more
 
 
-def columns(
-    rows: Iterable[Sequence[str]], justify: Callable[[str, int], str] = str.ljust
-) -> list[str]:
-    """Lines of a table, from its cells."""
+def columns(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines of a table, from its cells; which columns are flush right, by number."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(justify, row, widths)).rstrip() for row in rows]
+    padded = [
+        [
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in padded]

@@ -104,7 +104,7 @@ def scaling_table(scaling: Any) -> str:
     """A line per number of devices."""
     names = "devices rows peak/device sent/device step rows/s efficiency"
     rows = [names.split(), *map(_scaling_row, scaling.rows)]
-    return "\n".join(columns(rows, str.rjust))
+    return "\n".join(columns(rows, right=range(len(rows[0]))))
 
 
 def in_bytes(number: float) -> str:

@@ -105,7 +105,8 @@ class Summary:
                 (*row[:-1], each, row[-1])
                 for row, each in zip(rows, per_device, strict=True)
             ]
-        return [f"  {line}" for line in columns(_numbers_right(rows))]
+        numbers = range(3, len(rows[0]) - 1)
+        return [f"  {line}" for line in columns(rows, right=numbers)]
 
     def _totals(self) -> list[str]:
         frozen = self.parameters - self.trained
@@ -199,16 +200,3 @@ def _trained(layer: Layer) -> str:
 
 def _count(parameters: int) -> str:
     return f"{parameters:,} parameter{'s' * (parameters != 1)}"
-
-
-def _numbers_right(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The rows of the table, with the columns of numbers flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return [
-        [
-            cell.rjust(width) if 3 <= place < last else cell
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
