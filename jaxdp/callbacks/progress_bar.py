@@ -105,8 +105,8 @@ class ProgressBar(Callback):
         self._next = now + self._interval if trainer.run.is_fitting else math.inf
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        start = _clock(time.perf_counter() - self._train.began)
-        start = f"{self._train.name}: {start}"
+        took = time.perf_counter() - self._train.began
+        start = f"{self._train.name}: {_clock(took)}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
