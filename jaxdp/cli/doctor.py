@@ -19,6 +19,7 @@ from jaxlib import xla_client
 from ..basics.environment import versions
 from ..basics.process import keep_programs
 from ..plan.device_compilers import installed as compilers_installed
+from ..plan.hardware import gpu_share
 
 _LIMIT: Final = 120
 """Seconds that a trial may take."""
@@ -88,7 +89,7 @@ def _wrong_flags() -> Finding | None:
     """What makes XLA abort every process that uses JAX."""
     if "XLA_FLAGS" not in os.environ:
         return None
-    _, error = _try(_START)
+    _, error = _try(_FIRST_USE)
     if not re.match(_BAD_FLAGS, error):
         return None
     return Finding(
@@ -127,16 +128,15 @@ def _settings() -> Iterator[Finding]:
         " 0 and at most 1, or unset both"
     )
     try:
-        options: Any = xla_client.generate_pjrt_gpu_plugin_options()
+        xla_client.generate_pjrt_gpu_plugin_options()
+        if not 0 < gpu_share() <= 1:
+            raise ValueError(f"{gpu_share():g} is no share of its memory")
     except ValueError as error:
         yield Finding("problem", f"JAX can't start on a GPU: {error}", remedy)
     else:
-        share = options.get("memory_fraction", 0.75)  # which JAX takes by itself
-        if not 0 < share <= 1:
-            what = f"JAX would fail to reserve {share:g} times the memory of a GPU"
-            yield Finding("problem", what, remedy)
-        elif _accelerators() == "NVIDIA GPU":
-            yield Finding("ok", f"JAX reserves {share:.0%} of a GPU's memory ({name})")
+        if _accelerators() == "NVIDIA GPU":
+            what = f"JAX reserves {gpu_share():.0%} of a GPU's memory ({name})"
+            yield Finding("ok", what)
 
     plugin = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")
     if plugin and find_spec("torch") and not version("torch").endswith("+cpu"):
@@ -287,7 +287,7 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out.strip().rpartition("\n")[2], ""
 
 
-_START: Final = """
+_FIRST_USE: Final = """
 import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax

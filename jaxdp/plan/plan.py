@@ -122,7 +122,7 @@ class Plan:
         Args:
             memory: bytes per device that may be used. Default: the memory that JAX
                 takes of the device or of the plan's hardware (three quarters of a GPU,
-                or XLA_PYTHON_CLIENT_MEM_FRACTION), less a tenth as a reserve.
+                or XLA_CLIENT_MEM_FRACTION), less a tenth as a reserve.
 
         Returns:
             The number of rows; 0 if not even one row per shard fits.

@@ -254,8 +254,7 @@ def _notes(
             exact.append(
                 f"memory of {profile.name}: {in_bytes(usable)} of its"
                 f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
-                " set XLA_PYTHON_CLIENT_MEM_FRACTION to more, such as .9, before"
-                " it starts"
+                " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
             )
         indicative.append(
             f"seconds, from the peaks of {profile.name} and ring algorithms at"

@@ -232,7 +232,7 @@ def test_the_doctor_looks_at_what_a_gpu_would_suffer_from(monkeypatch):
         monkeypatch.setenv(name, "")
     assert list(doctor._settings()) == []
     for values, what in (
-        (("75", ""), "75 times the memory"),
+        (("75", ""), "can't start on a GPU: 75 is no share"),
         (("", "half"), "can't start on a GPU: could not convert"),
         ((".5", ".5"), "can't start on a GPU: XLA_CLIENT_MEM_FRACTION is specified"),
     ):
