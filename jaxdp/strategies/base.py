@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ Role = Literal["state", "groups", "rows", "whole"]
 `Group`, whose batches are split by rows behind the axis of micro-batches. `"rows"`:
 predictions, split by rows. `"whole"`: small values that every device holds.
 """
+
+
+Strategy = TypeVar("Strategy", bound="DataParallel")
 
 
 class Built(NamedTuple):
@@ -93,9 +96,7 @@ class DataParallel(abc.ABC):
 
     def with_compiler_options(self, options: Mapping[str, Any]) -> "DataParallel":
         """A copy of this strategy that compiles programs with these options of XLA."""
-        other = copy.copy(self)
-        other.compiler_options = options
-        return other
+        return changed(self, compiler_options=options)
 
     compiler: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
     """Called by `build` instead of XLA, with the lowered program, the options and the
@@ -103,9 +104,7 @@ class DataParallel(abc.ABC):
 
     def with_compiler(self, compiler: Callable[..., Any]) -> "DataParallel":
         """A copy of this strategy that gets its programs from `compiler`."""
-        other = copy.copy(self)
-        other.compiler = compiler
-        return other
+        return changed(self, compiler=compiler)
 
     offloads: bool = False
     """Whether large leaves of the optimizer's state wait in host memory for a step."""
@@ -297,6 +296,13 @@ class DataParallel(abc.ABC):
     def fetch(self, tree: PyTree) -> PyTree:
         """Like `gather`, but returns NumPy arrays, and typed PRNG keys unchanged."""
         return jax.tree.map(_fetch_leaf, tree)
+
+
+def changed(strategy: Strategy, **attributes: Any) -> Strategy:
+    """A copy of a strategy with some attributes replaced."""
+    other = copy.copy(strategy)
+    vars(other).update(attributes)
+    return other
 
 
 def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:

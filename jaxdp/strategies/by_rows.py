@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -118,7 +118,8 @@ class ByRows(Collectives):
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
 
         # What modules gather for themselves stays split, and so do its gradients.
-        weights = next(_weights_in(inputs))
+        nodes = jax.tree.leaves(inputs, is_leaf=is_weights)
+        weights = next(filter(is_weights, nodes))
         gatherers = self.find_gatherers(eqx.combine(weights.params, weights.buffers))
         trained = self._shards(weights.params, gatherers)
         shards = trained | self._shards(weights.buffers, gatherers)
@@ -179,7 +180,7 @@ class ByRows(Collectives):
                 params=params, buffers=self._constrained(node.buffers, used)
             )
 
-        return jax.tree.map(gathered, inputs, is_leaf=_is_weights)
+        return jax.tree.map(gathered, inputs, is_leaf=is_weights)
 
     @jax.named_scope("gradients")
     def _summed(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
@@ -306,21 +307,17 @@ def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
         whole = PartitionSpec()
         return Weights(params, buffers, whole, whole, whole)
 
-    return jax.tree.map(specs, inputs, is_leaf=_is_weights)
+    return jax.tree.map(specs, inputs, is_leaf=is_weights)
 
 
-def _weights_in(inputs: Any) -> Iterator[Weights]:
-    return filter(_is_weights, jax.tree.leaves(inputs, is_leaf=_is_weights))
-
-
-def _is_weights(node: Any) -> bool:
+def is_weights(node: Any) -> bool:
     return isinstance(node, Weights)
 
 
 def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     """`spec` with arrays whole over `axes`."""
-    kept = (tuple(n for n in names_of(names) if n not in axes) for names in spec)
-    return PartitionSpec(*(names or None for names in kept))
+    others = {name for names in spec for name in names_of(names)} - {*axes}
+    return _only(tuple(others), spec)
 
 
 def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

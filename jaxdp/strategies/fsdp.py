@@ -1,7 +1,6 @@
 """Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -16,7 +15,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
-from .base import Devices, Role, find_devices, mesh_on
+from .base import Devices, Role, changed, find_devices, mesh_on
 from .by_rows import NO_GATHERERS
 from .gathering import Gatherers, check_alike, gathers_in_calls
 from .sharded import Sharded
@@ -181,8 +180,7 @@ class FSDP(_Split):
         split: bool = True,
     ) -> jax.stages.Compiled:
         def compiled(how: str, expected: Any = None) -> Any:
-            other = copy.copy(self)
-            other._how, other._expected = how, expected
+            other = changed(self, _how=how, _expected=expected)
             program = super(FSDP, other).compile(
                 step, arguments, roles, results, donate=donate, split=split
             )

@@ -30,7 +30,7 @@ from ..step import (
     update_each,
 )
 from .base import Devices, Role
-from .by_rows import ByRows
+from .by_rows import ByRows, is_weights
 from .sharded import Layout, Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
@@ -356,7 +356,7 @@ def _split_params(inputs: Any) -> Any:
             return Weights(_SPLIT, *[PartitionSpec()] * (len(node) - 1))
         return PartitionSpec()
 
-    return jax.tree.map(spec, inputs, is_leaf=_is_weights)
+    return jax.tree.map(spec, inputs, is_leaf=is_weights)
 
 
 def _own_params(inputs: Any) -> Any:
@@ -367,8 +367,4 @@ def _own_params(inputs: Any) -> Any:
             return node
         return node._replace(params=jax.tree.map(lambda leaf: leaf[0], node.params))
 
-    return jax.tree.map(own, inputs, is_leaf=_is_weights)
-
-
-def _is_weights(node: Any) -> bool:
-    return isinstance(node, Weights)
+    return jax.tree.map(own, inputs, is_leaf=is_weights)

@@ -1,6 +1,5 @@
 """The members of an ensemble on devices of their own."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ from jaxtyping import Array
 
 from ..distributed import RowBlocks
 from ..step import TrainState
-from .base import Devices, find_devices, mesh_on
+from .base import Devices, changed, find_devices, mesh_on
 from .sharded import Layout, Sharded
 
 MEMBERS: Final = "members"
@@ -48,9 +47,7 @@ class Members(Sharded):
         return RowBlocks()
 
     def on(self, devices: Sequence[Any]) -> "Members":
-        other = copy.copy(self)
-        other.mesh = mesh_on(devices, {MEMBERS: len(devices)})
-        return other
+        return changed(self, mesh=mesh_on(devices, {MEMBERS: len(devices)}))
 
     def _layouts(self, state: TrainState) -> TrainState:
         by_members = Layout(PartitionSpec(MEMBERS), "by members")

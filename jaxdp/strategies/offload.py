@@ -1,9 +1,8 @@
 """The optimizer's state in the host's memory between steps."""
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jax
 
@@ -13,15 +12,6 @@ from ..step import TrainState
 _SMALL: Final = 1024
 """Elements up to which a leaf stays on the device: small ones cross into the step
 together, and would save next to nothing."""
-
-Strategy = TypeVar("Strategy")
-
-
-def offloading(strategy: Strategy) -> Strategy:
-    """This strategy, with the optimizer's state in host memory between steps."""
-    other: Any = copy.copy(strategy)
-    other.offloads = True
-    return other
 
 
 def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:

@@ -1,6 +1,5 @@
 """Data parallelism by sharding: `jax.jit` sees global arrays, XLA communicates."""
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from .base import (
     DataParallel,
     Devices,
     Role,
+    changed,
     find_devices,
     laid_out,
     mesh_on,
@@ -25,7 +25,7 @@ from .base import (
     put_rows,
 )
 from .by_rows import ByRows, names_of
-from .offload import jitted, offloading, optimizer_on_host
+from .offload import jitted, optimizer_on_host
 
 
 class Layout(NamedTuple):
@@ -142,11 +142,13 @@ class Sharded(DataParallel):
                 f"`devices`: {len(devices)} are not divisible by {others}, the product"
                 f" of the mesh's other axes than {DATA!r} in {shape}."
             )
-        other = copy.copy(self)
-        other.mesh = mesh_on(devices, {**shape, DATA: len(devices) // others})
+        size = len(devices) // others
         # Exact: num_shards is a product of sizes of axes, that of DATA among them.
-        other.num_shards = self.num_shards * other.mesh.shape[DATA] // shape[DATA]
-        return other
+        return changed(
+            self,
+            mesh=mesh_on(devices, {**shape, DATA: size}),
+            num_shards=self.num_shards * size // shape[DATA],
+        )
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """The layout of every leaf of the state.
@@ -163,7 +165,7 @@ class Sharded(DataParallel):
         return optimizer_on_host(found, state) if self.offloads else found
 
     def with_offload(self) -> "Sharded":
-        return offloading(self)
+        return changed(self, offloads=True)
 
     def _layouts(self, state: TrainState) -> TrainState:
         """A `Layout` for every leaf of the state."""

@@ -1,6 +1,5 @@
 """Everything on one device: the plain answer to the contract."""
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +8,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ..step import Collectives, TrainState
-from .base import DataParallel, Role, find_devices, place_copy
-from .offload import jitted, offloading, optimizer_on_host
+from .base import DataParallel, Role, changed, find_devices, place_copy
+from .offload import jitted, optimizer_on_host
 
 
 class SingleDevice(DataParallel):
@@ -39,7 +38,7 @@ class SingleDevice(DataParallel):
         return optimizer_on_host(found, state) if self.offloads else found
 
     def with_offload(self) -> "SingleDevice":
-        return offloading(self)
+        return changed(self, offloads=True)
 
     def on(self, devices: Sequence[Any]) -> "SingleDevice":
         if len(devices) != 1:
@@ -47,9 +46,7 @@ class SingleDevice(DataParallel):
                 f"`devices`: SingleDevice uses 1 device, not {len(devices)}; plan with"
                 " a strategy that splits the batch, such as Sharded()."
             )
-        other = copy.copy(self)
-        (other.device,) = devices
-        return other
+        return changed(self, device=devices[0])
 
     def compile(
         self,
