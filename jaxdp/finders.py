@@ -147,6 +147,7 @@ def lr_find(
         )
     check_count("num_training", num_training, 2)
     check_choice("mode", mode, ("exponential", "linear"))
+
     space = np.geomspace if mode == "exponential" else np.linspace
     rates = space(min_lr, max_lr, num_training)
     if checks.is_several(trainer.run.arguments["optimizer"]):
@@ -155,6 +156,8 @@ def lr_find(
             " parts. Make a Trainer for one part: its `loss_fn`, its optimizer"
             " and a `filter_spec` of its leaves."
         )
+
+    # A copy takes the steps; the trainer stays as it is.
     own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
     twin = _twin(trainer, _swept(own, rates, has_unit_rate=optimizer is not None))
     losses: list[float] = []

@@ -53,6 +53,8 @@ class DonateBuffers(Callback):
         compiled: Any = trainer.compiled_train_step()
         if getattr(compiled, "memory_analysis", lambda: None)() is None:
             return  # An engine of the user's own, which need not be XLA's.
+
+        # What was donated, and what of it the program overwrites.
         arrays = trainer.run.engine.held.named_arrays() if self.what != "none" else {}
         sizes = [
             nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
@@ -69,6 +71,7 @@ class DonateBuffers(Callback):
             "aliased_bytes": sum(sizes) - sum(missing.values()),
             "not_aliased": list(missing),
         }
+
         if missing:
             warn(
                 f"`DonateBuffers({self.what!r})`: the compiled step does not overwrite"

@@ -374,6 +374,8 @@ class ModelCheckpoint(Callback):
             # None: damaged, or older than these names.
             if step in there and there[step][0] in (None, trainer.run.id)
         }
+
+        # Checkpoints of other runs, or that other callbacks have saved.
         strangers = self._dir.impostors()
         for step in sorted(set(there) - set(scores)):
             run_id, score = there[step]

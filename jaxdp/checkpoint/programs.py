@@ -123,6 +123,7 @@ class KeptPrograms:
                 self._written.add((folder, path.name))
             else:
                 foreign += 1
+
         if foreign:
             say(
                 f"{foreign} of the compiled steps kept in {self._path} are not"
@@ -131,6 +132,7 @@ class KeptPrograms:
                 f" {_SWITCH}=1 allows them, if you trust everybody who can write"
                 " there. Steps are compiled again; last bits may differ"
             )
+
         if self._processes.count > 1:
             each = self._processes.all("the compiled steps", sorted(self._found))
             common = set.intersection(*map(set, each))
@@ -222,6 +224,7 @@ class KeptPrograms:
             for entry in list(path.iterdir()):  # of a process that was killed
                 if _UNFINISHED.fullmatch(entry.name):
                     entry.unlink()
+
             for name, compiled in new:
                 if (path / name).is_symlink():
                     (path / name).unlink()  # it could lead anywhere
@@ -231,6 +234,7 @@ class KeptPrograms:
                             os.path.join(self._loaded_from[name], name), temporary
                         )
                     continue
+
                 try:
                     program, _, _ = serialize_executable.serialize(compiled)
                 except Exception:  # not every program can be brought into a file
@@ -242,6 +246,7 @@ class KeptPrograms:
                 signed = f"{digest} {_signature(_key(), digest)}\n".encode()
                 with replacing(path / name) as temporary:
                     temporary.write_bytes(line + signed + program)
+
             for old in _files(path)[_MOST_FILES:]:
                 old.unlink()
         except OSError as error:

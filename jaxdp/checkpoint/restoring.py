@@ -122,6 +122,8 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         fields({"format": whole(1, MOST_FORMATS)})(meta, "metadata")
     except (OSError, ValueError) as error:
         raise corrupt(path, f"its meta/metadata can't be read: {error}") from error
+
+    # Is it what was written, and in a format that is known here?
     if meta.pop("digest", None) != digest(meta):
         raise corrupt(
             path, "meta/metadata has changed since it was saved (its digest differs)"
@@ -134,6 +136,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
             f" this is jaxdp {versions().get('jaxdp')}, which reads format {FORMAT};"
             " use the version that wrote it."
         )
+
     try:
         FORM(meta, "metadata")
     except ValueError as error:

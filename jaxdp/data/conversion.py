@@ -29,6 +29,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     makes lists of tuples; a mapping that JAX does not know, such as tokenizers make, as
     a dict.
     """
+
     if isinstance(batch, Portion):  # of an earlier pass
         return batch
     if type(batch) is list:
@@ -63,6 +64,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             "Single examples must be put together first:"
             " torch.utils.data.DataLoader(dataset, batch_size)."
         )
+
         if any(
             isinstance(leaf, bool | int | float | complex | np.generic)
             for leaf in leaves

@@ -83,18 +83,22 @@ class Meetings:
         coordination.put(_COME, mine)
         everyone = set(range(coordination.count()))
         pause, warned = 0.02, False
+
         while True:
             cards = coordination.read_all(_COME)
             here = {p: c for p, c in cards.items() if c["number"] == self.number}
             differing = {p: c for p, c in here.items() if c["digest"] != digest}
             if differing and pause > 0.1:  # by then most have come
                 raise RuntimeError(_difference(here))
+
             # Whoever has left for the next one has met us here.
             missing = {
                 p for p in everyone if cards.get(p, mine)["number"] < self.number
             } | (everyone - set(cards))
             if not missing and not differing:
                 return
+
+            # Somebody is late.
             waited = time.monotonic() - started
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
@@ -110,6 +114,7 @@ class Meetings:
                     )
                 say(text, everywhere=True)
                 warned = True
+
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 

@@ -90,6 +90,7 @@ class Compilations:
         if len(before) + 1 < _MANY:
             self._say(text)
             return
+
         remedy = (
             "The step is compiled once for each shape, so use few shapes: put"
             " rows of similar length into a bucket, and pad them to its length,"
@@ -102,6 +103,7 @@ class Compilations:
                 " loss, or BatchNorm, needs batches of few sizes, such as"
                 " `drop_last=True` gives."
             )
+
         warn(
             f"{text}. So far there were {len(before) + 1} shapes of {kind} batches."
             f" {remedy}",

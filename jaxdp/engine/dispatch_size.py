@@ -66,11 +66,14 @@ class DispatchSize:
             return
         self.is_on_trial = False
         seconds = min(self._seconds[2:])
+
         # One process's clock decides for all.
         seconds = find_processes().first("steps_per_execution", lambda: seconds)
         enough = math.ceil(_ENOUGH_SECONDS / seconds)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches))
         most = min(_MOST_STEPS, enough, _MOST_BYTES // size)
+
+        # As many as are quick enough, and divide an epoch well.
         if seconds > _LONG_STEP or most < 2:
             most = 1
         elif not loops_well():  # which has said so
@@ -80,6 +83,7 @@ class DispatchSize:
             # first, so a size that leaves few is better than the largest one.
             most = min(most, epoch)
             most = min(range(most, most // 2, -1), key=lambda size: epoch % size)
+
         self.steps = most
         say(
             f"`steps_per_execution`='auto': {most} at a time, because a step takes"

@@ -115,6 +115,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         if (norm := part.gradient_clip_val) is not None:
             none = ", or None for no clipping"
             check_number("gradient_clip_val", norm, above=0, or_else=none)
+
     if not parts:
         raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
 
@@ -133,8 +134,11 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             " metrics, the `params` that it trains, and a `gradient_clip_val`. (A"
             " PassMetric may stand there.)"
         )
+
     for part in parts:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
+
+    # What they can't be combined with.
     strategy = type(arguments["strategy"])
     if strategy.wrap_optimizer is not DataParallel.wrap_optimizer:
         raise ValueError(
@@ -217,6 +221,7 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
                 " pytrees that can be called on one example. See"
                 " https://docs.kidger.site/equinox for the same layers."
             )
+
     if isinstance(model, type):
         raise TypeError(
             f"`model` is the class {model.__name__}, not an instance of it; construct"
@@ -229,6 +234,7 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             " members in front: jax.tree.map(lambda *each: jnp.stack(each) if"
             " eqx.is_array(each[0]) else each[0], *models)."
         )
+
     if must_be_callable and not callable(model):
         raise TypeError(
             f"`model` is a {kind}, which can't be called; it must be an Equinox model,"
@@ -250,6 +256,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             "`optimizer` is a jaxdp.Part; pass a list of them: [Part(...)]."
         )
+
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls.__module__.startswith("torch"):
         kind = cls.__name__

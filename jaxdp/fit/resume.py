@@ -177,11 +177,13 @@ def _paths(
     folders = [saver.folder(trainer) for saver in savers]
     if where == "auto":
         folders = [*_snapshots(folders), *folders]
+
     # Of equal steps first the last saver's: it knows of those before it.
     found = sorted(
         ((step, folder) for folder in reversed(folders) for step in folder.steps()),
         key=lambda pair: -pair[0],
     )
+
     looked = " and ".join(folder.path for folder in folders)
     faults = [
         f"{folder.path_of(step)} is a symbolic link or a file, but a checkpoint is"
@@ -189,6 +191,7 @@ def _paths(
         for folder in folders
         for step in folder.impostors()
     ]
+
     if not found and not faults:
         if where == "auto":
             say(f"nothing to resume in {looked}: starting afresh")
@@ -197,6 +200,7 @@ def _paths(
             f"`ckpt_path`={where!r}: there are no checkpoints in {looked}. Use 'auto'"
             " to start afresh then."
         )
+
     if where == "best":
         found = _best_first(trainer, savers[0], found)
     for fault in faults:

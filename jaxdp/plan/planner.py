@@ -230,6 +230,7 @@ def _notes(
         "compiled operations: the compiler counts the bodies of loops once, and"
         " may leave out what libraries compute",
     ]
+
     if not_here == "cpu":
         indicative.append(
             "temporary memory and collectives come from XLA's CPU compiler. GPU"
@@ -248,6 +249,7 @@ def _notes(
             " shards that a device keeps; the whole gradients of a block are"
             " temporary memory"
         )
+
     if profile is not None:
         usable = devices_of.usable_memory(profile)
         if usable < profile.memory:

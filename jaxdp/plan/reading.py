@@ -159,9 +159,11 @@ class Reading:
             sum(each.bytes_per_device for each in leaves if not each.on_host)
             for leaves in (self.state, self.batch)
         )
+
         metrics = sum(nbytes(leaf) for leaf in jax.tree.leaves(self.results[1]))
         # A program returns a table with a pointer to each result.
         metrics += 8 * len(jax.tree.leaves(self.results))
+
         memory = self.memory()
         return (
             Bound(

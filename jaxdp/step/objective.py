@@ -264,6 +264,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " DataLoader. For other batches pass `loss_fn(model, *batch)`, which is"
             " given the whole batch."
         )
+
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
     if is_whole(y):
         raise TypeError(

@@ -114,6 +114,7 @@ def find_parts(
     found: list[FoundPart] = []
     owners: dict[str, str] = {}
     for part in parts:
+        # Its name.
         mask = _mask(part.params, model)
         name = part.name
         if name is None:
@@ -127,6 +128,7 @@ def find_parts(
         if any(name == other.name for other in found):
             raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
 
+        # Its leaves.
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, mask))
         mine = [leaf_path(path) for path, leaf in leaves if _is_trainable(leaf)]
         if not mine:

@@ -389,6 +389,7 @@ class Steps(NamedTuple):
         """The optimizer's updates and new state."""
         update = self.optimizer.update
         extra = offered(update, loss, grads, evaluate)
+
         try:
             return update(grads, state.opt_state, state.params, **extra)
         except TypeError as error:

@@ -68,6 +68,7 @@ class Pmap(Sharded):
             lambda role: rows if role == "rows" else whole,
             lambda _: Group(PartitionSpec(None, DATA), whole, whole),
         )
+
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
         per_device = jax.shard_map(
             functools.partial(step, AxisCollectives(DATA, self.num_shards)),
@@ -76,6 +77,7 @@ class Pmap(Sharded):
             out_specs=out_specs,
             check_vma=False,
         )
+
         program = jitted(
             per_device,
             arguments,

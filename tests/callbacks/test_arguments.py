@@ -1,0 +1,55 @@
+"""Wrong arguments of callbacks: each an error that names them, at construction."""
+
+import numpy as np
+import pytest
+
+from jaxdp.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    GradientMonitor,
+    LivePlot,
+    ModelCheckpoint,
+    NanGuard,
+    Profiler,
+    ProgressBar,
+    StallWatch,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+
+
+@pytest.mark.parametrize("callback, options, error, match", [
+    (CSVLogger, {"name": None}, ValueError, "`name` must be the file name of a table"),
+    (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be the name of a m"),
+    (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'min', 'max'"),
+    (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
+    (EarlyStopping, {"patience": True}, TypeError, "`patience` must be an int; got T"),
+    (EarlyStopping, {"min_delta": -0.1}, ValueError, "`min_delta` must be 0 or more"),
+    (EarlyStopping, {"min_delta": "0"}, TypeError, "`min_delta` must be a number"),
+    (EarlyStopping, {"stopping_threshold": np.nan}, ValueError, "must be a number"),
+    (GradientMonitor, {"max_layers": -1}, ValueError, "`max_layers` must be 0 or more"),
+    (GradientMonitor, {"check_steps": 1.5}, TypeError, "`check_steps` must be an int"),
+    (LivePlot, {"every_n_seconds": -1.0}, ValueError, "`every_n_seconds` must be 0 or"),
+    (ModelCheckpoint, {"mode": "lowest"}, ValueError, "`mode` must be one of 'min', "),
+    (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be the name"),
+    (ModelCheckpoint, {"save_top_k": -2}, ValueError, "`save_top_k` must be -1 or mo"),
+    (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "an int, -1 for all; got 2.5"),
+    (ModelCheckpoint, {"every_n_epochs": 0}, ValueError, "must be 1 or more or None"),
+    (ModelCheckpoint, {"every_n_train_steps": "5"}, TypeError, "must be an int or Non"),
+    (ModelCheckpoint, {"train_time_interval": []}, TypeError, "`train_time_interval`"),
+    (ModelCheckpoint, {"on_save_error": "log"}, ValueError, "one of 'raise', 'warn'"),
+    (NanGuard, {"max_skips": -1}, ValueError, "`max_skips` must be 0 or more"),
+    (NanGuard, {"spike": 0}, ValueError, "`spike` must be more than 0, or None; got 0"),
+    (Profiler, {"num_steps": 0}, ValueError, "`num_steps` must be 1 or more"),
+    (ProgressBar, {"refresh_per_second": 0}, ValueError, "must be more than 0; got 0"),
+    (ProgressBar, {"every_n_seconds": -1.0}, ValueError, "must be more than 0; got -1"),
+    (StallWatch, {"timeout": np.inf}, ValueError, "more than 0 and less than inf; got"),
+    (StallWatch, {"timeout": "60"}, TypeError, "`timeout` must be a number; got '60'"),
+    (ThroughputMonitor, {"flops_per_example": -1}, ValueError, "must be 0 or more"),
+    (ThroughputMonitor, {"peak_flops_per_device": 0}, ValueError, "more than 0"),
+    (WeightAveraging, {"decay": 1.0}, ValueError, "0 or more and less than 1, or None"),
+    (WeightAveraging, {"every_n_steps": 0}, ValueError, "`every_n_steps` must be 1 or"),
+])  # fmt: skip
+def test_a_wrong_argument_of_a_callback_is_named(callback, options, error, match):
+    with pytest.raises(error, match=match):
+        callback(**options)
