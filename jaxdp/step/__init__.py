@@ -16,7 +16,7 @@ from .jaxprs import (
 )
 from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
-from .own_call import with_call
+from .own_call import with_call, without_call
 from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by
 from .precision import as_own, as_stored, find_precision
 from .python_calls import CallsPython, as_raised, calls_python, catching

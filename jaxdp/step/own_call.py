@@ -19,6 +19,11 @@ def own_call(module: Any) -> Callable[..., Any] | None:
     return next(iter(getattr(type(module), "_own_call", ())), None)
 
 
+def without_call(module: Any) -> Any:
+    """The module as it was before `with_call`."""
+    return _of_class(type(module).__bases__[0], module)
+
+
 @functools.cache
 def _subclass(cls: type, call: Callable[..., Any]) -> type:
     if cls.__dict__.get("_own_call") == (call,):  # called so already

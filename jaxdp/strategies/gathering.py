@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.tree import at_path, leaf_path
-from ..step import equations_in, is_recomputed, opened, programs_in, with_call
+from ..step import (
+    equations_in,
+    is_recomputed,
+    opened,
+    programs_in,
+    with_call,
+    without_call,
+)
 
 _SHARD: Final = "jaxdp_shard"
 
@@ -91,13 +98,19 @@ class _Gathered(NamedTuple):
     in_loop: bool
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
+        keeps_nothing = is_recomputed(module)
+
         def call(module: Any, *arguments: Any, **keywords: Any) -> Any:
-            return self._whole(module)(*arguments, **keywords)
+            whole = self._whole(module)
+            if keeps_nothing:
+                # Once is enough. In a second `checkpoint`, XLA for TPUs would not
+                # gather a block while the one before it is computed.
+                whole = without_call(whole)
+            return whole(*arguments, **keywords)
 
         recomputed = eqx.filter_checkpoint(
             call,
-            # A policy here would hold for what is recomputed in the module, too.
-            policy=None if is_recomputed(module) else _is_kept,
+            policy=None if keeps_nothing else _is_kept,
             # A turn of a loop has nothing in it that XLA could compute once for both.
             prevent_cse=not self.in_loop,
         )

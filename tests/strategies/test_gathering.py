@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 from toys import Recorder
 
 from jaxdp import FSDP, SingleDevice, Stack, Trainer
+from jaxdp.step import equations_in, with_call
+from jaxdp.step.remat import remat_submodules
+from jaxdp.strategies.gathering import _Gathered
 
 WIDTH, BLOCKS = 64, 16
 
@@ -201,6 +204,15 @@ def step_by_hand(model, batch):
     jitted = jax.jit(step, donate_argnums=(0, 1))
     arguments = place(params, specs), (adam, *opt_state[1:]), *batch
     return jitted.lower(*arguments).compile()
+
+
+def test_a_recomputed_block_is_recomputed_by_one_checkpoint():
+    """In two, one in the other, XLA for TPUs gathers no block ahead of its turn."""
+    block = remat_submodules(Flat(), "layers[0]").layers[0]
+    call = with_call(block, _Gathered((), in_loop=True))
+    program = jax.make_jaxpr(call)(jnp.zeros(WIDTH))
+    names = [each.primitive.name for each in equations_in(program.jaxpr)]
+    assert sum(name in ("checkpoint", "remat2") for name in names) == 1
 
 
 class Keyless(Deep):
