@@ -248,7 +248,8 @@ def _collective(
 def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
     """Whether matrix products stand between a collective's start and its end."""
     if not start.opcode.endswith("-start"):
-        return True  # of a TPU, which makes one fusion of both
+        # Of a TPU, which fuses the links of a chain with the products they run beside.
+        return "chain_id=" in start.attributes
     has_started = False
     for each in module[computation].values():
         if each.name == start.name:

@@ -377,3 +377,16 @@ def test_other_text_is_refused():
 def test_ring_bytes_refuses_other_kinds():
     with pytest.raises(ValueError, match="`kind` must be one of"):
         hlo.ring_bytes("broadcast", 2, 1, 1)
+
+
+def test_a_collective_of_a_tpu_by_itself_is_not_hidden():
+    """It has the name of an asynchronous one, and no fusion that it is a link of."""
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (a: f32[8]) -> f32[64] {
+  %a = f32[8] parameter(0)
+  ROOT %g = f32[64] all-gather(%a), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, frontend_attributes={async_collective_name="all-gather-start.1"}
+}
+"""  # noqa: E501
+    (found,) = hlo.read(text).collectives
+    assert found.kind == "all-gather" and not found.hidden
