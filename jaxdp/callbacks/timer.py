@@ -5,12 +5,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..basics.arguments import check_choice
 from ..basics.durations import Duration, parse_duration
 from ..basics.json_checks import fields, number
 from .base import Callback, Trainer
 from .monitor import announce
 
-_SAVED = fields({"elapsed": fields({"train": number(0.0, finite=True)})})
+_SECONDS = number(0.0, finite=True)
+_SAVED = fields({"elapsed": fields({"train": _SECONDS, "validate": _SECONDS})})
 
 
 class Timer(Callback):
@@ -31,23 +33,28 @@ class Timer(Callback):
     def __init__(self, duration: Duration | None = None, *, verbose: bool = True):
         self._limit = None if duration is None else parse_duration(duration)
         self.verbose = verbose
-        self._spent = 0.0  # in fits that are over
-        self._began: float | None = None
+        self._spent = {"train": 0.0, "validate": 0.0}  # in what is over
+        self._began: dict[str, float] = {}  # what is not
         self._deadline = float("inf")
 
-    def time_elapsed(self) -> float:
-        """Seconds spent in `fit` after compilation so far, resumed runs included."""
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in a stage so far, resumed runs included.
+
+        `"train"` is all of `fit` after compilation, its validations included;
+        `"validate"` is these.
+        """
+        check_choice("stage", stage, tuple(self._spent))
         now = time.monotonic()
-        return self._spent + (0.0 if self._began is None else now - self._began)
+        return self._spent[stage] + (now - self._began.get(stage, now))
 
     def time_remaining(self) -> float | None:
         """Seconds of training left, negative when over; None without a limit."""
         return None if self._limit is None else self._limit - self.time_elapsed()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._began = time.monotonic()
+        self._began["train"] = time.monotonic()
         if self._limit is not None:
-            self._deadline = self._began + self._limit - self._spent
+            self._deadline = time.monotonic() + self._limit - self._spent["train"]
             self._check(trainer)
 
     def on_train_batch_end(
@@ -59,15 +66,27 @@ class Timer(Callback):
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._check(trainer)
 
+    def on_validation_start(self, trainer: Trainer) -> None:
+        self._began["validate"] = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._end("validate")
+
     def on_fit_end(self, trainer: Trainer) -> None:
-        self._spent, self._began = self.time_elapsed(), None
+        self._end("train")
+        self._end("validate")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": {"train": self.time_elapsed()}}
+        return {"elapsed": {stage: self.time_elapsed(stage) for stage in self._spent}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
-        self._spent, self._began = float(state["elapsed"]["train"]), None
+        self._spent = {stage: float(state["elapsed"][stage]) for stage in self._spent}
+        self._began = {}
+
+    def _end(self, stage: str) -> None:
+        self._spent[stage] = self.time_elapsed(stage)
+        self._began.pop(stage, None)
 
     def _check(self, trainer: Trainer) -> None:
         left = self.time_remaining()

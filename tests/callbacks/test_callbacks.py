@@ -224,13 +224,16 @@ def test_timer_stops_the_fit_when_its_time_is_up(clock, caplog):
     assert "Timer: the 0:00:05 of `duration` are over" in caplog.text
 
 
-def test_timer_measures_training_with_its_validations(clock):
+def test_timer_measures_training_and_validation(clock):
     timer = Timer()
     trainer = make_trainer(Ticking(clock), timer)
     assert timer.time_elapsed() == 0
     trainer.fit(batches(4, 4, 4), batches(4, 4), max_epochs=2)
-    assert timer.time_elapsed() == 2 * (3 + 20)
+    assert timer.time_elapsed("train") == 2 * (3 + 20)
+    assert timer.time_elapsed("validate") == 40
     assert timer.time_remaining() is None
+    with pytest.raises(ValueError, match="`stage` must be one of 'train', 'validate'"):
+        timer.time_elapsed("test")
 
 
 def test_timer_counts_the_time_of_earlier_runs(clock):
