@@ -318,7 +318,8 @@ class Engine:
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)
-        self.held.replace(arrays)
+        kept = self.programs.options.donate == "none" or not self.strategy.compiles
+        self.held.replace(arrays, kept=kept)
 
         # Not too many at once.
         if steps > 1:

@@ -50,6 +50,8 @@ class HeldState:
         self._strategy: DataParallel
         self._made: dict[str, Any] = {}
         """What was made of `arrays`; of the state handed out, its leaves besides."""
+        self._wholes: list[TrainState] = []
+        """States made since the last step; the next one takes their arrays."""
 
     def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
         """Takes up a state that `strategy` has placed; may join its small leaves."""
@@ -58,7 +60,7 @@ class HeldState:
         self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
         with no_ambient_mesh():
             self.arrays = self.flat.placed(leaves)
-        self._made = {"state": state}
+        self._made, self._wholes = {"state": state}, [state]
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -76,7 +78,8 @@ class HeldState:
     def _unflattened(self) -> TrainState:
         with no_ambient_mesh():
             leaves = self.flat.leaves(self.arrays)
-        return jax.tree.unflatten(self.flat.treedef, leaves)
+        self._wholes.append(jax.tree.unflatten(self.flat.treedef, leaves))
+        return self._wholes[-1]
 
     def hand_out(self) -> TrainState:
         """`state` for a user, who may keep it until the next step but not change it."""
@@ -116,9 +119,17 @@ class HeldState:
                 " leaves the state as it was."
             )
 
-    def replace(self, arrays: list[Array]) -> None:
-        """Takes up what a step has made of `arrays`."""
+    def replace(self, arrays: list[Array], *, kept: bool) -> None:
+        """Takes up what a step has made of `arrays`.
+
+        Unless these were `kept`, the small leaves of a state handed out are deleted:
+        else code that holds on to `state` would work with small models only.
+        """
         self.arrays, self._made = arrays, {}
+        wholes, self._wholes = self._wholes, []
+        for whole in () if kept else wholes:
+            for leaf in self.flat.small(jax.tree.leaves(whole)):
+                leaf.delete()
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
         """Sets leaves of the state, by their place in it, to others of their kind."""

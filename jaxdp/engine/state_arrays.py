@@ -99,6 +99,10 @@ class Flat:
         else:
             arrays[number] = put(value, arrays[number].sharding)
 
+    def small(self, leaves: Sequence[Array]) -> list[Array]:
+        """Those of the state's leaves that cross together."""
+        return self._divided(leaves)[0]
+
     def names(self, paths: Sequence[str]) -> list[str]:
         """What crosses, of the paths of the state's leaves."""
         small, large = self._divided(paths)
