@@ -275,6 +275,20 @@ def test_operations_are_those_that_xla_counts(name):
     assert gpu.operations(work) < found  # activations, biases and the loss besides
 
 
+def test_compiled_steps_are_counted_by_how_often_their_loops_turn():
+    from benchmarks.compiled import count
+
+    def turns(times):
+        def step(x, _):
+            return x @ x, None
+
+        program = jax.jit(lambda x: jax.lax.scan(step, x, None, times)[0])
+        return count(program.lower(jnp.ones((64, 64))).compile())
+
+    few, more, most = (turns(times).kernels for times in (4, 9, 14))
+    assert most - more == more - few >= 5
+
+
 def test_the_expert_and_optax_agree_on_a_step():
     work = dataclasses.replace(TOYS["W1"], steps=1, epochs=1, warm=0)
     model = models.build(work)

@@ -189,7 +189,7 @@ def _collectives(
             if not _is_later_link(module[computation], each):
                 yield _collective(module, computation, each, times, optional)
         elif each.opcode == "while":
-            trips = _trip_count(each)
+            trips = trip_count(each)
             turns = None if times is None or trips is None else times * trips
             # The condition is asked once more than the body runs.
             asked = None if times is None or turns is None else turns + times
@@ -339,7 +339,7 @@ def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _trip_count(loop: Instruction) -> int | None:
+def trip_count(loop: Instruction) -> int | None:
     """How often a loop runs; None if the program does not tell."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
