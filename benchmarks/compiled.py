@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
-from jaxdp.plan import hlo, repeated
+from jaxdp.plan import hlo
 from jaxdp.plan.hardware import topology
 from jaxdp.plan.hlo_text import Module
 from jaxdp.strategies import DataParallel
@@ -64,8 +64,7 @@ class Recurrent(eqx.Module):
         def step(state: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
             return self.cell(row, state), None
 
-        with jax.named_scope(repeated(len(x))):
-            state, _ = jax.lax.scan(step, jnp.zeros(512), x)
+        state, _ = jax.lax.scan(step, jnp.zeros(512), x)
         return self.head(state)
 
 
@@ -276,8 +275,7 @@ def block_by_block(case: Case, devices: list[Any]) -> Any:
             return jax.vmap(eqx.combine(whole, rest))(x), None
 
         x = jax.vmap(jax.vmap(model.letters))(x) + model.places
-        with jax.named_scope(repeated(len(model.blocks))):
-            x, _ = jax.lax.scan(apply, x, arrays)
+        x, _ = jax.lax.scan(apply, x, arrays)
         logits = jax.vmap(jax.vmap(lambda each: model.head(model.norm(each))))(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() / 8
 
@@ -376,7 +374,7 @@ def launched(module: Module, computation: str, times: int = 1) -> Iterator[tuple
         if code in FREE or code.endswith(("-done", "-update")):
             continue
         if code == "while":
-            turns = hlo.trip_count(each) or 1  # the compiler's own: unknown
+            turns = hlo.trip_count(module, computation, each) or 1
             yield from launched(module, each.body, times * turns)
         elif code in ("call", "conditional", "async-start"):
             for called in each.called:

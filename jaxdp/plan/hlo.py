@@ -189,7 +189,7 @@ def _collectives(
             if not _is_later_link(module[computation], each):
                 yield _collective(module, computation, each, times, optional)
         elif each.opcode == "while":
-            trips = trip_count(each)
+            trips = trip_count(module, computation, each)
             turns = None if times is None or trips is None else times * trips
             # The condition is asked once more than the body runs.
             asked = None if times is None or turns is None else turns + times
@@ -339,8 +339,51 @@ def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def trip_count(loop: Instruction) -> int | None:
-    """How often a loop runs; None if the program does not tell."""
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """How often a loop runs that stands there; None if the program does not tell."""
     if match := _TRIP_COUNT.search(loop.attributes):
         return int(match[1])
-    return times_of(loop.path)
+    if (named := times_of(loop.path)) is not None:
+        return named
+    return _counted(module, computation, loop)
+
+
+def _counted(module: Module, computation: str, loop: Instruction) -> int | None:
+    """What a counter says that goes up by one, from a constant to another.
+
+    So `scan` and `fori_loop` are written. TPU's compiler says no more of them.
+    """
+    test = module.root(loop.condition)
+    start, end = module[computation].get(loop.operands[0]), module.root(loop.body)
+    if test.opcode != "compare" or "direction=LT" not in test.attributes:
+        return None
+    counter = _made(module, loop.condition, test.operands[0])
+    if counter is None or counter.opcode != "get-tuple-element":
+        return None
+    if start is None or start.opcode != "tuple" or end.opcode != "tuple":
+        return None
+
+    first = _number(module, computation, start.operands[counter.index])
+    limit = _number(module, loop.condition, test.operands[1])
+    added = _made(module, loop.body, end.operands[counter.index])
+    if first is None or limit is None or added is None or added.opcode != "add":
+        return None
+    if 1 not in [_number(module, loop.body, name) for name in added.operands]:
+        return None
+    return max(0, limit - first)
+
+
+def _made(module: Module, computation: str, name: str) -> Instruction | None:
+    """The instruction that makes a value, behind copies of it."""
+    each = module[computation].get(name)
+    while each is not None and each.opcode in ("copy", "bitcast", "convert"):
+        each = module[computation].get(each.operands[0])
+    return each
+
+
+def _number(module: Module, computation: str, name: str) -> int | None:
+    """The value of an integer constant."""
+    found = _made(module, computation, name)
+    if found is None or found.opcode != "constant":
+        return None
+    return int(found.literal) if re.match(r"[su]\d+\[\]", found.shape) else None

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 _NAMES: Final = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION: Final = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION: Final = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _CALLED: Final = re.compile(
     r"\b(?:calls|body|condition|true_computation|false_computation)=%([\w.\-]+)"
 )
@@ -32,13 +32,21 @@ class Instruction(NamedTuple):
     shape: str
     opcode: str
     operands: tuple[str, ...]
+    literal: str
+    """What stands between the parentheses."""
     attributes: str
+    is_root: bool
 
     @property
     def path(self) -> str:
         """Where in the user's program it comes from; may be empty."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
+
+    @property
+    def index(self) -> int:
+        """Which element of a tuple a `get-tuple-element` takes."""
+        return int(self._attribute("index"))
 
     @property
     def body(self) -> str:
@@ -118,6 +126,10 @@ class Module:
             self._parsed[computation] = {each.name: each for each in found}
         return self._parsed[computation]
 
+    def root(self, computation: str) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next(each for each in self[computation].values() if each.is_root)
+
 
 def arrays_in(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape as printed; of a tuple, all that are in it."""
@@ -156,7 +168,10 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     opcode, behind = rest.split("(", 1)
     inside = matched("(" + behind)
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(match[1], shape, opcode, operands, behind[len(inside) - 1 :])
+    attributes = behind[len(inside) - 1 :]
+    return Instruction(
+        match[2], shape, opcode, operands, inside[1:-1], attributes, bool(match[1])
+    )
 
 
 def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:

@@ -46,7 +46,7 @@ def repeated(times: int) -> str:
 
 def times_of(path: str) -> int | None:
     """How often a loop runs, if its innermost scope has a name by `repeated`."""
-    match = re.search(r"\bruns_(\d+)_times\)*(?:/closed_call)*(?:/while)?$", path)
+    match = re.search(r"\bruns_(\d+)_times\)*(?:/while)?$", path)
     return int(match[1]) if match else None
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..basics.tree import leaf_path
-from ..step import repeated
 
 
 class Stack(eqx.Module):
@@ -68,9 +67,7 @@ def in_turn(rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         block, key = eqx.combine(own[0], rest), own[1]
         return (block(x) if key is None else block(x, key=key)), None
 
-    count = len(jax.tree.leaves(arrays)[0])
-    with jax.named_scope(repeated(count)):  # for plans: TPU programs do not tell
-        return jax.lax.scan(apply, x, (arrays, keys))[0]
+    return jax.lax.scan(apply, x, (arrays, keys))[0]
 
 
 def stacks_in(tree: PyTree) -> dict[str, tuple[tuple[Any, ...], int]]:

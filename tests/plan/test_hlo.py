@@ -369,6 +369,62 @@ ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
     assert gathered.overlapped
 
 
+# As the TPU compiler writes loops: without known_trip_count.
+COUNTED = (
+    HEADER
+    + ADD
+    + """%body (c: (s32[], f32[6])) -> (s32[], f32[6]) {
+  %c = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  %copied = s32[]{:T(128)} copy(%i)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%copied, %one)
+  %v = f32[6]{0} get-tuple-element(%c), index=1
+  %ar = f32[6]{0} all-reduce(%v), channel_id=1, replica_groups={}, to_apply=%add
+  ROOT %t = (s32[], f32[6]{0}) tuple(%next, %ar)
+}
+
+%condition (d: (s32[], f32[6])) -> pred[] {
+  %d = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%d), index=0
+  %n = s32[]{:T(128)} constant(7)
+  ROOT %lt = pred[]{:T(512)} compare(%j, %n), direction=LT
+}
+
+ENTRY %main (p: f32[6]) -> f32[6] {
+  %p = f32[6]{0} parameter(0)
+  %start = s32[]{:T(128)} constant(2)
+  %copied.1 = s32[]{:T(128)} copy(%start)
+  %t0 = (s32[], f32[6]{0}) tuple(%copied.1, %p)
+  %while = (s32[], f32[6]{0}) while(%t0), condition=%condition, body=%body
+  ROOT %out = f32[6]{0} get-tuple-element(%while), index=1
+}
+"""
+)
+
+
+def test_a_counter_tells_how_often_a_loop_runs_where_the_compiler_does_not():
+    (found,) = hlo.read(COUNTED).collectives
+    assert found.times == 5
+    assert found.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [
+        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} constant(2)"),
+        ("add(%copied, %one)", "multiply(%copied, %one)"),
+        ("direction=LT", "direction=NE"),
+        ("%n = s32[]{:T(128)} constant(7)", "%n = s32[]{:T(128)} negate(%j)"),
+        ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} abs(%p)"),
+    ],
+)
+def test_what_is_no_such_counter_tells_nothing(known, other):
+    assert COUNTED.count(known) == 1
+    (found,) = hlo.read(COUNTED.replace(known, other)).collectives
+    assert found.times is None
+
+
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="does not start with HloModule"):
         hlo.read("module @jit_f {}")

@@ -1,8 +1,5 @@
 """Collectives of a step: bytes, axes, hosts and places."""
 
-import re
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,7 +7,7 @@ import pytest
 from planned import HALVES, PARAMS, batch, trainer
 from toys import Apart
 
-from jaxdp import Pmap, Sharded, Stack, TensorParallel
+from jaxdp import Pmap, Sharded, TensorParallel
 from jaxdp.plan import hlo
 from jaxdp.plan.reading import place_of
 from jaxdp.step.jaxprs import repeated, times_of
@@ -81,28 +78,6 @@ def test_a_loop_of_unknown_length_may_say_how_often_it_runs():
     (inside,) = (each for each in plan.traffic if each.times == 5)
     assert inside.operand_bytes == 5 * 16 * 16 * 4
     assert times_of("jit(f)/runs_2_times/while/body/add") is None
-
-
-class Stacked(eqx.Module):
-    blocks: Stack
-    out: eqx.nn.Linear
-
-    def __call__(self, x):
-        return self.out(self.blocks(x))
-
-
-@pytest.mark.parametrize("remat", [False, True, "blocks.stacked"])
-def test_the_loops_over_a_stack_are_named(remat):
-    """Compilers for TPUs do not say how often a loop runs."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    blocks = Stack([eqx.nn.Linear(16, 16, key=key) for key in keys])
-    model = Stacked(blocks, eqx.nn.Linear(16, 8, key=keys[0]))
-    planned = trainer(Sharded(2), model, remat=remat)
-    planned.fit([batch(8)])
-    loops = re.findall(
-        r' while\(.*op_name="([^"]*)"', planned.compiled_train_step().as_text()
-    )
-    assert len(loops) >= 2 and {times_of(path) for path in loops} == {3}
 
 
 MLP = "eqx.nn.MLP/eqx.nn.Linear"
