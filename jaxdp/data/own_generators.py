@@ -109,7 +109,16 @@ def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
     for name, value in list(getattr(thing, "__dict__", {}).items()):
         yield f"{path}.{name}", value
-    for base in kind.__mro__:
-        for name, member in list(vars(base).items()):
-            if isinstance(member, types.MemberDescriptorType):  # of `__slots__`
-                yield f"{path}.{name}", getattr(thing, name, None)
+    for name in _slots(kind):
+        yield f"{path}.{name}", getattr(thing, name, None)
+
+
+@functools.lru_cache(1_000)  # a tensor's class has 800 members, and epochs may be short
+def _slots(kind: type) -> list[str]:
+    """The attributes that `__slots__` of a class and of its bases name."""
+    return [
+        name
+        for base in kind.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
