@@ -238,6 +238,22 @@ def test_another_number_of_replicas_begins_at_the_mean(saved, replicas):
     assert len(recorder.losses) == 5 and np.isfinite(recorder.losses).all()
 
 
+def test_more_replicas_begin_at_the_mean_too(saved, tmp_path):
+    few, _ = resumed(saved[0], LocalSGD(every=3, devices=2))
+    few.save(tmp_path / "few")
+    many, recorder = resumed(tmp_path / "few", LocalSGD(every=3, devices=4))
+    assert_same(many.state.params, few.state.params)
+    for own, old in zip(
+        jax.tree.leaves(local_of(many).replicas),
+        jax.tree.leaves(local_of(few).replicas),
+        strict=True,
+    ):
+        mean = np.asarray(old).mean(0)
+        np.testing.assert_allclose(own, [mean] * 4, rtol=1e-6, atol=1e-8)
+    many.fit(DATA, max_epochs=2)
+    assert np.isfinite(recorder.losses).all()
+
+
 def test_another_strategy_says_that_the_optimizer_is_another(saved):
     with pytest.raises(ValueError, match="The optimizer is a different one"):
         resumed(saved[0], Sharded())
