@@ -25,7 +25,7 @@ Leaves = list[np.ndarray]
 class Form:
     """One form of batches, and the size that they are padded to."""
 
-    __slots__ = "full", "key", "of_rows", "of_whole", "size", "text", "usual", "wholes"
+    __slots__ = "full", "key", "of_rows", "of_whole", "size", "text", "wholes"
 
     def __init__(self, key: Key):
         self.key = key
@@ -42,7 +42,6 @@ class Form:
         ]
         self.size = 0  # rows of a padded batch, of all processes
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
-        self.usual: Any = None  # `Dispatch.shape` of one that is
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """The leaves that have rows, and those that have none."""
@@ -98,7 +97,6 @@ class Forms:
         if rows > form.size:
             size = form.size = self.sizes[form.text] = self.rounded(rows)
             form.full = (size // self._num_blocks,) * self._num_blocks
-            form.usual = True, 1, ((1, size, form.text),)
 
     def start_from(self, sizes: Mapping[str, int]) -> None:
         """Pads as if these were the sizes so far."""

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +16,7 @@ from .batches import Portion, counts_of, shown
 from .forms import Form, Forms, Leaves, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
+_LOOK: Final = operator.attrgetter("shape", "dtype")
 
 _Counts = tuple[int, ...]
 """How many real rows each block of a batch has."""
@@ -84,13 +86,15 @@ class Packer:
             for batch, (leaves, *_) in zip(batches, found, strict=True)
         ]
         steps = len(windows)
-        is_alone = slots == steps == 1
-        leaves, whole, form = found[0]
-        if is_alone and counts[0] == form.full and not self.rows_interact:
+        form, count = found[0][2], steps * slots
+        is_full = counts == [form.full] * count and not self.rows_interact
+        if is_full and all([other is form for _, _, other in found]):
             # Most batches, and as quick as can be: small steps wait for this.
-            groups = [self._group([leaves], [whole], counts, form)]
-            sizes, forms = [form.size], (form.text,)
-            return Dispatch(windows, groups, True, sizes, forms, form.usual)
+            micros, wholes, _ = map(list, zip(*found, strict=True))
+            groups = [self._group(micros, wholes, counts, form)]
+            rows, shapes = [slots * form.size] * steps, ((count, form.size, form.text),)
+            forms = (form.text,)
+            return Dispatch(windows, groups, True, rows, forms, (True, steps, shapes))
 
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
@@ -104,7 +108,7 @@ class Packer:
 
         split = True
         if not self.rows_interact:
-            micros, counts = self._padded(micros, counts, forms, steps * slots)
+            micros, counts = self._padded(micros, counts, forms, count)
             missing = len(micros) - len(forms)
             wholes, forms = wholes + wholes[-1:] * missing, forms + forms[-1:] * missing
             sizes = [form.size for form in forms]
@@ -154,13 +158,16 @@ class Packer:
         def forms(window: list[Batch]) -> Any:
             return {key_of(shown(batch)) for batch in window}
 
-        if len(windows) == 1:
+        if len(windows) == 1 or _are_same(windows):
             return iter([windows])
         return (list(run) for _, run in itertools.groupby(windows, forms))
 
     def can_stack(self, windows: list[list[Batch]], slots: int) -> bool:
         """Whether steps, which are `alike`, would be one group, of the sizes that they
         have one by one."""
+        if _are_same(windows):
+            count = sum(map(len, windows))
+            return not self.rows_interact or count == slots * len(windows)
         if len(keys := {key_of(shown(batch)) for batch in windows[0]}) > 1:
             return False
         counts = [counts_of(batch) for window in windows for batch in window]
@@ -237,6 +244,21 @@ class Packer:
         if form.wholes:
             whole = jax.tree.unflatten(form.of_whole, _stacked(wholes))
         return Group(batch, _counts(tuple(counts), self._in_order), whole)
+
+
+def _are_same(windows: list[list[Batch]]) -> bool:
+    """Whether all batches are seen at once to have the same shapes, rows included.
+
+    As most have. A small step waits for this, and takes as long as flattening a batch.
+    """
+    batches = list(itertools.chain.from_iterable(windows))
+    if any(type(batch) is not tuple for batch in batches):
+        return False
+    try:
+        looks = [[*map(_LOOK, batch)] for batch in batches]
+    except AttributeError:  # something nested
+        return False
+    return bool(looks) and all([look == looks[0] for look in looks])
 
 
 def _stacked(micros: list[Leaves]) -> Leaves:
