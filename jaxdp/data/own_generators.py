@@ -119,6 +119,6 @@ def _slots(kind: type) -> list[str]:
     return [
         name
         for base in kind.__mro__
-        for name, member in vars(base).items()
+        for name, member in list(vars(base).items())
         if isinstance(member, types.MemberDescriptorType)
     ]

@@ -249,7 +249,8 @@ class Packer:
 def _are_same(windows: list[list[Batch]]) -> bool:
     """Whether all batches are seen at once to have the same shapes, rows included.
 
-    As most have. A small step waits for this, and takes as long as flattening a batch.
+    Most batches do. Small steps wait for this check, so it costs no more than to
+    flatten each batch once.
     """
     batches = list(itertools.chain.from_iterable(windows))
     if any(type(batch) is not tuple for batch in batches):
