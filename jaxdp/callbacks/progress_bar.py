@@ -111,7 +111,8 @@ class ProgressBar(Callback):
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
         rates = self._train.rates(trainer.run.progress.examples)
-        while rates and len(", ".join([start, *rates, *facts])) > _width(self._out):
+        width = math.inf if self._bar_type is None else _width(self._out)
+        while rates and len(", ".join([start, *rates, *facts])) > width:
             rates.pop()
         self._close()
         self._print(", ".join([start, *rates, *facts]))

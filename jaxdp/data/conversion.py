@@ -122,12 +122,12 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu()
             if leaf.dtype == torch.bfloat16:
                 import ml_dtypes
 
-                return leaf.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-            return leaf.resolve_conj().resolve_neg().numpy()
+                bits = leaf.detach().view(torch.int16)
+                return bits.numpy(force=True).view(ml_dtypes.bfloat16)
+            return leaf.numpy(force=True)
         if isinstance(leaf, jax.Array):
             return np.asarray(leaf)
     except TypeError:  # sparse, float8, PRNG keys: no plain numbers

@@ -9,7 +9,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,9 @@ _FOREIGN: Final = set(
 )
 """Packages whose objects decide no batches, and lead far away."""
 
+_of_each_class = functools.lru_cache(1_000)
+"""Worked out once: a tensor's class has 800 members, and epochs may be short."""
+
 
 def find(parts: Mapping[str, Any], apart: Any = None) -> dict[str, Any]:
     """The generators in `parts`, but not in what is `apart`: each once, by its path.
@@ -44,7 +47,7 @@ def find(parts: Mapping[str, Any], apart: Any = None) -> dict[str, Any]:
     waiting = collections.deque(parts.items())
     while waiting and len(seen) < _MOST_OBJECTS:
         path, thing = waiting.popleft()
-        if id(thing) in seen or type(thing) in _ATOMS:
+        if type(thing) in _ATOMS or id(thing) in seen:
             continue
         if (generator := _generator(thing)) is None:
             seen[id(thing)] = thing
@@ -68,10 +71,10 @@ def _globals() -> set[int]:
 
 def _generator(thing: Any) -> Any:
     """What has the state, if this is a generator."""
+    if not _may_generate(type(thing)):
+        return None
     if isinstance(thing, np.random.Generator):
         return thing.bit_generator
-    if isinstance(thing, np.random.RandomState | np.random.BitGenerator):
-        return thing
     if isinstance(thing, random.Random):
         # What tells its state in its own way has one of its own kind.
         inherits = all(
@@ -79,41 +82,57 @@ def _generator(thing: Any) -> Any:
             for name in ("getstate", "setstate")
         )
         return thing if inherits else None
+    return thing
+
+
+@_of_each_class
+def _may_generate(kind: type) -> bool:
+    generators = np.random.Generator, np.random.RandomState, np.random.BitGenerator
     torch = sys.modules.get("torch")
-    is_torchs = torch is not None and isinstance(thing, torch.Generator)
-    return thing if is_torchs else None
+    torchs = () if torch is None else (torch.Generator,)
+    return issubclass(kind, (*generators, random.Random, *torchs))
 
 
 def _inside(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """What a container or an object holds."""
-    if isinstance(thing, functools.partial):
-        yield f"{path}.func", thing.func
-        yield f"{path}.args", thing.args
-        yield f"{path}.keywords", thing.keywords
-        return
-    if isinstance(thing, types.MethodType):
-        yield f"{path}.__self__", thing.__self__
-        return
+    """What a container or an object holds, numbers and the like left out."""
     kind = type(thing)
-    if isinstance(thing, _CLOSED) or kind.__module__.partition(".")[0] in _FOREIGN:
+    if isinstance(thing, functools.partial):
+        names: Iterable[str] = ("func", "args", "keywords")
+        own: Mapping[str, Any] = {}
+    elif isinstance(thing, types.MethodType):
+        names, own = ("__self__",), {}
+    elif _is_closed(kind):
         return
+    else:
+        names, own = _slots(kind), getattr(thing, "__dict__", {})
 
     # What is a mapping by name alone may read files.
     if isinstance(thing, list | tuple | collections.deque | dict):
         if len(thing) <= _MOST_ITEMS:
             items = thing.items() if isinstance(thing, dict) else enumerate(thing)
             for key, value in list(items):
-                yield f"{path}[{key!r}]", value
+                if type(value) not in _ATOMS:
+                    yield f"{path}[{key!r}]", value
     if kind in _CONTAINERS:
         return
 
-    for name, value in list(getattr(thing, "__dict__", {}).items()):
-        yield f"{path}.{name}", value
-    for name in _slots(kind):
+    for name, value in list(own.items()):
+        if type(value) not in _ATOMS:
+            yield f"{path}.{name}", value
+    for name in names:
         yield f"{path}.{name}", getattr(thing, name, None)
 
 
-@functools.lru_cache(1_000)  # a tensor's class has 800 members, and epochs may be short
+@_of_each_class
+def _is_closed(kind: type) -> bool:
+    """Whether objects of a class are not looked into."""
+    torch = sys.modules.get("torch")
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _FOREIGN
+
+
+@_of_each_class
 def _slots(kind: type) -> list[str]:
     """The attributes that `__slots__` of a class and of its bases name."""
     return [

@@ -243,6 +243,9 @@ class Engine:
         many steps is there or worth its compilation; otherwise one for each, packed
         when its turn comes.
         """
+        if len(windows) == 1:
+            yield self._single(windows[0])
+            return
         packer = self.packers["train"]
         for run in packer.alike(windows):
             together = (
@@ -338,7 +341,7 @@ class Engine:
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
-        self.held.write({self.held.totals: self.programs.steps.new_totals()})
+        self.held.zero_totals()
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""

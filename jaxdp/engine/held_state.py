@@ -5,6 +5,7 @@ costs more than a small step.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import equinox as eqx
@@ -96,8 +97,9 @@ class HeldState:
 
         It would read back as set, and no step would ever see it.
         """
-        given, leaves = self._made.get("handed out", (None, []))
-        where = _written_to(given, leaves)
+        if "handed out" not in self._made:
+            return
+        where = _written_to(*self._made["handed out"])
         if where is None:
             return
         del self._made["handed out"]
@@ -133,11 +135,20 @@ class HeldState:
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
         """Sets leaves of the state, by their place in it, to others of their kind."""
-        self.check_handed_out()
-        self.arrays, self._made = list(self.arrays), {}
-        with no_ambient_mesh():
+        with self._written():
             for place, leaf in leaves.items():
                 self.flat.write(self.arrays, place, leaf)
+
+    def zero_totals(self) -> None:
+        """Sets the epoch's sums to zero."""
+        with self._written():
+            self.flat.zero(self.arrays, self.totals)
+
+    def _written(self) -> AbstractContextManager[Any]:
+        """Around what changes `arrays`."""
+        self.check_handed_out()
+        self.arrays, self._made = list(self.arrays), {}
+        return no_ambient_mesh()
 
     def named_arrays(self) -> dict[str, Array]:
         """What crosses into the compiled step, by the paths of the leaves in it."""

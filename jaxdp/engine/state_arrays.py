@@ -56,6 +56,7 @@ class Flat:
         self._join = jax.jit(_joined, out_shardings=sharding)
         self._part = jax.jit(self._parted, out_shardings=sharding)
         self._write = jax.jit(jax.lax.dynamic_update_slice, out_shardings=sharding)
+        self._zero = jax.jit(self._zeroed, static_argnums=1, out_shardings=sharding)
 
     def pack(self, leaves: Sequence[Array]) -> list[Array]:
         """The arrays that cross, of the state's leaves, while a step is traced."""
@@ -99,6 +100,17 @@ class Flat:
         else:
             arrays[number] = put(value, arrays[number].sharding)
 
+    def zero(self, arrays: list[Array], place: int) -> None:
+        """Sets the state's leaf number `place` to zeros. Nothing is waited for.
+
+        Every epoch does, and that nothing crosses for it saves a short one 30 us.
+        """
+        shape, dtype = self._shapes[place]
+        if place in self._spans:
+            arrays[0] = self._zero(arrays[0], place)
+        else:
+            self.write(arrays, place, np.zeros(shape, dtype))
+
     def small(self, leaves: Sequence[Array]) -> list[Array]:
         """Those of the state's leaves that cross together."""
         return self._divided(leaves)[0]
@@ -124,6 +136,9 @@ class Flat:
             return list(arrays)
         small, large = iter(part(arrays[0])), iter(arrays[1:])
         return [next(large if number else small) for number in self.places]
+
+    def _zeroed(self, joined: Array, place: int) -> Array:
+        return joined.at[self._spans[place]].set(0)
 
     def _parted(self, joined: Array) -> list[Array]:
         found = []

@@ -121,8 +121,10 @@ class Metrics(Mapping[str, Any]):
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
-    rows, *sums = (totals[0].astype(np.float64) - totals[1]).tolist()
-    weights = dict(zip(facts.weighted, sums[len(facts.names) :], strict=False))
+    names = (*facts.names, *facts.weighted)
+    first = totals[:, : 1 + len(names)].astype(np.float64)
+    rows, *sums = (first[0] - first[1]).tolist()
+    weights = dict(zip(facts.weighted, sums[len(facts.names) :], strict=True))
 
     def mean(name: str, total: float) -> float:
         # There may be no rows: every step of the epoch was skipped.
