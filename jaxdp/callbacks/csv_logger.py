@@ -1,5 +1,6 @@
 """The numbers of a run as a table, and what the run was made of beside it."""
 
+import contextlib
 import csv
 import datetime
 import io
@@ -68,34 +69,14 @@ class CSVLogger(Logger):
         self._rows = 0
         self._last: dict[str, str] | None = None  # row; mends a torn one
 
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if not trainer.is_global_zero:
-            return
-        table = self._folder(trainer) / self.name
-        for path in _files_of(table):
-            if path.is_dir():
-                raise IsADirectoryError(
-                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder,"
-                    " but the table is a file. Move it away, or pass another"
-                    " `name`."
-                )
-        if self._restored is not None and table.exists():
-            try:  # what is wrong with it is found before the first step
-                read_table(table)
-            except csv.Error as error:
-                raise ValueError(
-                    f"`CSVLogger`: {str(table)!r} can't be read as a table: {error}."
-                    " Move it away, or restore it from a copy."
-                ) from error
-
     def open(self, trainer: Trainer, folder: Path) -> None:
         path, run, known = folder / self.name, trainer.run, self.path
         self.path = self._table = path
         whose = _run_of(path)
         columns, rows, torn = [], [], False
         if self._restored is not None and path.exists() and whose in (None, run.id):
-            columns, rows, torn = read_table(path)
+            with contextlib.suppress(csv.Error):  # a damaged one is moved away below
+                columns, rows, torn = read_table(path)
 
         if columns[:2] == ["epoch", "step"]:
             self._columns = columns
@@ -104,9 +85,9 @@ class CSVLogger(Logger):
             self._columns, self._rows, self._last = [], 0, None
             if path.exists():
                 kept = free_name(path)
-                for old, new in zip(_files_of(path), _files_of(kept), strict=True):
-                    if old.exists():
-                        os.replace(old, new)
+                for suffix in (path.suffix, ".json", SUFFIX):
+                    if path.with_suffix(suffix).exists():
+                        path.with_suffix(suffix).rename(kept.with_suffix(suffix))
                 announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
 
         epoch_names = [
@@ -186,11 +167,6 @@ class CSVLogger(Logger):
             write_whole(self._table, _text(self._columns, rows, with_head=True))
 
 
-def _files_of(table: Path) -> list[Path]:
-    """A table and what is written beside it."""
-    return [table, table.with_suffix(".json"), table.with_suffix(SUFFIX)]
-
-
 def _text(
     columns: list[str], rows: Iterable[Mapping[str, Any]], *, with_head: bool
 ) -> str:
@@ -202,13 +178,10 @@ def _text(
     return text.getvalue()
 
 
-def _kind(column: str) -> int:
+def _kind(column: str) -> tuple[bool, bool, bool]:
     """Sorts the columns of steps before those of epochs and of validations."""
-    if column in ("epoch", "step"):
-        return 0
-    if column.startswith(EPOCH):
-        return 2
-    return 3 if column.startswith(VALIDATION) else 1
+    is_place = column in ("epoch", "step")
+    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
 
 
 def _run_of(table: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,33 +72,29 @@ class MLFlowLogger(Logger):
         if self.tracking_uri is None:
             self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             artifacts = (folder / "mlartifacts").resolve().as_uri()
-        self._client = _quietly(
-            self._mlflow.MlflowClient, tracking_uri=self.tracking_uri
-        )
+        self._client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is not None and self._goes_on(trainer):
             return
-        found = self._call("get_experiment_by_name", self.experiment_name)
-        if found is None:
-            id = self._call("create_experiment", self.experiment_name, artifacts)
-        else:
-            id = found.experiment_id
-        run = self._call("create_run", id, run_name=self.run_name, tags=self.tags)
+        name = self.experiment_name
+        found = self._client.get_experiment_by_name(name)
+        id = found and found.experiment_id
+        id = id or self._client.create_experiment(name, artifacts)
+        run = self._client.create_run(id, run_name=self.run_name, tags=self.tags)
         self.run_id = run.info.run_id
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         metric, now = self._mlflow.entities.Metric, int(time.time() * 1000)
         named = {"epoch": epoch, **values}
         metrics = [metric(k, float(v), now, step) for k, v in named.items()]
-        self._call("log_batch", self.run_id, metrics=metrics)
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def log_run(self, facts: Facts) -> None:
         entities = self._mlflow.entities
         # A run that is gone on with has parameters, which MLflow won't change.
-        known = self._call("get_run", self.run_id).data.params
+        known = self._client.get_run(self.run_id).data.params
         new = {k: v for k, v in facts["hyperparameters"].items() if k not in known}
         tags = {k: v for k, v in flat(facts).items() if "/" in k}
-        self._call(
-            "log_batch",
+        self._client.log_batch(
             self.run_id,
             params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
             tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
@@ -108,22 +103,22 @@ class MLFlowLogger(Logger):
     def log_plan(self, plan: Any) -> None:
         """Keeps the plan as the page `plan.html` and as the text `plan.txt`."""
         super().log_plan(plan)
-        self._call("log_text", self.run_id, page(plan), "plan.html")
+        self._client.log_text(self.run_id, page(plan), "plan.html")
 
     def log_text(self, name: str, text: str) -> None:
         """Keeps a text as the file `<name>.txt`; during a fit."""
-        self._call("log_text", self.run_id, text, f"{name}.txt")
+        self._client.log_text(self.run_id, text, f"{name}.txt")
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Keeps a `matplotlib.figure.Figure` as `<name>.png`; during a fit."""
-        self._call("log_figure", self.run_id, figure, f"{name}.png")
+        self._client.log_figure(self.run_id, figure, f"{name}.png")
 
     def close(self) -> None:
         if self._client is not None:
             is_stopped = isinstance(self._error, KeyboardInterrupt)
             failed = "KILLED" if is_stopped else "FAILED"
             status = failed if self._error else "FINISHED"
-            self._call("set_terminated", self.run_id, status)
+            self._client.set_terminated(self.run_id, status)
         self._client = None
 
     def own_state(self) -> dict[str, Any]:
@@ -138,7 +133,7 @@ class MLFlowLogger(Logger):
     def _goes_on(self, trainer: Trainer) -> bool:
         """Whether the store has the run `run_id`, which then runs again."""
         try:
-            self._call("update_run", self.run_id, status="RUNNING")
+            self._client.update_run(self.run_id, status="RUNNING")
         except self._mlflow.exceptions.MlflowException:
             if self._saved_in is None:  # it is the user who wants to go on with it
                 raise
@@ -151,13 +146,3 @@ class MLFlowLogger(Logger):
             self.run_id = None
             return False
         return True
-
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return _quietly(getattr(self._client, method), *arguments, **options)
-
-
-def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
-    """Calls it without the deprecations that MLflow meets in its own dependencies."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*arguments, **options)

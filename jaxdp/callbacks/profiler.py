@@ -4,7 +4,7 @@ import contextlib
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -111,11 +111,12 @@ class Profiler(Callback):
             self._step.close()
             self._stop(trainer)
         else:
-            steps = f"the fit had {self._seen} steps"
-            text = (
-                f"nothing was traced: {steps}, and `start_step` is {self.start_step}."
+            announce(
+                trainer,
+                "Profiler",
+                f"nothing was traced: the fit had {self._seen} steps, and `start_step`"
+                f" is {self.start_step}.",
             )
-            announce(trainer, "Profiler", text)
 
     def _start(self, trainer: Trainer) -> None:
         jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for the device
@@ -135,9 +136,7 @@ class Profiler(Callback):
         first = self._first or 0
         steps = trainer.global_step - first
         try:
-            jax.block_until_ready(
-                trainer.run.engine.held.arrays
-            )  # waits for the device
+            jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for it
         finally:
             jax.profiler.stop_trace()
         if steps == 0:
@@ -178,28 +177,19 @@ def operations(
         # Python 3.12 warns of how jaxlib makes its types; where warnings are errors,
         # that would end the process.
         warnings.simplefilter("ignore", DeprecationWarning)
-        for name, duration in _device_events(data.planes):
-            if not name.startswith(_CONTAINERS):
-                seconds[name] += duration * 1e-9
-                calls[name] += 1
+        for line in (line for plane in data.planes for line in plane.lines):
+            for event in line.events:
+                # CPUs and GPUs say which operation an event is of; TPUs keep a line.
+                name = dict(event.stats).get("hlo_op")
+                if name is None and line.name == "XLA Ops":
+                    name = event.name.removeprefix("%").split(" ")[0]
+                if name is not None and not str(name).startswith(_CONTAINERS):
+                    seconds[str(name)] += event.duration_ns * 1e-9
+                    calls[str(name)] += 1
     return [
         Operation(name, time, calls[name], known.get(name, ""))
         for name, time in sorted(seconds.items(), key=lambda item: -item[1])
     ]
-
-
-def _device_events(planes: Iterable[Any]) -> Iterable[tuple[str, float]]:
-    """Name and nanoseconds of what ran on a device."""
-    for plane in planes:
-        for line in plane.lines:
-            for event in line.events:
-                # CPUs and GPUs say which operation an event is of; TPUs keep a line.
-                operation = dict(event.stats).get("hlo_op")
-                if operation is not None:
-                    yield str(operation), event.duration_ns
-                elif line.name == "XLA Ops":
-                    name = event.name.removeprefix("%").split(" ")[0]
-                    yield name, event.duration_ns
 
 
 def _sources(program: str) -> dict[str, str]:
@@ -215,16 +205,12 @@ def _table(found: list[Operation], top: int, steps: int) -> list[str]:
     total = sum(operation.seconds for operation in found)
     if not total:
         return ["no operations were found in the trace"]
-    found, rest = found[:top], found[top:]
-    if rest:
-        seconds = sum(operation.seconds for operation in rest)
-        calls = sum(operation.calls for operation in rest)
-        found.append(Operation(f"{len(rest)} others", seconds, calls, ""))
     lines = [f"{'ms/step':>9} {'share':>6} {'calls':>6}  operation"]
-    for name, seconds, calls, source in found:
+    for name, seconds, calls, source in found[:top]:
         short = source if len(source) <= 80 else f"{source[:77]}..."
         lines.append(
             f"{seconds / steps * 1e3:9.3f} {seconds / total:6.1%} {calls:6}  {name}"
             + (f"  ({short})" if source else "")
         )
-    return lines
+    others = len(found) - top
+    return lines if others <= 0 else [*lines, f"and {others} others"]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
+from ..plan.text import in_seconds
 from ..reports import in_words
 from .base import Callback, Trainer
 from .monitor import LAG, in_notebook
@@ -106,7 +107,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         took = time.perf_counter() - self._train.began
-        start = f"{self._train.name}: {_clock(took)}"
+        start = f"{self._train.name}: {in_seconds(took)}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
@@ -220,7 +221,7 @@ class _Pass:
         share = f"{self.done}/{self.total} batches ({self.done / self.total:.0%})"
         seconds = time.perf_counter() - self.began - self.lost
         left = seconds / (self.done - self.first) * (self.total - self.done)
-        return ", ".join([f"{self.name}: {share}", f"{_clock(left)} left", *facts])
+        return ", ".join([f"{self.name}: {share}", f"{in_seconds(left)} left", *facts])
 
     def close(self) -> None:
         if self.bar is not None:
@@ -268,11 +269,3 @@ def _find_bar_type(out: Outlet | None) -> Any:
         return None
     # No monitor thread: there is none to fork, and nothing for it to do.
     return type("Bar", (tqdm,), {"monitor_interval": 0})
-
-
-def _clock(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -77,32 +77,21 @@ def optimizer_text(update: Any) -> str:
     """The stages of an optax optimizer with their numbers, as far as its closures show
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
     function = inspect.unwrap(update)
-    if not inspect.isroutine(function):
-        return type(function).__name__
     inside = closed_over(function)
-    maker = _maker(function)
-    if inspect.ismethod(function):
-        maker = type(function.__self__).__name__
-
+    own = [
+        f"{name}={plain(value)}"
+        for name, value in inside.items()
+        # Numbers, and functions that can be imported, such as optax.adam.
+        if isinstance(value, int | float)
+        or "<" not in getattr(value, "__qualname__", "<")
+    ]
     stages = [
         optimizer_text(each) for value in inside.values() for each in updates_in(value)
     ]
-    told = ((name, _told(value)) for name, value in inside.items())
-    own = ", ".join(f"{name}={text}" for name, text in told if text)
-    if own or not stages and maker != "identity":
-        stages.insert(0, f"{maker}({own})")
-    return ", ".join(stage for stage in stages if stage)
-
-
-def _told(value: Any) -> str:
-    """A number, or who made a function; "" for all else."""
-    if isinstance(value, float | int | np.number) and not isinstance(value, bool):
-        return f"{float(value):g}"
-    return _maker(value) if inspect.isfunction(value) and not updates_in(value) else ""
-
-
-def _maker(function: Any) -> str:
-    return function.__qualname__.split(".<locals>")[0]
+    if own or not stages:
+        maker = getattr(function, "__qualname__", type(function).__name__)
+        stages.insert(0, f"{maker.split('.<locals>')[0]}({', '.join(own)})")
+    return ", ".join(each for each in stages if each not in ("", "identity()"))
 
 
 def _is_model(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """Which saved state is which callback's, in whatever order they are listed."""
 
-import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,15 +25,17 @@ def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
     """The states in a checkpoint, by the present name of the callback they belong to.
 
     Of callbacks of one class each gets the state of the one with its identity; else of
-    the one whose path ends most alike, as in a folder that was moved; else of the one
+    the one whose path has its last name, as in a folder that was moved; else of the one
     at its place.
     """
     saved, whose = meta["callbacks"], meta["identities"]
+    name_in = os.path.basename
     pairs = sorted(
-        (-_likeness(identity, whose.get(old, "")), old != new, new, old)
-        for new, identity in identities(trainer).items()
+        (own != other, name_in(own) != name_in(other), old != new, new, old)
+        for new, own in identities(trainer).items()
         for old in saved
         if _class(old) == _class(new)
+        for other in [whose.get(old, "")]
     )
     found: dict[str, str] = {}
     for *_, new, old in pairs:
@@ -55,9 +56,3 @@ def name_of(trainer: Trainer, callback: Callback) -> str:
 
 def _class(name: str) -> str:
     return name.partition(":")[0]
-
-
-def _likeness(one: str, other: str) -> float:
-    """How many parts at the end of two paths are the same."""
-    ends = [path.split(os.sep)[::-1] for path in (one, other)]
-    return math.inf if one == other else len(os.path.commonprefix(ends))

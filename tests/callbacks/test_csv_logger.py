@@ -142,7 +142,7 @@ def test_the_record_says_what_the_run_was_made_of(tmp_path):
     assert found["width"] == 64 and found["seed"] == 9
     assert found["model"] == "Linear" and found["loss"] == "cross_entropy"
     assert found["parameters"] == 15 and found["max_epochs"] == 3
-    assert found["optimizer"].startswith("clip_by_global_norm(max_norm=1), scale_by_")
+    assert found["optimizer"].startswith("clip_by_global_norm(max_norm=1.0), scale_by_")
     assert found["strategy"].startswith("SingleDevice(")
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"]["num_devices"] == 8
