@@ -79,7 +79,7 @@ class EarlyStopping(MetricCheck):
         if self._is_restored and self._last is not None:
             # A run that was killed when it was to stop has nothing more to do, unless
             # the rules are others now.
-            self._stop_if(self._reason(*self._last), trainer)
+            self._stop_if_due(trainer, *self._last)
         self._is_restored = False
 
     def check(self, trainer: Trainer, value: float) -> None:
@@ -91,10 +91,9 @@ class EarlyStopping(MetricCheck):
             learned = engine.strategy.fetch(_learned(engine.state))
             self._best = trainer.global_step, learned
         self._last = value, improved
-        self.reason = self._reason(value, improved)
+        self._stop_if_due(trainer, value, improved)
         if self.reason is not None:
             self.stopped_epoch = trainer.current_epoch
-        self._stop_if(self.reason, trainer)
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True  # a resumed run continues from this end
@@ -127,12 +126,12 @@ class EarlyStopping(MetricCheck):
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
 
-    def _stop_if(self, reason: str | None, trainer: Trainer) -> None:
-        if reason is None:
-            return
-        trainer.should_stop, self.reason = True, reason
-        if self.verbose:
-            announce(trainer, "EarlyStopping", reason)
+    def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
+        self.reason = self._reason(value, improved)
+        if self.reason is not None:
+            trainer.should_stop = True
+            if self.verbose:
+                announce(trainer, "EarlyStopping", self.reason)
 
     def _reason(self, value: float, improved: bool) -> str | None:
         """Why to stop now, or None."""

@@ -25,14 +25,13 @@ from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
 from ..history import rank
 from .base import Callback, Trainer
-from .monitor import announce, check_logged, check_monitor
+from .monitor import announce, check_monitor
 from .states import saved_state
 
 _SAVED = fields(
     {
         "scores": each(row(whole(), number_text())),
         "score": maybe(number_text()),
-        "is_fresh": truth(),
         "is_due": truth(),
         "kept_for_resuming": maybe(whole()),
     },
@@ -126,8 +125,7 @@ class ModelCheckpoint(Callback):
         self._dir: CheckpointDir | None = None
         self._run_id: str | None = None
         self._scores: dict[int, float] = {}  # of every step that is saved
-        self._score: float | None = None
-        self._is_fresh = False
+        self._score = math.nan  # before the first: worse than anything that comes
         self._is_due = False
         self._kept_for_resuming: int | None = None
         self._saving: tuple[int, checkpoint.Saving] | None = None
@@ -167,7 +165,7 @@ class ModelCheckpoint(Callback):
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone = False
         if self._run_id not in (None, trainer.run.id) and not self._is_restored:
-            self._score, self._is_fresh, self._kept_for_resuming = None, False, None
+            self._score, self._kept_for_resuming = math.nan, None
         self._run_id = trainer.run.id
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
@@ -179,7 +177,7 @@ class ModelCheckpoint(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.monitor is not None:
-            check_monitor(trainer, "ModelCheckpoint", self.monitor)
+            check_monitor(trainer, self, self.monitor)
         self._saved_at = time.monotonic()
 
     def next_stop(self, trainer: Trainer) -> int | None:
@@ -200,18 +198,17 @@ class ModelCheckpoint(Callback):
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if trainer.run.is_fitting:
-            self._look(metrics)
+            self._score = metrics.get(self.monitor or "", self._score)
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.monitor is not None:
-            check_logged(trainer, "ModelCheckpoint", self.monitor, metrics)
-        self._look(metrics)
+            check_monitor(trainer, self, self.monitor, metrics)
+            self._score = metrics.get(self.monitor, self._score)
         every = self.every_n_epochs
         # An epoch without a value of its own can't be judged by an older model's.
-        judged = self.monitor is None or self._is_fresh
+        judged = self.monitor is None or self.monitor in metrics
         if every is not None and (trainer.current_epoch + 1) % every == 0 and judged:
             self._is_due = True
-        self._is_fresh = False
 
     def on_boundary(self, trainer: Trainer) -> None:
         self._settle()
@@ -228,8 +225,7 @@ class ModelCheckpoint(Callback):
             if trainer.global_step and trainer.global_step not in self._scores:
                 self._kept_for_resuming = step = trainer.global_step
                 # The last value was another model's: this one must not displace its.
-                judged = self._new(step) if self.monitor is None else {step: math.nan}
-                self._begin(trainer, judged)
+                self._begin(trainer, float(step) if self.monitor is None else math.nan)
                 self._settle(wait=True)
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -251,8 +247,7 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "scores": [[step, str(score)] for step, score in self._scores.items()],
-            "score": None if self._score is None else str(self._score),
-            "is_fresh": self._is_fresh,
+            "score": str(self._score),
             "is_due": self._is_due,
             "kept_for_resuming": self._kept_for_resuming,
             "best_first": self._ranked(self._scores),  # for `load_model`
@@ -263,13 +258,8 @@ class ModelCheckpoint(Callback):
         self._is_restored = True
         self._scores = _scores_in(state)
         self._is_due = state["is_due"]
-        self._score = None if state["score"] is None else float(state["score"])
-        self._is_fresh = state["is_fresh"]
+        self._score = float("nan" if state["score"] is None else state["score"])
         self._kept_for_resuming = state["kept_for_resuming"]
-
-    def _look(self, metrics: dict[str, float]) -> None:
-        if self.monitor in metrics:
-            self._score, self._is_fresh = metrics[self.monitor], True
 
     def _save_if_due(self, trainer: Trainer) -> None:
         # After the last step of an epoch its validation comes first: that is what the
@@ -281,25 +271,19 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Begins to save the present step, if it is to be kept."""
         self._settle(wait=True)  # one at a time
-        step, judged = trainer.global_step, self._new(trainer.global_step)
+        step = trainer.global_step
+        score = float(step) if self.monitor is None else self._score
         if step not in self._scores:
-            if step in self._kept(self._scores | judged):
-                self._begin(trainer, judged)
+            if step in self._kept({**self._scores, step: score}):
+                self._begin(trainer, score)
         elif math.isnan(self._scores[step]):  # by a signal, before it was judged
-            self._scores |= judged
+            self._scores[step] = score
             self._remove_what_is_not_kept()
 
-    def _new(self, step: int) -> dict[int, float]:
-        """The present step and its score."""
-        if self.monitor is None:
-            return {step: float(step)}
-        # NaN if there is nothing to judge by yet: worse than anything that comes.
-        return {step: math.nan if self._score is None else self._score}
-
-    def _begin(self, trainer: Trainer, judged: dict[int, float]) -> None:
+    def _begin(self, trainer: Trainer, score: float) -> None:
         assert self._dir is not None
         step = trainer.global_step
-        self._scores |= judged  # what is saved knows of itself
+        self._scores[step] = score  # what is saved knows of itself
         self._saved_at = time.monotonic()
         try:
             self._saving = step, trainer.start_saving(self._dir.path_of(step))
@@ -437,9 +421,9 @@ def last_checkpoint(trainer: Trainer, before: int) -> str | None:
     folders = [saver.folder(trainer) for saver in savers]
 
     def newest() -> str | None:
-        found = [(step, i) for i, each in enumerate(folders) for step in each.steps()]
-        step, i = max((pair for pair in found if pair[0] < before), default=(0, None))
-        return None if i is None else folders[i].path_of(step)
+        found = [(step, each) for each in folders for step in each.steps()]
+        found = [(step, each.path_of(step)) for step, each in found if step < before]
+        return max(found)[1] if found else None
 
     return trainer.run.processes.first("the last checkpoint", newest)
 

@@ -18,38 +18,35 @@ LAG: Final = 8
 blocks of steps, whose metrics say how far behind to stay."""
 
 
-def check_monitor(trainer: Trainer, callback_name: str, monitor: str) -> None:
-    """Raises at the start of a fit that will have no value of the name `monitor`."""
-    own = __name__.partition(".")[0]
-    others = {type(c).__module__.partition(".")[0] for c in trainer.callbacks} - {own}
-    # These may log it, and a metric of a pass may have any values.
-    is_open = trainer.run.pass_metrics and monitor.startswith("val_")
-    if not others and not is_open:
-        _check_name(trainer, callback_name, monitor, trainer.run.logged_names)
-
-
-def check_logged(
-    trainer: Trainer, callback_name: str, monitor: str, metrics: Mapping[str, float]
+def check_monitor(
+    trainer: Trainer,
+    callback: Callback,
+    monitor: str,
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Raises at the end of an epoch that should have had a value of that name."""
-    run, is_later = trainer.run, False
-    if monitor.startswith("val_") and not run.progress.val_metrics:
-        is_later = any(name.startswith("val_") for name in run.logged_names)
-    if not is_later and monitor not in trainer.history:
-        _check_name(trainer, callback_name, monitor, tuple(metrics))
-
-
-def _check_name(
-    trainer: Trainer, callback_name: str, monitor: str, logged: tuple[str, ...]
-) -> None:
-    if monitor in logged:
+    """Raises if a fit that starts will have no value of the name `monitor`, or, given
+    its `metrics`, if an epoch that ends should have had one."""
+    run = trainer.run
+    logged = run.logged_names if metrics is None else tuple(metrics)
+    is_of_validation = monitor.startswith("val_")
+    if metrics is None:
+        # A user's callback may log it, and a metric of a pass may have any values.
+        roots = {type(each).__module__.split(".")[0] for each in trainer.callbacks}
+        is_open = is_of_validation and bool(run.pass_metrics)
+        may_come = is_open or bool(roots - {__name__.split(".")[0]})
+    else:
+        is_next = is_of_validation and not run.progress.val_metrics
+        is_later = is_next and any(n.startswith("val_") for n in run.logged_names)
+        may_come = is_later or monitor in trainer.history
+    if monitor in logged or may_come:
         return
+
     hint = ""
-    if monitor.startswith("val_") and not any(n.startswith("val_") for n in logged):
+    if is_of_validation and not any(name.startswith("val_") for name in logged):
         hint = " Names with `val_` need a `val_loader` in `fit`."
     raise ValueError(
-        f"`{callback_name}(monitor={monitor!r})`: nothing of that name is logged; what"
-        f" is logged: {', '.join(map(repr, logged))}.{hint}"
+        f"`{type(callback).__name__}(monitor={monitor!r})`: nothing of that name is"
+        f" logged; what is logged: {', '.join(map(repr, logged))}.{hint}"
     )
 
 
@@ -109,14 +106,14 @@ class MetricCheck(Callback):
         )
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        check_monitor(trainer, type(self).__name__, self.monitor)
+        check_monitor(trainer, self, self.monitor)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if trainer.run.is_fitting and self.monitor in metrics:
             self.check(trainer, metrics[self.monitor])
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        check_logged(trainer, type(self).__name__, self.monitor, metrics)
+        check_monitor(trainer, self, self.monitor, metrics)
         was_checked = self.monitor in trainer.run.progress.val_metrics
         if self.monitor in metrics and not was_checked:
             self.check(trainer, metrics[self.monitor])
