@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from .basics.arguments import check_choice
 from .basics.files import naming, save_figure, write_whole
 from .reports import Curve, draw, larger_is_better, metric_curves
+from .reports.runs import VALIDATION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OF_MEMBER: Final = re.compile(r"\[\d+\]$")
-
-VALIDATION = "val_"
-"""What the names of validation means begin with."""
 
 
 def rank(value: float, mode: str) -> tuple[bool, float]:

@@ -15,8 +15,9 @@ from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
 from ..plan.page import SUFFIX
 from ..reports import read_table
+from ..reports.runs import EPOCH, VALIDATION
 from .base import Trainer
-from .logger import EPOCH, VALIDATION, Logger, Number, free_name
+from .logger import Logger, Number, free_name
 from .monitor import announce
 from .run_facts import Facts
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from ..basics.arguments import check_number
 from ..basics.files import save_figure
-from ..history import VALIDATION
-from ..reports import draw, metric_curves, to_png
+from ..reports import draw, to_png
+from ..reports.page import metric_charts
+from ..reports.runs import EPOCH, Run
 from .base import Callback, Trainer
-from .logger import check_writable
+from .logger import check_writable, epoch_means
 from .monitor import LateReads, in_notebook
 
 _MAX_POINTS: Final = 1000
@@ -48,9 +49,7 @@ class LivePlot(Callback):
         self.path = path
         self.every_n_seconds = every_n_seconds
         self._late = LateReads()
-        self._stride = 1
-        self._steps: list[tuple[int, float]] = []
-        self._means: dict[str, list[tuple[int, float]]] = {}
+        self._forget()
         self._drawn = 0.0
         self._pause = every_n_seconds
         self._display: Any = None
@@ -66,8 +65,8 @@ class LivePlot(Callback):
         self._late = LateReads()
         self._display = None
         self._drawn = time.monotonic()
-        if self._steps and self._steps[-1][0] > trainer.global_step:
-            self._steps, self._means, self._stride = [], {}, 1
+        if any(step > trainer.global_step for step, _ in self._columns["loss"][-1:]):
+            self._forget()
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
@@ -84,16 +83,13 @@ class LivePlot(Callback):
             self._draw(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self._fitting:
-            self._add(trainer.global_step, metrics)
+        self._add(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if not self._fitting:
             return
         self._read(self._late.drain())
-        known = trainer.run.progress.val_metrics
-        means = {k: v for k, v in metrics.items() if k not in known}
-        self._add(trainer.global_step, means)
+        self._add(trainer, epoch_means(trainer, metrics))
         # Epochs of a few milliseconds share a picture.
         if time.monotonic() > self._drawn + 0.2 * self._pause:
             self._draw(trainer)
@@ -113,31 +109,31 @@ class LivePlot(Callback):
     def _file(self, trainer: Trainer) -> Path:
         return Path(self.path or Path(trainer.default_root_dir) / "curves.png")
 
+    def _forget(self) -> None:
+        # The loss of steps and the means, by the names that loggers give them.
+        self._columns: dict[str, list[tuple[float, float]]] = {}
+        self._columns |= {"loss": [], EPOCH + "loss": []}
+        self._stride = 1
+
     def _read(self, past: Any) -> None:
+        steps = self._columns["loss"]
         for step, metrics in past:
             loss = float(metrics["loss"])
             if np.isfinite(loss):
-                self._steps.append((step, loss))
-        while len(self._steps) > _MAX_POINTS:
+                steps.append((step, loss))
+        while len(steps) > _MAX_POINTS:
             self._stride *= 2
-            self._steps = [p for p in self._steps if p[0] % self._stride == 0]
+            steps[:] = [p for p in steps if p[0] % self._stride == 0]
 
-    def _add(self, step: int, means: Mapping[str, float]) -> None:
-        for name, value in means.items():
-            if np.isfinite(value):
-                self._means.setdefault(name, []).append((step, value))
+    def _add(self, trainer: Trainer, means: Mapping[str, float]) -> None:
+        if self._fitting:
+            for name, value in means.items():
+                point = trainer.global_step, value
+                self._columns.setdefault(name, []).append(point)
 
     def _draw(self, trainer: Trainer) -> None:
         start = time.monotonic()
-        metrics = dict.fromkeys(name.removeprefix(VALIDATION) for name in self._means)
-        charts = {
-            name: metric_curves(
-                self._means.get(name, []),
-                self._means.get(VALIDATION + name, []),
-                self._steps if name == "loss" else (),
-            )
-            for name in {"loss": None, **metrics}
-        }
+        charts = metric_charts([Run("", {}, self._columns)])
         figure = draw(charts, "optimizer step", (0.0, float(trainer.global_step)))
         save_figure(figure, self._file(trainer))
         self._show(figure)

@@ -10,13 +10,11 @@ import numpy as np
 
 from ..basics.console import warn
 from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
+from ..reports.runs import EPOCH, VALIDATION
 from ..supervisor import channel
 from .base import Callback, Trainer
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts
-
-VALIDATION: Final = "val_"
-EPOCH: Final = "epoch_"
 
 Number = int | float
 
@@ -130,11 +128,7 @@ class Logger(Callback):
         if not self._active:
             return
         self._log_steps(self._late.drain())
-        values = {
-            name if name.startswith(VALIDATION) else EPOCH + name: value
-            for name, value in metrics.items()
-            if name not in trainer.run.progress.val_metrics
-        }
+        values = epoch_means(trainer, metrics)
         if self._validation and self._validation[0] == trainer.global_step:
             values |= self._validation[1]
             self._validation = None
@@ -204,10 +198,9 @@ class Logger(Callback):
         except _MISREAD as error:
             # Compilers change how they write; that is no reason to end a run.
             text = f"the plan could not be read: {error!r}"
-            announce(trainer, type(self).__name__, text)
-        else:
-            if plan is not None:
-                self.log_plan(plan)
+            return announce(trainer, type(self).__name__, text)
+        if plan is not None:
+            self.log_plan(plan)
 
     def _shows(self, what: str) -> bool:
         """Whether a subclass has given the method `what` something to do."""
@@ -229,6 +222,15 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:
     """The single numbers in a step's metrics. Waits for that step."""
     values = {name: np.asarray(metrics[name]) for name in metrics}
     return {name: _number(value) for name, value in values.items() if value.ndim == 0}
+
+
+def epoch_means(trainer: Trainer, metrics: dict[str, float]) -> dict[str, float]:
+    """The means of an epoch without its validation, by the names of their columns."""
+    return {
+        name if name.startswith(VALIDATION) else EPOCH + name: value
+        for name, value in metrics.items()
+        if name not in trainer.run.progress.val_metrics
+    }
 
 
 def check_writable(folder: Path, callback_name: str) -> None:

@@ -76,7 +76,7 @@ def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
     plot = LivePlot(tmp_path / "a.png")
     linear_trainer(plot).fit(batches(*[8] * 45))
-    assert [step for step, _ in plot._steps] == [8, 16, 24, 32, 40]
+    assert [step for step, _ in plot._columns["loss"]] == [8, 16, 24, 32, 40]
 
 
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
