@@ -220,7 +220,7 @@ class Hooks:
 
     def has(self, name: str) -> bool:
         """Whether any callback has the hook `name`."""
-        return any(_overrides(callback, name) for callback in self.callbacks)
+        return bool(self._with(name))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer as callbacks want it."""
@@ -237,7 +237,7 @@ class Hooks:
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
         """The function that says which weights are evaluated, if a callback has one."""
-        found = [c for c in self.callbacks if _overrides(c, "evaluated_state")]
+        found = self._with("evaluated_state")
         if len(found) > 1:
             names = " and ".join(type(callback).__name__ for callback in found)
             raise ValueError(
@@ -253,17 +253,17 @@ class Hooks:
 
     def who_looks_inside_blocks(self) -> str | None:
         """A callback that may want the state between steps that run as one, by name."""
-        hooks = "on_train_batch_start", "on_train_batch_end"
-        for callback in self.callbacks:
-            looks = any(_overrides(callback, name) for name in hooks)
-            if callback.looks_inside_blocks and looks:
-                return type(callback).__name__
-        return None
+        looking = self._with("on_train_batch_start") + self._with("on_train_batch_end")
+        names = [type(each).__name__ for each in looking if each.looks_inside_blocks]
+        return names[0] if names else None
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""
-        owners = (c for c in self.callbacks if _overrides(c, "inside_step"))
-        return tuple(callback.inside_step for callback in owners)
+        return tuple(callback.inside_step for callback in self._with("inside_step"))
+
+    def _with(self, name: str) -> list[Callback]:
+        """The callbacks that override the method `name`."""
+        return [each for each in self.callbacks if _overrides(each, name)]
 
 
 def _has_part(callback: Callback) -> bool:

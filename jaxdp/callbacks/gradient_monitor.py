@@ -16,6 +16,14 @@ from .monitor import Later, LateReads
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
+_DEAD: Final = (
+    "the gradient of {names} was exactly zero in the first {steps} steps: the loss does"
+    " not depend on it, or a layer before it is dead."
+)
+_NEVER_UPDATED: Final = (
+    "{names} had a gradient and no update in the first {steps} steps: the optimizer"
+    " leaves it out, or its rate is zero."
+)
 _REMEDY: Final = (
     "Leaves that are not to be trained cost less when `filter_spec` leaves them out."
 )
@@ -133,21 +141,11 @@ class GradientMonitor(Callback):
                 self.dead.append(path)
             elif not is_updated:
                 self.never_updated.append(path)
-        steps = f"in the first {self._checked} steps"
-        if self.dead:
-            warn(
-                f"`GradientMonitor`: the gradient of {some_of(self.dead)} was"
-                f" exactly zero {steps}: the loss does not depend on it, or a"
-                f" layer before it is dead. {_REMEDY}",
-                stacklevel=2,
-            )
-        if self.never_updated:
-            warn(
-                f"`GradientMonitor`: {some_of(self.never_updated)} had a gradient and"
-                f" no update {steps}: the optimizer leaves it out, or its rate is"
-                f" zero. {_REMEDY}",
-                stacklevel=2,
-            )
+        found = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
+        for text, names in found.items():
+            if names:
+                what = text.format(names=some_of(names), steps=self._checked)
+                warn(f"`GradientMonitor`: {what} {_REMEDY}", stacklevel=2)
 
 
 def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:

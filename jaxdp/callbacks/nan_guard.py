@@ -161,16 +161,15 @@ class NanGuard(Callback):
             return
 
         # What has happened, in words.
-        place = f"epoch {epoch}, step {step} (batch_idx {batch_idx}):"
+        what, usual = self._what(metrics), self._usual
         if skipped:
             self.skipped_steps.append(step)
-            place = f"{place} {self._what(metrics)}"
         else:
-            usual = self._usual
-            place = (
-                f"{place} the loss was {metrics['loss']:.6g}, and {usual.mean:.6g} +-"
+            what = (
+                f"the loss was {metrics['loss']:.6g}, and {usual.mean:.6g} +-"
                 f" {usual.deviation:.3g} is usual"
             )
+        place = f"epoch {epoch}, step {step} (batch_idx {batch_idx}): {what}"
 
         # What to do about it.
         if self.action == "stop":
@@ -224,19 +223,11 @@ class NanGuard(Callback):
 
     def _what(self, metrics: Mapping[str, Any]) -> str:
         """What was not finite, by name."""
-        loss = metrics["loss"]
         bad = np.flatnonzero(metrics[_FLAGS])
-        if not np.isfinite(loss):
-            text = f"the loss was {loss}"
-            if len(bad) == len(self._leaves):
-                return f"{text}, and so was every gradient"
-        else:
-            text = f"the loss was finite ({loss:.6g})"
-        if not len(bad):
-            return f"{text}, gradients were finite"
-        gradients = "gradient" if len(bad) == 1 else "gradients"
-        names = some_of(self._leaves[i] for i in bad)
-        return f"{text}, and NaN or infinity was in the {gradients} of {names}"
+        names = some_of(self._leaves[i] for i in bad) or "none"
+        of = "all leaves" if len(bad) == len(self._leaves) else names
+        loss = f"the loss was {metrics['loss']:.6g}"
+        return f"{loss}, with NaN or infinity in the gradients of {of}"
 
 
 class _Usual(NamedTuple):

@@ -60,10 +60,9 @@ class Profiler(Callback):
         self.top = top
         self.operations: list[Operation] = []
         self._folder = Path()
-        self._seen = 0
-        self._first: int | None = None
+        self._first = start_step  # the trace begins after this step
         self._step = contextlib.ExitStack()
-        self._done = False
+        self._is_tracing = self._done = False
 
     def setup(self, trainer: Trainer) -> None:
         self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
@@ -71,52 +70,41 @@ class Profiler(Callback):
             check_writable(self._folder, "Profiler")
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._seen, self._done = 0, not trainer.is_global_zero
-        self._first = None
+        self._is_tracing, self._done = False, not trainer.is_global_zero
+        self._first = trainer.global_step + self.start_step
 
     def next_stop(self, trainer: Trainer) -> int | None:
-        if self._done:
-            return None
-        if self._first is not None:
-            return self._first + self.num_steps
-        wait = self.start_step - self._seen
-        return trainer.global_step + wait if wait > 0 else None
+        stops = (self._first, self._first + self.num_steps)
+        later = (stop for stop in stops if stop > trainer.global_step)
+        return None if self._done else next(later, None)
 
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
-        if self._done:
+        if self._done or trainer.global_step < self._first:
             return
-        if self._first is None and self._seen >= self.start_step:
+        if not self._is_tracing:
             self._start(trainer)
-        if self._first is not None:
-            number = trainer.global_step + 1
-            step = jax.profiler.StepTraceAnnotation("train", step_num=number)
-            self._step.enter_context(step)
+        number = trainer.global_step + 1
+        step = jax.profiler.StepTraceAnnotation("train", step_num=number)
+        self._step.enter_context(step)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
-        self._seen += 1
-        if self._done or self._first is None:
-            return
-        self._step.close()
-        if trainer.global_step - self._first >= self.num_steps:
-            self._stop(trainer)
+        if self._is_tracing:
+            self._step.close()
+            if trainer.global_step >= self._first + self.num_steps:
+                self._stop(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._done:
-            return
-        if self._first is not None:
+        if self._is_tracing:
             self._step.close()
             self._stop(trainer)
-        else:
-            announce(
-                trainer,
-                "Profiler",
-                f"nothing was traced: the fit had {self._seen} steps, and `start_step`"
-                f" is {self.start_step}.",
-            )
+        elif not self._done:
+            done = trainer.global_step - self._first + self.start_step
+            text = f"the fit had {done} steps, and `start_step` is {self.start_step}."
+            announce(trainer, "Profiler", f"nothing was traced: {text}")
 
     def _start(self, trainer: Trainer) -> None:
         jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for the device
@@ -129,12 +117,11 @@ class Profiler(Callback):
         except RuntimeError as error:
             error.add_note("`Profiler`: only one trace can run in a process at a time.")
             raise
-        self._first = trainer.global_step
+        self._first, self._is_tracing = trainer.global_step, True
 
     def _stop(self, trainer: Trainer) -> None:
-        self._done = True
-        first = self._first or 0
-        steps = trainer.global_step - first
+        self._is_tracing, self._done = False, True
+        first, steps = self._first, trainer.global_step - self._first
         try:
             jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for it
         finally:

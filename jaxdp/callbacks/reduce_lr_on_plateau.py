@@ -89,21 +89,19 @@ class ReduceLROnPlateau(MetricCheck):
         self.cooldown_count = state["cooldown_count"]
 
     def _reduce(self, trainer: Trainer) -> None:
-        before = _rates(trainer)
-        lowered = {
-            name: np.where(low, rate, np.maximum(rate * self.factor, self.min_lr))
-            for name, rate in before.items()
-            if not (low := rate <= self.min_lr).all()
-        }
-        trainer.set_hyperparams(**lowered)
-        # In the optimizer's dtype `min_lr` may be rounded up: no reduction, every time.
-        new = {n: r for n, r in _rates(trainer).items() if (r != before[n]).any()}
-        if not new:
+        lowered = {}
+        for name, rate in _rates(trainer).items():
+            # Rounded as the optimizer does, or it might be above what is reached.
+            least = np.asarray(self.min_lr, rate.dtype)
+            new = np.minimum(rate, np.maximum(rate * self.factor, least))
+            if (new != rate).any():
+                lowered[name] = new
+        if not lowered:
             return
+        trainer.set_hyperparams(**lowered)
         if self.verbose:
-            shown = {n: [f"{x:.6g}" for x in rate.flat] for n, rate in new.items()}
-            rates = ", ".join(f"{name} is {', '.join(r)}" for name, r in shown.items())
-            text = f"{self.not_improved()}: {rates} from now on"
+            shown = ", ".join(f"{name} is {rate}" for name, rate in lowered.items())
+            text = f"{self.not_improved()}: {shown} from now on"
             announce(trainer, "ReduceLROnPlateau", text)
         self.cooldown_count, self.wait_count = self.cooldown, 0
 

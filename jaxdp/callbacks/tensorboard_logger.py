@@ -40,7 +40,7 @@ class TensorBoardLogger(Logger):
         super().__init__(dirpath, hyperparameters)
         self._writer: Any = None
         self._step = 0
-        self._folder_of_events: Path | None = None
+        self._folder_of_events = Path()
         self._suffix = ""
 
     def setup(self, trainer: Trainer) -> None:
@@ -106,7 +106,6 @@ class TensorBoardLogger(Logger):
             self._writer.add_event(event)
 
     def _naming(self) -> contextlib.AbstractContextManager[None]:
-        assert self._folder_of_events is not None
         return naming(self._folder_of_events, "TensorBoardLogger")
 
     def flush(self) -> None:
@@ -114,11 +113,11 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def own_state(self) -> dict[str, Any]:
-        return {"sizes": {p.name: p.stat().st_size for p in self._files()}}
+        return {"sizes": {path.name: path.stat().st_size for path in self._own()}}
 
     def _take_back(self, sizes: Mapping[str, int]) -> None:
         """Cuts the files of this run to what they held when it was saved."""
-        for path in self._files():
+        for path in self._own():
             if path.name not in sizes:
                 path.unlink()
             elif path.stat().st_size > sizes[path.name]:
@@ -126,7 +125,7 @@ class TensorBoardLogger(Logger):
 
     def _move_others(self, trainer: Trainer) -> None:
         """Event files of another run would be shown as one with this run's."""
-        others = [path for path in self._files(True) if path not in self._files()]
+        others = [path for path in self._files() if path not in self._own()]
         if others:
             folder = free_name(others[0].with_name("before"))
             folder.mkdir()
@@ -135,20 +134,16 @@ class TensorBoardLogger(Logger):
             text = f"{folder.parent} had events of another run; they are in {folder}."
             announce(trainer, "TensorBoardLogger", text)
 
-    def _files(self, of_all: bool = False) -> list[Path]:
-        """The event files of this run, or of all runs that this class wrote."""
-        if self._folder_of_events is None or not self._folder_of_events.is_dir():
-            return []
-        mark = ".jaxdp-" if of_all else self._suffix
-        # By comparing names: a pattern might match more than it should.
-        return [
-            path
-            for path in sorted(self._folder_of_events.iterdir())
-            if path.name.startswith("events.")
-            and (mark in path.name if of_all else path.name.endswith(mark))
-            and path.is_file()
-            and not path.is_symlink()
-        ]
+    def _files(self) -> list[Path]:
+        """The event files that this class wrote, of all runs."""
+        found = sorted(self._folder_of_events.glob("events.*.jaxdp-*"))
+        return [path for path in found if path.is_file() and not path.is_symlink()]
+
+    def _own(self) -> list[Path]:
+        """Those of this run; none before its first fit."""
+        # By comparing names: as a pattern the suffix might match more than it should.
+        found = self._files() if self._suffix else []
+        return [path for path in found if path.name.endswith(self._suffix)]
 
 
 def _tensorboard(module: str) -> Any:

@@ -121,19 +121,12 @@ class ThroughputMonitor(Callback):
     ) -> None:
         shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
         if shapes not in self._flops:
-            flops, is_first = self.flops_per_example, not self._flops
-            if flops is None:
-                try:
-                    flops = trainer.run.flops_per_example(batch)
-                except Exception:
-                    if is_first:
-                        raise
-                    return  # the step will say what is wrong with this shape
+            own, is_first = self.flops_per_example, not self._flops
+            flops = trainer.run.flops_per_example(batch) if own is None else own
             self._flops[shapes] = flops
             if is_first:
                 devices = trainer.state.step.sharding.device_set
-                own = self.peak_flops_per_device
-                peak = own or peak_flops(next(iter(devices)))
+                peak = self.peak_flops_per_device or peak_flops(next(iter(devices)))
                 self._peak = None if peak is None else peak * len(devices)
                 self._begin()  # what was traced just now is no part of the run
         self._of_row = self._flops[shapes]

@@ -258,8 +258,8 @@ def poisoned(*bad, count=12, value=np.nan):
 def test_nan_guard_stops_and_keeps_the_last_good_model():
     trainer = make_trainer(NanGuard(), strategy=Sharded())
     message = (
-        r"epoch 0, step 12 \(batch_idx 11\): the loss was nan, and so was every"
-        r" gradient. The update was not applied"
+        r"epoch 0, step 12 \(batch_idx 11\): the loss was nan, with NaN or infinity in"
+        r" the gradients of all leaves. The update was not applied"
     )
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit(poisoned(11))
@@ -287,9 +287,7 @@ def sqrt_loss(model, x, y):
 
 def test_nan_guard_names_the_gradients_that_were_not_finite():
     trainer = make_trainer(NanGuard(), loss_fn=sqrt_loss, loss=None)
-    message = (
-        r"the loss was finite \(.*\), and NaN or infinity was in the gradient of bias"
-    )
+    message = r"the loss was \d.*, with NaN or infinity in the gradients of bias\."
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit(batches(*[8] * 12))
 
