@@ -139,17 +139,18 @@ def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
     if name in _WITH_PROGRAMS:
         return _WITH_PROGRAMS[name](equation, operands)
 
-    rule = _RULES.get(name) or (_reduced if name.startswith("reduce") else None)
-    inside = [] if rule else [opened(each) for each in programs_in(equation)]
+    is_whole = name in _RULES or name.startswith("reduce")
+    inside = [] if is_whole else [opened(each) for each in programs_in(equation)]
     if len(inside) == 1 and _is_called_by(equation, inside[0]):
         return _follow(inside[0], operands).results
 
+    rule = _RULES.get(name, _along_its_axes)
     results: list[_Known] = []
     for number, out in enumerate(equation.outvars):
         # A result made of all operands, or of its own one.
         places = [number] if name in _ONE_TO_ONE else range(len(operands))
         found = [
-            (rule or _alike)(_Use(equation, operands, place, out.aval.shape))
+            rule(_Use(equation, operands, place, out.aval.shape))
             if isinstance(operands[place], _Along)
             else operands[place]
             for place in places
@@ -197,18 +198,16 @@ def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
     carry, ys = turns(xs)
     ys = [_moved(each, 1) for each in ys]
 
-    rows = [s if isinstance(s, _Along) and s.axis == 0 else None for s in stacks]
-    if any(rows):
+    rows = [s for s in stacks if isinstance(s, _Along) and s.axis == 0]
+    if rows:
         # A row a turn: what the carry takes up of one, it brings to those after it.
-        # Followed twice: from the rows, and from what of them is in the carry.
-        marked = [_MIXED if row else x for row, x in zip(rows, xs, strict=True)]
-        carry, from_rows = turns(marked)
-        from_carry = _follow(body, [*consts, *carry, *xs]).results[len(carry) :]
-        for place, found in enumerate(from_rows):
-            if from_carry[place] == _MIXED:
-                ys[place] = _MIXED
-            elif found == _MIXED:
-                ys[place] = next(row for row in rows if row)
+        marked = [_MIXED if s in rows else x for s, x in zip(stacks, xs, strict=True)]
+        carry, found = turns(marked)
+        row = _MIXED if _MIXED in carry else rows[0]
+        ys = [
+            row if each == _MIXED and y != _MIXED else y
+            for y, each in zip(ys, found, strict=True)
+        ]
     return [*carry, *ys]
 
 
@@ -248,9 +247,10 @@ class _Use:
         self.known = known
         self.axis = known.axis
 
-    def axes(self, name: str) -> Sequence[Any]:
-        """The axis or axes in a parameter of the operation."""
-        axes = self.params[name]
+    @property
+    def axes(self) -> Sequence[Any]:
+        """The axes, by number or name, that the operation says it goes along."""
+        axes = next((self.params[n] for n in _AXES if n in self.params), ())
         return axes if isinstance(axes, tuple | list) else (axes,)
 
     def along(self, axis: int) -> _Along:
@@ -267,46 +267,32 @@ _Rule = Callable[[_Use], _Known]
 
 def _alike(use: _Use) -> _Known:
     """Element by element, slices, padding: rows are where they were, if as many."""
-    alike = len(use.before) == len(use.after)
-    return use.known if alike and use.before[use.axis] == use.after[use.axis] else None
+    if len(use.before) != len(use.after):
+        return None
+    before, after = use.before[use.axis], use.after[use.axis]
+    if before == after:
+        return use.known
+    return _Along(use.axis, None) if before < after else None
 
 
-def _reduced(use: _Use) -> _Known:
-    for name in ("axes", "dimensions"):
-        if name in use.params:
-            axes = use.axes(name)
-            return _MIXED if use.axis in axes else use.without(axes)
-    windows = use.params.get("window_dimensions")
-    return _alike(use) if windows is None or windows[use.axis] == 1 else None
+def _along_its_axes(use: _Use) -> _Known:
+    """Of any operation: it joins rows if it goes along their axis, or their devices.
+
+    Examples are sums, also so far, sorting and collectives. Axes that are gone from
+    the result are those that it goes along.
+    """
+    axes, windows = use.axes, use.params.get("window_dimensions")
+    if use.axis in axes or DATA in axes or windows and windows[use.axis] > 1:
+        return _MIXED
+    # `vmap` leaves the numbers of axes in a sum over the axis that it names.
+    numbers = [axis for axis in axes if isinstance(axis, int)]
+    are_gone = numbers and len(use.after) < len(use.before)
+    return use.without(numbers) if are_gone else _alike(use)
 
 
-def _going_along(name: str) -> _Rule:
-    """The rule of operations that go along an axis, as sums so far, and sorting."""
-    return lambda use: _MIXED if use.axis in use.axes(name) else _alike(use)
-
-
-def _taking_apart(name: str) -> _Rule:
-    """The rule of operations that take an axis away, and join nothing."""
-
-    def rule(use: _Use) -> _Known:
-        gone = use.axes(name)
-        return None if use.axis in gone else use.without(gone)
-
-    return rule
-
-
-def _over_devices(name: str) -> _Rule:
-    """Collectives: over the rows' devices, over axes of arrays, or over others'."""
-
-    def rule(use: _Use) -> _Known:
-        axes = use.axes(name)
-        # `vmap` leaves the numbers of axes in a sum over the axis that it names.
-        numbers = [axis for axis in axes if isinstance(axis, int)]
-        if DATA in axes or use.axis in numbers:
-            return _MIXED
-        return use.without(numbers) if numbers else _alike(use)
-
-    return rule
+def _apart(use: _Use) -> _Known:
+    """Operations that take an array apart along an axis, and join nothing."""
+    return None if use.axis in use.axes else _along_its_axes(use)
 
 
 def _of_last_axes(use: _Use) -> _Known:
@@ -318,11 +304,6 @@ def _of_last_axes(use: _Use) -> _Known:
 def _concatenate(use: _Use) -> _Known:
     joined = use.axis == use.params["dimension"]
     return _Along(use.axis, None) if joined else use.known
-
-
-def _tile(use: _Use) -> _Known:
-    again = use.params["reps"][use.axis] > 1
-    return _Along(use.axis, None) if again else use.known
 
 
 def _broadcast(use: _Use) -> _Known:
@@ -404,32 +385,27 @@ def _transpose(use: _Use) -> _Known:
 
 _WITH_PROGRAMS: Final = {"cond": _cond, "scan": _scan, "while": _while}
 
+_SCATTERS: Final = [
+    "scatter" + how for how in ("", "-add", "-max", "-min", "-mul", "-sub")
+]
 _ONE_TO_ONE: Final = {"optimization_barrier", "pmax", "pmin", "psum"}
 """Operations of several arrays, each of which has a result of its own."""
 
-_RULES_OF_SEVERAL: Final[dict[str, _Rule]] = {
-    "argmax argmin": _reduced,
-    "cumlogsumexp cummax cummin cumprod cumsum top_k": _going_along("axis"),
-    "sort": _going_along("dimension"),
-    "rev": _going_along("dimensions"),
-    "cholesky eigh fft qr svd": _of_last_axes,
-    "all_gather all_to_all ppermute reduce_scatter": _over_devices("axis_name"),
-    "pmax pmin psum": _over_devices("axes"),
-    "scatter scatter-add scatter-max scatter-min scatter-mul": _scatter,
-    "squeeze": _taking_apart("dimensions"),
-    "unstack": _taking_apart("axis"),
+_AXES: Final = "axis_name", "axes", "axis", "dimensions", "dimension"
+"""What operations call the axes that they go along."""
+
+_RULES: Final[dict[str, _Rule]] = {
+    **dict.fromkeys(["cholesky", "eigh", "fft", "qr", "svd"], _of_last_axes),
+    **dict.fromkeys(["split", "squeeze", "unstack"], _apart),
+    **dict.fromkeys(_SCATTERS, _scatter),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
     "gather": _gather,
+    "pvary": _alike,  # names axes of devices, and sends nothing over them
     "reshape": _reshape,
     "stack": _stack,
-    "tile": _tile,
     "transpose": _transpose,
 }
-"""By the names of operations; others are taken to work element by element."""
-
-_RULES: Final = {
-    name: rule for names, rule in _RULES_OF_SEVERAL.items() for name in names.split()
-}
+"""By the names of operations; for all others there is `_along_its_axes`."""

@@ -225,7 +225,7 @@ def other_operations(x):
     parts += [function(x, axis=1) for function in along]
     places = jnp.zeros((ROWS, WIDTH)).at[jnp.arange(ROWS), jnp.argmin(x, axis=1)]
     parts += [places.max(x[:, 0]), places.min(x[:, 0])]
-    parts += [places.multiply(x[:, 0], unique_indices=True)]
+    parts += [places.multiply(x[:, 0], unique_indices=True), places.subtract(x[:, 0])]
     return sum(part.sum(axis=1) for part in parts)
 
 
@@ -250,6 +250,19 @@ def beside_the_other_devices(function):
         )(x)
 
     return loss_fn
+
+
+def typed_by_devices(x):
+    """What all devices hold, beside what each has, where JAX checks which is which."""
+    mesh = jax.make_mesh((2,), (DATA,), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows, whole = PartitionSpec(DATA), PartitionSpec()
+    share = lambda x, matrix: (x @ matrix).sum(axis=1)  # noqa: E731
+    shared = jax.shard_map(share, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    each = jax.shard_map(
+        lambda x: jax.lax.pcast(x, DATA, to="varying").sum(axis=1),
+        mesh=mesh, in_specs=whole, out_specs=rows,
+    )  # fmt: skip
+    return shared(x, MATRIX) + each(x)[:ROWS]
 
 
 def swapped(x):
@@ -295,6 +308,7 @@ INDEPENDENT = {
     "branches": branches,
     "a choice": choice,
     "other operations": other_operations,
+    "typed by devices": typed_by_devices,
     "a stack": lambda x: jnp.stack([x, jnp.sin(x)], axis=1).max(axis=(1, 2)),
     "a stack behind": lambda x: jnp.stack([x, jnp.sin(x)]).max(axis=(0, 2)),
     "unstacked": lambda x: jnp.prod(jnp.stack(jnp.unstack(x, axis=1)), axis=0),
