@@ -1,6 +1,6 @@
-"""Names of the leaves of a pytree."""
+"""Names of the leaves of a pytree, and its nodes of a class."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,3 +22,24 @@ def at_path(tree: PyTree, path: Sequence[Any]) -> Any:
         else:
             tree = tree[key.key]
     return tree
+
+
+def nodes_of(kind: type, tree: PyTree) -> list[Any]:
+    """The outermost nodes of a class, in order."""
+    is_kind = lambda node: isinstance(node, kind)  # noqa: E731
+    return [*filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind))]
+
+
+def map_nodes(
+    kind: type,
+    function: Callable[[Any], Any],
+    tree: PyTree,
+    others: Callable[[Any], Any] = lambda leaf: leaf,
+) -> PyTree:
+    """`tree` with `function` of the outermost nodes of a class, and `others` of leaves
+    that are in none."""
+    return jax.tree.map(
+        lambda node: function(node) if isinstance(node, kind) else others(node),
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+    )

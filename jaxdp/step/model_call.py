@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from ..basics.tree import map_nodes, nodes_of
 from .collectives import DATA
 from .row_keys import MaskAndKeys
 from .whole import is_whole, plain
@@ -117,14 +118,9 @@ def _with_axes(names: list[str], call: Callable[[], Any]) -> Any:
 def _axis_names(model: PyTree) -> tuple[str, ...]:
     """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
     names: dict[str, None] = {}
-
-    def is_norm(node: Any) -> bool:
-        return isinstance(node, eqx.nn.BatchNorm)
-
-    for node in jax.tree.leaves(model, is_leaf=is_norm):
-        if is_norm(node):
-            axis = node.axis_name
-            names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
+    for norm in nodes_of(eqx.nn.BatchNorm, model):
+        axis = norm.axis_name
+        names |= dict.fromkeys(axis if isinstance(axis, tuple | list) else (axis,))
     return tuple(names)
 
 
@@ -174,12 +170,8 @@ def as_plain_state(state: PyTree) -> PyTree:
 
 
 def _of_class(cls: type[eqx.nn.State], tree: PyTree) -> PyTree:
-    def convert(node: Any) -> Any:
-        if not isinstance(node, eqx.nn.State):
-            return node
-        values, markers = node.tree_flatten()
+    def convert(state: eqx.nn.State) -> eqx.nn.State:
+        values, markers = state.tree_flatten()
         return cls.tree_unflatten(markers, values)
 
-    return jax.tree.map(
-        convert, tree, is_leaf=lambda node: isinstance(node, eqx.nn.State)
-    )
+    return map_nodes(eqx.nn.State, convert, tree)

@@ -4,14 +4,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..basics.tree import leaf_path
+from ..basics.tree import leaf_path, map_nodes, nodes_of
 from ..step import (
     AxisCollectives,
     Collectives,
@@ -21,9 +22,10 @@ from ..step import (
     Weights,
 )
 from .base import draws_by_row
-from .gathering import Gatherers
+from .gathering import Gatherers, check_alike
 
 NO_GATHERERS = Gatherers()
+USED_ALONE: Final = "the loss uses some parameters by themselves"
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
@@ -49,7 +51,8 @@ class ByRows(Collectives):
         apart: whether rows may be worked on apart at all.
         find_gatherers: of a model's arrays, which modules gather their own parameters,
             where rows are independent. All others are gathered before.
-        whole: whether those are, too, as `check_alike` wants it.
+        tell: called with why these are, too, or with None if they are not; and whether
+            that is for gradients.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class ByRows(Collectives):
         *,
         apart: bool,
         find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
-        whole: bool = False,
+        tell: Callable[[str | None, bool], None] = lambda *_: None,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
@@ -69,7 +72,7 @@ class ByRows(Collectives):
         self.updated = updated
         self.apart = apart
         self.find_gatherers = find_gatherers
-        self.whole = whole
+        self.tell = tell
 
     def over_rows(
         self,
@@ -83,6 +86,7 @@ class ByRows(Collectives):
         try:
             return self._mapped(function, inputs, groups, results)
         except RowsInteract:
+            self.tell("rows interact", "gradients" in results)
             return function(self, inputs, groups)
         except Exception:
             function(self, inputs, groups)  # whose error tells of all rows
@@ -113,19 +117,56 @@ class ByRows(Collectives):
         groups: Sequence[Group],
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
-        num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
-        roles = results if isinstance(results, tuple) else (results,)
-        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
-
-        # What modules gather for themselves stays split, and so do its gradients.
-        nodes = jax.tree.leaves(inputs, is_leaf=is_weights)
-        weights = next(filter(is_weights, nodes))
+        run = functools.partial(self._on_devices, function, results)
+        weights, *_ = nodes_of(Weights, inputs)
         gatherers = self.find_gatherers(eqx.combine(weights.params, weights.buffers))
         trained = self._shards(weights.params, gatherers)
         shards = trained | self._shards(weights.buffers, gatherers)
-        arrange = functools.partial(gatherers.arranged, specs=shards, whole=self.whole)
-        if self.whole:
-            trained, shards = {}, {}
+        if not shards:
+            return run(NO_GATHERERS, {}, {}, inputs, groups)
+
+        # Where something uses shards and does not gather them, it takes them for whole
+        # arrays: what is computed is not what it would be with whole ones.
+        program, shapes = None, None
+        try:
+            whole = jax.make_jaxpr(functools.partial(run, gatherers, {}, {}))
+            expected = whole(inputs, groups)
+            split = jax.make_jaxpr(
+                functools.partial(run, gatherers, trained, shards), return_shape=True
+            )
+            found, shapes = split(inputs, groups)
+            check_alike(found, expected)
+            program = found
+        except RowsInteract:
+            raise
+        except Exception:  # of what can't be done with shards; any other comes again
+            pass
+
+        self.tell(USED_ALONE if program is None else None, "gradients" in results)
+        if program is None:
+            return run(NO_GATHERERS, {}, {}, inputs, groups)
+        leaves = jaxpr_as_fun(program)(*jax.tree.leaves((inputs, groups)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def _on_devices(
+        self,
+        function: Callable[..., Any],
+        results: ResultKind | tuple[ResultKind, ...],
+        gatherers: Gatherers,
+        trained: Mapping[str, PartitionSpec],
+        shards: Mapping[str, PartitionSpec],
+        inputs: Any,
+        groups: Sequence[Group],
+    ) -> Any:
+        """`function` on each device's rows, and its gradients summed.
+
+        What modules gather for themselves, the `shards`, stays split, and so do its
+        gradients, of those `trained`.
+        """
+        num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
+        roles = results if isinstance(results, tuple) else (results,)
+        rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
+        arrange = functools.partial(gatherers.arranged, specs=shards)
         own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
@@ -172,15 +213,12 @@ class ByRows(Collectives):
             held = self.held(path, leaf)
             return held if path in shards else _without(self.row_axes, held)
 
-        def gathered(node: Any) -> Any:
-            if not isinstance(node, Weights):
-                return node
-            params = self._constrained(node.params, used)
-            return node._replace(
-                params=params, buffers=self._constrained(node.buffers, used)
-            )
+        def gathered(weights: Weights) -> Weights:
+            params = self._constrained(weights.params, used)
+            buffers = self._constrained(weights.buffers, used)
+            return weights._replace(params=params, buffers=buffers)
 
-        return jax.tree.map(gathered, inputs, is_leaf=is_weights)
+        return map_nodes(Weights, gathered, inputs)
 
     @jax.named_scope("gradients")
     def _summed(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:
@@ -296,22 +334,17 @@ def _stacked(
 def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
     """How inputs are split: not at all, but for the `shards` of weights."""
 
-    def spec(path: Any, leaf: Any) -> PartitionSpec:
-        return shards.get(leaf_path(path), PartitionSpec())
+    whole = PartitionSpec()
 
-    def specs(node: Any) -> Any:
-        if not isinstance(node, Weights):
-            return PartitionSpec()
-        params = jax.tree_util.tree_map_with_path(spec, node.params)
-        buffers = jax.tree_util.tree_map_with_path(spec, node.buffers)
-        whole = PartitionSpec()
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        return shards.get(leaf_path(path), whole)
+
+    def specs(weights: Weights) -> Weights:
+        params = jax.tree_util.tree_map_with_path(spec, weights.params)
+        buffers = jax.tree_util.tree_map_with_path(spec, weights.buffers)
         return Weights(params, buffers, whole, whole, whole)
 
-    return jax.tree.map(specs, inputs, is_leaf=is_weights)
-
-
-def is_weights(node: Any) -> bool:
-    return isinstance(node, Weights)
+    return map_nodes(Weights, specs, inputs, others=lambda _: whole)
 
 
 def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

@@ -1,12 +1,10 @@
 """Memory split over the devices: optimizer state (`ZeRO`), parameters too (`FSDP`)."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import equinox as eqx
-import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, PyTree
@@ -15,9 +13,9 @@ from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
-from .base import Devices, Role, changed, find_devices, mesh_on
-from .by_rows import NO_GATHERERS
-from .gathering import Gatherers, check_alike, gathers_in_calls
+from .base import Devices, find_devices, mesh_on
+from .by_rows import NO_GATHERERS, USED_ALONE
+from .gathering import Gatherers
 from .sharded import Sharded
 from .stack import Stack, stacks_in
 
@@ -147,8 +145,6 @@ class FSDP(_Split):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self._gather = _checked(gather)
-        self._how = "in calls"  # of modules; or "before the step"; or "nothing", to see
-        self._expected: Any = None  # what is computed then
         # Why training gathers all before the step, if it does, by the names of what
         # would gather in calls. Copies of a strategy share it.
         self._at_once: dict[tuple[str, ...], str | None] = {}
@@ -169,61 +165,17 @@ class FSDP(_Split):
             return f"{why}, gathered before the step: {cause}"
         return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
 
-    def compile(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        *,
-        donate: tuple[int, ...] = (),
-        split: bool = True,
-    ) -> jax.stages.Compiled:
-        def compiled(how: str, expected: Any = None) -> Any:
-            other = changed(self, _how=how, _expected=expected)
-            program = super(FSDP, other).compile(
-                step, arguments, roles, results, donate=donate, split=split
-            )
-            self.program_digests = other.program_digests
-            return program
-
-        if self.num_shards == 1 or not self.gatherers.paths:
-            return compiled("before the step")
-        names, trains = tuple(self.gatherers.paths), "state" in results
-        # What does not work with shards is tried without; what is wrong shows then.
-        with contextlib.suppress(Exception):
-            whole = compiled("nothing")
-            found = compiled("in calls", whole)
-            if trains:
-                is_so = gathers_in_calls(whole.jaxpr)
-                self._at_once[names] = None if is_so else "rows interact"
-            return found
-        found = compiled("before the step")
-        if trains:
-            self._at_once[names] = "the loss uses some parameters by themselves"
-        say(
-            f"{self!r} gathers all parameters before the step: the loss reads some"
-            " of them directly, not only through the modules that gather them"
-        )
-        return found
-
-    def build(
-        self, program: Any, arguments: tuple[Any, ...], options: Any = None
-    ) -> Any:
-        if self._how == "nothing":
-            return program.trace(*arguments)
-        return super().build(program, arguments, options)
-
-    def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
-        traced = super().trace(program, arguments)
-        if self._expected is not None:
-            check_alike(traced.jaxpr, self._expected.jaxpr)
-        return traced
-
     def _gathering(self) -> dict[str, Any]:
-        if self._how == "before the step":
-            return {}
-        return {"find_gatherers": self._found, "whole": self._how == "nothing"}
+        return {"find_gatherers": self._found, "tell": self._tell}
+
+    def _tell(self, cause: str | None, is_training: bool) -> None:
+        if is_training:
+            self._at_once[tuple(self.gatherers.paths)] = cause
+        if cause == USED_ALONE:
+            say(
+                f"{self!r} gathers all parameters before the step: the loss reads some"
+                " of them directly, not only through the modules that gather them"
+            )
 
     def _layouts(self, state: TrainState) -> TrainState:
         # The arrays may be trained, or frozen, or both.

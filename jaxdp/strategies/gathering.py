@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
@@ -25,8 +24,6 @@ from ..step import (
     with_call,
     without_call,
 )
-
-_SHARD: Final = "jaxdp_shard"
 
 _MADE_ANEW: Final = {
     "all_gather",
@@ -57,29 +54,20 @@ class Gatherers(NamedTuple):
         owner = self.owner(name)
         return owner is not None and any(spec) and not any(spec[: self.stacked[owner]])
 
-    def arranged(
-        self, model: PyTree, specs: Mapping[str, PartitionSpec], *, whole: bool
-    ) -> PyTree:
+    def arranged(self, model: PyTree, specs: Mapping[str, PartitionSpec]) -> PyTree:
         """The model, with calls of them that gather.
 
         Args:
             model: with one device's shards.
             specs: how its arrays are split that they gather, by name.
-            whole: whether they are here in one piece all the same, for `check_alike`.
         """
-
-        def marked(path: Any, leaf: Any) -> Any:
-            return checkpoint_name(leaf, _SHARD) if leaf_path(path) in specs else leaf
-
-        # Marked, so that other uses of them are found; see `check_alike`.
-        model = jax.tree_util.tree_map_with_path(marked, model)
         for name, path in self.paths.items():
             own = {
                 leaf.removeprefix(f"{name}."): PartitionSpec(
                     *spec[self.stacked[name] :]
                 )
                 for leaf, spec in specs.items()
-                if self.owner(leaf) == name and not whole
+                if self.owner(leaf) == name
             }
             gathered = _Gathered(tuple(own.items()), in_loop=self.stacked[name] > 0)
             model = eqx.tree_at(
@@ -152,30 +140,16 @@ def check_alike(split: Any, whole: Any) -> None:
     """Raises `ShardsEscape` unless a step only gathers its shards, then does the same.
 
     Args:
-        split: the step traced, with shards.
+        split: what devices compute on their rows, traced with shards.
         whole: the same with whole arrays, and modules that gather nothing.
     """
-    for bodies in zip(_bodies(split), _bodies(whole), strict=True):
-        _check_program(*map(_forwards, bodies))
+    _check_program(*(_forwards(_on_one_device(each)) for each in (split, whole)))
 
 
-def gathers_in_calls(jaxpr: Any) -> bool:
-    """Whether a step has modules that gather their parameters when they are called."""
-    return bool(_bodies(jaxpr))
-
-
-def _bodies(jaxpr: Any) -> list[Any]:
-    """What devices compute on their rows, where modules gather."""
-    return [
-        equation
-        for equation in equations_in(jaxpr)
-        if equation.primitive.name == "shard_map"
-        and any(map(_is_shard, equations_in(equation.params["jaxpr"])))
-    ]
-
-
-def _is_shard(equation: Any) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == _SHARD
+def _on_one_device(jaxpr: Any) -> Any:
+    """What of a program comes first that each device does for itself."""
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    return jaxpr.eqns[names.index("shard_map")]
 
 
 def _forwards(body: Any) -> Any:

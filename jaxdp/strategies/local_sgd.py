@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
-from ..basics.tree import leaf_path
+from ..basics.tree import leaf_path, map_nodes, nodes_of
 from ..distributed import put
 from ..step import (
     DATA,
@@ -30,7 +30,7 @@ from ..step import (
     update_each,
 )
 from .base import Devices, Role
-from .by_rows import ByRows, is_weights
+from .by_rows import ByRows
 from .sharded import Layout, Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
@@ -125,16 +125,6 @@ class LocalSGD(Sharded):
         def init(params: PyTree) -> LocalState:  # of one replica; see `as_held`
             alone = jax.tree.map(lambda leaf: leaf[None], params)
             first, outer = init_each(inner, alone), self.outer.init(params)
-            try:
-                jax.eval_shape(self.outer.update, params, outer, params)
-            except TypeError as error:
-                if "required keyword-only" not in str(error):
-                    raise
-                raise ValueError(
-                    "`outer` of LocalSGD needs the loss, as optax.lbfgs does, and an"
-                    " outer step has none: it takes the mean change of the replicas."
-                    " Take an optimizer that needs gradients alone, such as optax.sgd."
-                ) from None
             return LocalState(alone, first, outer, jnp.int32(0))
 
         def update(
@@ -169,7 +159,7 @@ class LocalSGD(Sharded):
         return optax.GradientTransformationExtraArgs(init, update)
 
     def evaluated_state(self, state: TrainState) -> TrainState:
-        (local,) = _locals_in(state)
+        (local,) = nodes_of(LocalState, state.opt_state)
         layouts = jax.tree.map(lambda leaf: leaf.sharding, state.params)
         means = jax.jit(_means, out_shardings=layouts)
         return state._replace(params=means(state.params, local.replicas))
@@ -235,7 +225,7 @@ class _ByReplica(ByRows):
     """
 
     def weights(self, state: TrainState) -> Weights:
-        (local,) = _locals_in(state)
+        (local,) = nodes_of(LocalState, state.opt_state)
         return state.weights._replace(params=local.replicas)
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
@@ -322,49 +312,32 @@ def _ndims(tree: PyTree) -> list[int]:
     return [leaf.ndim for leaf in jax.tree.leaves(tree)]
 
 
-def _is_local(node: Any) -> bool:
-    return isinstance(node, LocalState)
-
-
-def _locals_in(state: TrainState) -> list[LocalState]:
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_local)
-    return [node for node in nodes if _is_local(node)]
-
-
 def _map_stacks(function: Callable[[Any], Any], state: TrainState) -> TrainState:
     """`state` with `function` of those leaves that have one entry for each replica."""
 
     def of_stack(leaf: Any) -> Any:
         return function(leaf) if leaf.ndim else leaf
 
-    def mapped(node: Any) -> Any:
-        if not _is_local(node):
-            return node
-        replicas, inner = jax.tree.map(of_stack, (node.replicas, node.inner))
-        return node._replace(replicas=replicas, inner=inner)
+    def mapped(local: LocalState) -> LocalState:
+        replicas, inner = jax.tree.map(of_stack, (local.replicas, local.inner))
+        return local._replace(replicas=replicas, inner=inner)
 
-    return state._replace(
-        opt_state=jax.tree.map(mapped, state.opt_state, is_leaf=_is_local)
-    )
+    return state._replace(opt_state=map_nodes(LocalState, mapped, state.opt_state))
 
 
 def _split_params(inputs: Any) -> Any:
     """How the inputs of a step's gradients are split: weights by replicas."""
 
-    def spec(node: Any) -> Any:
-        if isinstance(node, Weights):
-            return Weights(_SPLIT, *[PartitionSpec()] * (len(node) - 1))
-        return PartitionSpec()
-
-    return jax.tree.map(spec, inputs, is_leaf=is_weights)
+    whole = PartitionSpec()
+    by_replica = Weights(_SPLIT, whole, whole, whole, whole)
+    return map_nodes(Weights, lambda _: by_replica, inputs, others=lambda _: whole)
 
 
 def _own_params(inputs: Any) -> Any:
     """Those inputs, where a device is shown a stack of one replica."""
 
-    def own(node: Any) -> Any:
-        if not isinstance(node, Weights):
-            return node
-        return node._replace(params=jax.tree.map(lambda leaf: leaf[0], node.params))
+    def own(weights: Weights) -> Weights:
+        params = jax.tree.map(lambda leaf: leaf[0], weights.params)
+        return weights._replace(params=params)
 
-    return jax.tree.map(own, inputs, is_leaf=is_weights)
+    return map_nodes(Weights, own, inputs)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
+from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, TrainState
 from .base import Devices, find_devices
 from .sharded import Sharded
@@ -99,12 +100,10 @@ class _Stages(Collectives):
         self.microbatches = microbatches
 
     def arrange(self, model: PyTree) -> PyTree:
-        def staged(node: Any) -> Any:
-            if not isinstance(node, Stack):
-                return node
-            return _Staged(node, self.mesh, self.microbatches)
+        def staged(stack: Stack) -> _Staged:
+            return _Staged(stack, self.mesh, self.microbatches)
 
-        return jax.tree.map(staged, model, is_leaf=lambda n: isinstance(n, Stack))
+        return map_nodes(Stack, staged, model)
 
 
 class _Staged(eqx.Module):

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.tree import leaf_path
+from ..basics.tree import leaf_path, map_nodes
 from ..distributed import RowBlocks, row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .base import (
@@ -157,11 +157,11 @@ class Sharded(DataParallel):
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
         `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
         """
-        found = jax.tree.map(
-            lambda layout: NamedSharding(self.mesh, layout.spec),
-            self._layouts(state),
-            is_leaf=lambda node: isinstance(node, Layout),
-        )
+
+        def held(layout: Layout) -> NamedSharding:
+            return NamedSharding(self.mesh, layout.spec)
+
+        found = map_nodes(Layout, held, self._layouts(state))
         return optimizer_on_host(found, state) if self.offloads else found
 
     def with_offload(self) -> "Sharded":
@@ -192,9 +192,8 @@ class Sharded(DataParallel):
                     spec = PartitionSpec(*[None] * stacked, *layout.spec)
                     return layout._replace(spec=spec)
             name = leaf_path(path)
-            spec = self._check_spec(
-                "state_spec", self.state_spec(name, leaf), name, leaf
-            )
+            spec = self.state_spec(name, leaf)
+            self._check_spec("`state_spec`", spec, name, leaf)
             split = ", split by its own shape" if any(spec) else ", whole"
             return Layout(spec, f"like no parameter{split}")
 
@@ -299,20 +298,17 @@ class Sharded(DataParallel):
         return Group(batch, self._whole, self._whole)
 
     def _held(self, path: str, leaf: Any) -> PartitionSpec:
-        return self._check_spec("param_spec", self.param_spec(path, leaf), path, leaf)
+        return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
 
     def _updated(self, path: str, leaf: Any) -> PartitionSpec:
-        return self._check_spec("update_spec", self.update_spec(path, leaf), path, leaf)
-
-    def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
-        """Where a spec comes from, for messages."""
-        return f"`{method}` gave {spec} for {path}"
+        spec = self.update_spec(path, leaf)
+        return self._check_spec("`update_spec`", spec, path, leaf)
 
     def _check_spec(
-        self, method: str, spec: PartitionSpec, path: str, leaf: Any
+        self, origin: str, spec: PartitionSpec, path: str, leaf: Any
     ) -> PartitionSpec:
-        """`spec`, which `method` gave, if it fits the leaf."""
-        what = f"{self._origin(method, spec, path)} of shape {leaf.shape}"
+        """`spec`, which came from `origin`, if it fits the leaf."""
+        what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
         if len(spec) > leaf.ndim:
             raise ValueError(f"{what}: more entries than the array has axes.")
         for axis, entry in enumerate(spec):
@@ -336,11 +332,7 @@ class Sharded(DataParallel):
 
 def shardings_of(mesh: Mesh, specs: PyTree) -> PyTree:
     """The sharding over a mesh that each `PartitionSpec` of a tree means."""
-    return jax.tree.map(
-        functools.partial(NamedSharding, mesh),
-        specs,
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
-    )
+    return map_nodes(PartitionSpec, functools.partial(NamedSharding, mesh), specs)
 
 
 @functools.lru_cache
