@@ -6,6 +6,7 @@ nothing may leave a call. What it raised is kept for whoever waits for the step.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -53,17 +54,10 @@ def catching(step: Callable[..., Any], faults: list[Exception]) -> Callable[...,
     """`step(collectives, *arguments)`, its calls of Python putting errors aside."""
 
     def caught(collectives: Any, *arguments: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(arguments)
-        structure: Any = None
-
-        def flat(*leaves: Any) -> list[Any]:
-            nonlocal structure
-            results = step(collectives, *treedef.unflatten(leaves))
-            found, structure = jax.tree.flatten(results)
-            return found
-
-        program = _rewritten(jax.make_jaxpr(flat)(*leaves), faults)
-        return jax.tree.unflatten(structure, jaxpr_as_fun(program)(*leaves))
+        traced = jax.make_jaxpr(functools.partial(step, collectives), return_shape=True)
+        program, shapes = traced(*arguments)
+        found = jaxpr_as_fun(_rewritten(program, faults))(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return caught
 

@@ -224,10 +224,7 @@ class Steps(NamedTuple):
     ) -> tuple[Sums, PyTree]:
         """The sums of one batch, in inference mode, and what is kept of its rows."""
         inputs = weights, batch_idx
-        if self.keeps_outputs:
-            results = "whole", "rows"
-            return collectives.over_rows(self._sums, inputs, [group], results)
-        return collectives.over_rows(self._sums, inputs, [group], "whole"), None
+        return collectives.over_rows(self._sums, inputs, [group], ("whole", "rows"))
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -325,7 +322,7 @@ class Steps(NamedTuple):
         collectives: Collectives,
         inputs: tuple[Weights, Int[Array, ""]],
         groups: Sequence[Group],
-    ) -> Any:
+    ) -> tuple[Sums, PyTree]:
         """Sums over all rows in inference mode, and what is kept of each row."""
         objective = self._objective_of_all
         weights, batch_idx = inputs
@@ -349,8 +346,7 @@ class Steps(NamedTuple):
         facts = self._facts(found, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        summed = collectives.sum(sums_of(found, rows.mask, facts))
-        return (summed, found.outputs) if self.keeps_outputs else summed
+        return collectives.sum(sums_of(found, rows.mask, facts)), found.outputs
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]

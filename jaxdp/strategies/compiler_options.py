@@ -61,14 +61,13 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
                 f" a dict of XLA's options; got {options!r}."
             )
         options = {"optimization_level": options}
-    if not isinstance(options, Mapping):
+    is_dict = isinstance(options, Mapping)
+    if not is_dict or not all(isinstance(name, str) for name in options):
         raise TypeError(
             "`compiler_options` must be a dict of XLA's options by name, an effort"
             f" level such as 'O1', or None; got {options!r} of type"
             f" {type(options).__name__}."
         )
-    if bad := [name for name in options if not isinstance(name, str)]:
-        raise TypeError(f"`compiler_options`: {bad[0]!r} is not the name of an option.")
     return dict(_spelled(name, value) for name, value in options.items())
 
 
@@ -78,7 +77,7 @@ def ended_after(seconds: float) -> dict[str, Any]:
     Empty where this version of XLA has none.
     """
     option = "xla_gpu_execution_terminate_timeout", f"{seconds:g}s"
-    return dict([option]) if _fault(*option) is None else {}
+    return dict([option]) if refusal(*option) is None else {}
 
 
 def _spelled(name: str, value: Any) -> tuple[str, Any]:
@@ -86,7 +85,7 @@ def _spelled(name: str, value: Any) -> tuple[str, Any]:
     name = name.removeprefix("--")
     faults = []
     for each in _spellings(name, value):
-        fault = _fault(*each)
+        fault = refusal(*each)
         if fault is None:
             return each
         faults.append(fault)
@@ -119,7 +118,7 @@ def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-def _fault(name: str, value: Any) -> str | None:
+def refusal(name: str, value: Any) -> str | None:
     """Why XLA does not take an option; a program of one number is compiled with it."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})

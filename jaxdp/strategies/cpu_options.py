@@ -11,6 +11,7 @@ import jax
 
 from ..basics.console import note
 from ..step import has_convolutions, has_own_loop
+from .compiler_options import refusal
 
 _EIGEN_SWITCH: Final = "JAXDP_EIGEN_CONVOLUTIONS"
 _PRODUCTS_ALONE: Final = (
@@ -67,7 +68,7 @@ def _options_for_speed(jaxpr: Any, arguments: Any) -> dict[str, Any]:
     is_off = convolves and os.environ.get(_EIGEN_SWITCH) == "0"
     if is_off or option in os.environ.get("XLA_FLAGS", ""):
         return {}
-    if not _is_known(option, value):
+    if _refusal(option, value) is not None:
         return {}
     if convolves:
         _note_it()
@@ -81,14 +82,7 @@ def _are_on_cpu(arguments: Any) -> bool:
     return jax.default_backend() == "cpu"
 
 
-@functools.cache
-def _is_known(option: str, value: str | bool) -> bool:
-    """Whether this version of XLA takes the option."""
-    try:
-        jax.jit(lambda: 0).lower().compile({option: value})
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+_refusal = functools.cache(refusal)
 
 
 @functools.cache

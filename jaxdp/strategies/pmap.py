@@ -45,21 +45,14 @@ class Pmap(Sharded):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> jax.stages.Compiled:
-        if split and draws_by_row():
-            with contextlib.suppress(RowsInteract):
-                return self._compile_per_device(step, arguments, roles, results, donate)
-        return super().compile(
-            step, arguments, roles, results, donate=donate, split=split
-        )
+        def on_whole_batches() -> jax.stages.Compiled:
+            return super(Pmap, self).compile(
+                step, arguments, roles, results, donate=donate, split=split
+            )
 
-    def _compile_per_device(
-        self,
-        step: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        roles: tuple[Role, ...],
-        results: Role | tuple[Role, ...],
-        donate: tuple[int, ...],
-    ) -> jax.stages.Compiled:
+        if not split or not draws_by_row():
+            return on_whole_batches()
+
         whole, rows = PartitionSpec(), PartitionSpec(DATA)
         in_specs, out_specs = laid_out(
             arguments,
@@ -87,7 +80,9 @@ class Pmap(Sharded):
             shardings_of(self.mesh, out_specs),
             donate,
         )
-        return self.build(program, arguments)
+        with contextlib.suppress(RowsInteract):
+            return self.build(program, arguments)
+        return on_whole_batches()
 
     def _collectives(self, *_: Any) -> Collectives:
         return Collectives()  # where rows interact, XLA takes the whole step apart
