@@ -202,19 +202,16 @@ def check_metric_name(argument: str, name: Any) -> None:
 
 def infer_loss(target: Any) -> tuple[str, str]:
     """The name of the loss that fits `target`, and the reason in words."""
-    if not hasattr(target, "dtype"):
-        raise ValueError(
-            "`loss` can't be inferred: the target is not one array but"
-            f" {jax.tree.structure(target)}; pass `loss` or `loss_fn`."
-        )
-    if _is_integer(target):
-        return "cross_entropy", f"targets are integers ({target.dtype})"
-    if jnp.issubdtype(target.dtype, jnp.floating):
-        return "mse", f"targets are floating point ({target.dtype})"
+    dtype = getattr(target, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        return "cross_entropy", f"targets are integers ({dtype})"
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return "mse", f"targets are floating point ({dtype})"
+    found = jax.tree.structure(target) if dtype is None else f"of dtype {dtype}"
     raise ValueError(
-        f"`loss` can't be inferred from targets of dtype {target.dtype}: integers give"
-        " 'cross_entropy', floating point gives 'mse'; pass `loss`, for example"
-        " 'binary_cross_entropy'."
+        f"`loss` can't be inferred from targets {found}: one array of integers gives"
+        " 'cross_entropy', one of floating point 'mse'; pass `loss`, for example"
+        " 'binary_cross_entropy', or `loss_fn`."
     )
 
 

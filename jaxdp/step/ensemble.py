@@ -32,15 +32,11 @@ class Ensemble:
         self.size = int(size)
         self.values = {name: np.asarray(value) for name, value in values.items()}
         for name, array in self.values.items():
-            if not jnp.issubdtype(array.dtype, jnp.number):
-                raise TypeError(
+            is_number = jnp.issubdtype(array.dtype, jnp.number)
+            if not is_number or array.shape != (self.size,):
+                raise (ValueError if is_number else TypeError)(
                     f"`{name}` must be numbers, one for each of the {self.size}"
-                    f" members; got {values[name]!r}."
-                )
-            if array.shape != (self.size,):
-                raise ValueError(
-                    f"`{name}` must have a value for each of the {self.size} members;"
-                    f" got an array of shape {array.shape}."
+                    f" members; got {values[name]!r}, of shape {array.shape}."
                 )
 
     def __repr__(self) -> str:

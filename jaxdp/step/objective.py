@@ -89,13 +89,6 @@ class CriterionObjective:
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
-        loss, _ = found["loss"]
-        if loss.ndim > 1 and loss.size > len(loss):
-            shape = ", ".join(["rows", *map(str, loss.shape[1:])])
-            note = (
-                f"`loss` gives ({shape}): the loss of a row is the mean of its values"
-            )
-            notes = note, *notes
 
         # Labels have as many classes as there are logits.
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
@@ -125,9 +118,13 @@ class LossFnObjective:
     ):
         self.loss_fn, self.keeps_outputs, self.is_part = loss_fn, keeps_outputs, is_part
         self.signature = inspect.signature(loss_fn)
+        first, *others = self.signature.parameters.values()
+        if first.kind is first.VAR_POSITIONAL:  # the model is one of these
+            others = [first, *others]
+        self.after_model = self.signature.replace(parameters=others)
         # What functools.partial has filled is not ours to give.
         self.filled = getattr(loss_fn, "keywords", {})
-        names = {*[*self.signature.parameters][1:]} - {*self.filled}
+        names = {*self.after_model.parameters} - {*self.filled}
         self.takes_state = "state" in names
         self.takes_key = "key" in names
 
@@ -169,65 +166,58 @@ class LossFnObjective:
         if self.keeps_outputs and not is_other_part:
             metrics, outputs = _outputs_in(metrics)
             outputs = _checked_outputs(outputs, num_rows)
-        found = {"loss": _of_loss_fn("loss", loss, num_rows)}
+        found = {"loss": _checked("`loss_fn`: the loss", "loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
-            found[name] = _of_loss_fn(name, value, num_rows)
+            argument = f"`loss_fn`: metric {name!r}"
+            found[name] = _checked(argument, name, value, num_rows)
         values = {name: value for name, (value, _) in found.items()}
         notes = _notes_on_scalars("`loss_fn`: metric", values)
         return Values(values, model_state, None, notes, _weights_in(found), outputs)
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments after `model`: the batch by place, ours by name.
 
         A name such as `mask` means ours, unless the batch has more elements than there
         are other places: then the first such names are the batch's.
         """
-        _, *after_model = self.signature.parameters.values()
-        reserved = [p.name for p in after_model if p.name in offered]
-        others = [p for p in after_model if p.name not in offered]
-        if any(p.kind is p.VAR_POSITIONAL for p in others):
-            short = 0
-        else:
-            takes = [
-                p for p in others if p.kind <= p.POSITIONAL_OR_KEYWORD or _is_bare(p)
-            ]
-            short = max(0, len(given) - len(takes))
-        keywords = {name: offered[name] for name in reserved[short:]}
-        arguments: list[Any] = []
+        parameters = self.after_model.parameters.values()
+        values = {p.name: offered[p.name] for p in parameters if p.name in offered}
+        rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        needed = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        # functools.partial makes keyword-only what follows an argument that it fills.
+        takes = [
+            p.name
+            for p in parameters
+            if p.kind <= p.POSITIONAL_OR_KEYWORD or rest is None and p.name in needed
+        ]
+        if rest is None:
+            places = [name for name in takes if name not in values]
+            short = max(0, len(given) - len(places))
+            for name in [name for name in takes if name in values][:short]:
+                del values[name]
+
         queue = list(given)
+        for name in takes:
+            if queue and name not in values:
+                values[name] = queue.pop(0)
+        if rest is not None:
+            values[rest], queue = tuple(queue), []
 
-        for place in after_model:
-            if place.kind is place.KEYWORD_ONLY:
-                # functools.partial makes so what follows an argument that it fills.
-                if _is_bare(place) and queue and place.name not in keywords:
-                    keywords[place.name] = queue.pop(0)
-            elif place.kind <= place.POSITIONAL_OR_KEYWORD:
-                if place.name in keywords:
-                    arguments.append(keywords.pop(place.name))
-                elif queue:
-                    arguments.append(queue.pop(0))
-                else:
-                    break
-            elif place.kind is place.VAR_POSITIONAL:
-                arguments, queue = arguments + queue, []
-        arguments += queue
-
-        try:
-            self.signature.bind(None, *arguments, **keywords)
-        except TypeError:
-            raise TypeError(self._misfit(len(given), offered)) from None
-        return arguments, keywords
+        if queue or not values.keys() >= {*needed}:
+            raise TypeError(self._misfit(len(given), offered))
+        bound = inspect.BoundArguments(self.after_model, values)
+        return bound.args, bound.kwargs
 
     def _misfit(self, given: int, offered: Mapping[str, Any]) -> str:
-        shown = [
-            str(p.replace(default=p.empty)) + "=..." * (p.default is not p.empty)
-            for p in self.signature.parameters.values()
-        ]
         message = (
-            f"`loss_fn` is ({', '.join(shown)}) but a batch of this loader has"
+            f"`loss_fn` is {self.signature} but a batch of this loader has"
             f" {given} element(s): after the model come the elements of a tuple batch,"
             " or the whole batch if it is not a tuple, then any of"
             f" {', '.join(offered)} by name."
@@ -240,29 +230,19 @@ class LossFnObjective:
         return message
 
 
-def _is_bare(parameter: inspect.Parameter) -> bool:
-    """Whether an argument must be given."""
-    return parameter.default is parameter.empty
-
-
 Objective = CriterionObjective | LossFnObjective
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """`(x, y, weight)` of a batch, the last None where it has none."""
-    if isinstance(batch, Mapping):
-        raise TypeError(
-            "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {_describe(batch)}. Pass [(b[X], b[Y]) for b in loader], with two of"
-            " these keys; or, instead of `loss`,"
-            " loss_fn=lambda model, b: criterion(jax.vmap(model)(b[X]), b[Y])."
-        )
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+        instead = "For x and y themselves, pass [(x, y)] or a DataLoader"
+        if isinstance(batch, Mapping):
+            instead = "Pass [(b[X], b[Y]) for b in loader], with two of these keys"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {_describe(batch)}. For x and y themselves, pass [(x, y)] or a"
-            " DataLoader. For other batches pass `loss_fn(model, *batch)`, which is"
-            " given the whole batch."
+            f" {_describe(batch)}. {instead}; or, instead of `loss`, pass"
+            " `loss_fn(model, *batch)`, which is given the whole batch."
         )
 
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
@@ -345,19 +325,7 @@ def _of_criterion(
         )
         raise
 
-    def fits(shape: tuple[int, ...]) -> bool:
-        return shape[:1] == (rows,) and (name == "loss" or math.prod(shape) == rows)
-
-    hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
-    return _checked(argument, name, value, rows, fits, hint=hint, weight=weight)
-
-
-def _of_loss_fn(name: str, value: Any, rows: int) -> _Found:
-    what = "the loss" if name == "loss" else f"metric {name!r}"
-    hint = "" if eqx.is_array_like(value) else _UNWRAPPED
-    return _checked(
-        f"`loss_fn`: {what}", name, value, rows, lambda s: s == (rows,), hint=hint
-    )
+    return _checked(argument, name, value, rows, weight=weight, is_criterion=True)
 
 
 def _checked(
@@ -365,34 +333,60 @@ def _checked(
     name: str,
     value: Any,
     rows: int,
-    fits: Callable[[tuple[int, ...]], bool],
     *,
-    hint: str,
     weight: Array | None = None,
+    is_criterion: bool = False,
 ) -> _Found:
-    """A floating array with the rows, or a scalar; or one that is weighted."""
+    """A floating array with the rows, or a scalar; or one that is weighted.
+
+    What a criterion gives for a row may have more axes.
+    """
     if _is_pair(value):
         value, own = map(jnp.asarray, value)
         if weight is not None:
             own = own * weight.reshape(*weight.shape, *[1] * (own.ndim - weight.ndim))
-        return _weighted(argument, name, value, own, rows)
-    is_array = eqx.is_array_like(value)
-    value = jnp.asarray(value) if is_array else value
-    if not is_array or value.shape and not fits(value.shape):
-        raise (ValueError if is_array else TypeError)(
-            f"{argument} is {_describe(value)} for a batch of {rows} rows; it must be"
-            f" one value per row, ({rows},), or a scalar mean, ().{hint}"
-        )
+        weight = own
+    else:
+        _check_shape(argument, name, value, rows, is_criterion)
+        value = jnp.asarray(value)
     if weight is not None:
-        return _weighted(argument, name, value, weight, rows)
-    _check_dtype(argument, name, value)
-    return (value if name == "loss" else value.astype(jnp.float32)), None
+        _check_weight(argument, value, weight, rows)
+    if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
+            " be floating point."
+        )
+    if weight is None:
+        return (value if name == "loss" else value.astype(jnp.float32)), None
+
+    # The sums over each row of values times weights, and of the weights.
+    if weight.ndim < value.ndim:
+        value = losses.per_row(value)
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    weight = jax.lax.stop_gradient(weight).astype(wide)
+    products = value.astype(wide) * weight
+    return products.reshape(rows, -1).sum(axis=1), weight.reshape(rows, -1).sum(axis=1)
 
 
-def _weighted(
-    argument: str, name: str, values: Array, weights: Array, rows: int
-) -> _Found:
-    """The sums over each row of values times weights, and of the weights."""
+def _check_shape(
+    argument: str, name: str, value: Any, rows: int, is_criterion: bool
+) -> None:
+    is_array = eqx.is_array_like(value)
+    shape = jnp.shape(value) if is_array else None
+    if shape in ((), (rows,)):
+        return
+    hint = "" if is_array else _UNWRAPPED
+    if is_criterion:
+        if shape and shape[0] == rows and (name == "loss" or math.prod(shape) == rows):
+            return
+        hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
+    raise (ValueError if is_array else TypeError)(
+        f"{argument} is {_describe(value)} for a batch of {rows} rows; it must be"
+        f" one value per row, ({rows},), or a scalar mean, ().{hint}"
+    )
+
+
+def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> None:
     is_fit = values.shape[:1] == (rows,) and weights.shape in (values.shape, (rows,))
     if not is_fit or not jnp.isrealobj(weights):
         raise ValueError(
@@ -403,13 +397,6 @@ def _weighted(
             " can't be weighted any more. (Named values beside the loss go into a dict:"
             " (loss, {name: value}).)"
         )
-    _check_dtype(argument, name, values)
-    if weights.ndim < values.ndim:
-        values = losses.per_row(values)
-    wide = jnp.promote_types(values.dtype, jnp.float32)
-    weights = jax.lax.stop_gradient(weights).astype(wide)
-    products = values.astype(wide) * weights
-    return products.reshape(rows, -1).sum(axis=1), weights.reshape(rows, -1).sum(axis=1)
 
 
 _OUTPUTS = "predictions", "targets"
@@ -448,14 +435,6 @@ def _is_pair(value: Any) -> bool:
 
 def _weights_in(found: Mapping[str, _Found]) -> dict[str, Array]:
     return {name: weight for name, (_, weight) in found.items() if weight is not None}
-
-
-def _check_dtype(argument: str, name: str, value: Array) -> None:
-    if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
-            " be floating point."
-        )
 
 
 def _describe(value: Any) -> str:

@@ -328,12 +328,11 @@ def find_devices(devices: Devices) -> list[Any]:
                 " any JAX array is made."
             )
         return available[:devices]
-    if isinstance(devices, Mesh):
-        raise TypeError("`devices` is a mesh; pass it by name, `mesh=...`.")
     devices = list(devices) if isinstance(devices, Iterable) else [devices]
     if not devices or not all(isinstance(device, jax.Device) for device in devices):
         raise TypeError(
-            f"`devices` must be a number or a list of jax.Device; got {devices!r}."
+            "`devices` must be a number or a list of jax.Device (a mesh is passed by"
+            f" name, `mesh=...`); got {devices!r}."
         )
     if len(set(devices)) < len(devices):
         raise ValueError(f"`devices` names a device twice: {devices!r}.")

@@ -63,7 +63,7 @@ class TensorParallel(Sharded):
         found = find_devices(devices)
         _check_mesh_shape(mesh_shape, len(found))
         for rule in rules:
-            _check_rule(rule, mesh_shape)
+            _check_rule(rule)
         self.rules = [(pattern, spec) for pattern, spec in rules]
         self.min_size = min_size
         if _FSDP in mesh_shape:
@@ -97,7 +97,13 @@ class TensorParallel(Sharded):
         used = [self._rule(path) for path in paths]
         for rule in self.rules:
             if not any(rule is other for other in used):
-                raise ValueError(_unused(rule, self.rules, paths))
+                shown = ", ".join([*paths[:20], *["..."] * (len(paths) > 20)])
+                raise ValueError(
+                    f"`rules`: {rule[0]!r} is used for no leaf of the model. A pattern"
+                    " must match the whole path, with `*` for anything, and the first"
+                    " rule that matches is used: put special rules before general"
+                    f" ones. The paths are {shown or 'none'}."
+                )
         return super()._layouts(state)
 
     def _rule(self, path: str) -> Rule | None:
@@ -106,8 +112,11 @@ class TensorParallel(Sharded):
 
     def _ruled_and_split(self, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
         rule = self._rule(path)
-        spec = PartitionSpec() if rule is None else rule[1]
-        return self._split(self._check_spec("rules", spec, path, leaf), leaf)
+        spec = PartitionSpec()
+        if rule is not None:
+            origin = f"`rules`: the rule for {rule[0]!r}"
+            spec = self._check_spec(origin, rule[1], path, leaf)
+        return self._split(spec, leaf)
 
     def _split(self, spec: PartitionSpec, leaf: Any) -> tuple[PartitionSpec, str]:
         """`spec`, and another axis split over `"fsdp"`, where there is one."""
@@ -125,12 +134,6 @@ class TensorParallel(Sharded):
         entries = [*spec, *[None] * (axis + 1 - len(spec))]
         entries[axis] = (*names_of(entries[axis]), _FSDP)
         return PartitionSpec(*entries), f"over {_FSDP!r} {why}"
-
-    def _origin(self, method: str, spec: PartitionSpec, path: str) -> str:
-        rule = self._rule(path)
-        if method == "rules" and rule:
-            return f"`rules`: ({rule[0]!r}, {spec}) does not fit {path}"
-        return super()._origin(method, spec, path)
 
 
 def tensor_rules(model: PyTree, axis: str = "model") -> list[Rule]:
@@ -216,32 +219,10 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
         )
 
 
-def _check_rule(rule: Any, mesh_shape: Mapping[str, int]) -> None:
+def _check_rule(rule: Any) -> None:
     kinds = tuple(map(type, rule)) if isinstance(rule, tuple | list) else ()
     if kinds != (str, PartitionSpec):
         raise TypeError(
             "`rules` must be (path pattern, PartitionSpec) pairs, such as"
             f' ("layers[0].weight", PartitionSpec("model", None)); got {rule!r}.'
         )
-    for name in (name for entry in rule[1] for name in names_of(entry)):
-        if name not in mesh_shape:
-            raise ValueError(
-                f"`rules`: ({rule[0]!r}, {rule[1]}) names the axis {name!r}, but"
-                f" `mesh_shape` has {', '.join(mesh_shape)}."
-            )
-
-
-def _unused(rule: Rule, rules: Sequence[Rule], paths: Sequence[str]) -> str:
-    fitting = [path for path in paths if _fits(rule[0], path)]
-    if fitting:
-        earlier = next(each for each in rules if _fits(each[0], fitting[0]))
-        return (
-            f"`rules`: {rule[0]!r} is never used, because {earlier[0]!r} comes"
-            f" before it and fits {fitting[0]} too. The first rule that fits is"
-            " used: put special rules before general ones."
-        )
-    shown = ", ".join([*paths[:20], *["..."] * (len(paths) > 20)])
-    return (
-        f"`rules`: {rule[0]!r} fits no leaf of the model. A pattern must match the"
-        f" whole path, with `*` for anything; the paths are {shown or 'none'}."
-    )

@@ -148,27 +148,27 @@ def test_bad_sizes_of_meshes_are_refused():
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ([("layers[0].weight", PartitionSpec("rows"))], "names the axis 'rows'"),
+        ([("layers[0].weight", PartitionSpec("rows"))], "the mesh has no axis 'rows'"),
         (
             [("layers[0].weight", "model")],
             "must be .path pattern, PartitionSpec. pairs",
         ),
         (
             [("layer.*", PartitionSpec("model"))],
-            r"'layer.\*' fits no leaf of the model.*the paths are layers\[0\].weight",
+            r"'layer.\*' is used for no leaf.* The paths are layers\[0\].weight",
         ),
         (
             [("*", PartitionSpec()), ("*.bias", PartitionSpec("model"))],
-            r"'\*.bias' is never used, because '\*' comes before it",
+            r"'\*.bias' is used for no leaf.*put special rules before general ones",
         ),
         (
             [("layers[1].*", PartitionSpec("model"))],
-            r"\('layers\[1\].\*', .* does not fit layers\[1\].weight of shape"
+            r"the rule for 'layers\[1\].\*' gave .* for layers\[1\].weight of shape"
             r" \(3, 64\): axis 0 of size 3 is not divisible by 2",
         ),
         (
             [("layers[0].bias", PartitionSpec(None, "model"))],
-            r"does not fit layers\[0\].bias of shape \(64,\): more entries",
+            r"gave .* for layers\[0\].bias of shape \(64,\): more entries",
         ),
     ],
 )
