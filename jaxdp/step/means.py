@@ -1,5 +1,6 @@
 """Exact means over real rows, however they are split into micro-batches."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,24 +16,17 @@ from .row_mixing import mark_values
 from .state import Group, MicroBatch
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Sums:
     """The loss and metrics summed over rows, by name, beside what tracing found out.
 
-    A pytree whose leaves are the sums and those of the weights, where there are any;
-    the facts are static.
+    A pytree whose leaves are the sums and those of the weights, where there are any.
     """
 
-    def __init__(self, sums: Any, weights: Any, facts: Facts):
-        self.sums, self.weights, self.facts = sums, weights, facts
-
-    def tree_flatten(self) -> tuple[Any, ...]:
-        return (self.sums, self.weights), self.facts
-
-    @classmethod
-    def tree_unflatten(cls, facts: Facts, children: Any) -> "Sums":
-        sums, weights = children
-        return cls(sums, weights, facts)
+    sums: Any
+    weights: Any
+    facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
         """Those over the rows of both, whose batches may be of other shapes."""

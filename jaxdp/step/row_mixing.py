@@ -66,14 +66,11 @@ class _Along(NamedTuple):
     each: int | None
 
 
-class _Mixed(NamedTuple):
-    """An array in which rows were joined."""
+_MIXED: Final = "rows were joined"
+"""What is known of an array in which they were."""
 
-
-_Known = _Along | _Mixed | None
+_Known = _Along | str | None
 """None where that is nothing, as of parameters."""
-
-_MIXED: Final = _Mixed()
 
 
 def _either(*arrays: _Known) -> _Known:
