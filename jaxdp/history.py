@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .basics.arguments import check_choice
+from .basics.console import columns
 from .basics.files import naming, save_figure, write_whole
 from .reports import Curve, draw, larger_is_better, metric_curves
 from .reports.runs import VALIDATION
@@ -170,7 +171,24 @@ class History(Mapping[str, list[float]]):
     def __repr__(self) -> str:
         if not self.epochs:
             return "History(no epochs yet)"
+        count, best = len(self.epochs), self._best()
+        title = f"History({count} {'epoch' if count == 1 else 'epochs'})"
+        shown = range(count) if count <= 4 else sorted({0, best or 0, count - 1})
+        cells = {"epoch": list(map(str, self.epochs))}
         # Of an ensemble the means: there may be hundreds of members.
         names = [name for name in self if not _OF_MEMBER.search(name)]
-        means = [f"{name} {self[name][-1]:.4g}" for name in names]
-        return f"History(last of {len(self.epochs)} epochs: {', '.join(means)})"
+        cells |= {name: [f"{v:.4g}" for v in self[name]] for name in names}
+        table = [list(cells)]
+        table += [[values[i] for values in cells.values()] for i in shown]
+        lines = columns(table, right=range(len(cells)))
+        if best is not None:
+            lines[1 + list(shown).index(best)] += "  <- best"
+        return "\n".join([title, *lines])
+
+    def _best(self) -> int | None:
+        """Where the epoch with the least validation loss is, or training loss."""
+        values = self._values.get(f"{VALIDATION}loss") or self._values.get("loss", [])
+        finite = [
+            (v, i) for i, v in enumerate(values) if v is not None and math.isfinite(v)
+        ]
+        return min(finite)[1] if finite else None

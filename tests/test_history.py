@@ -78,12 +78,18 @@ def test_state_is_strict_json_and_comes_back_exactly():
     assert loaded["loss"][-1] == math.inf and loaded["accuracy"][-1] == 0.1 + 0.2
 
 
-def test_repr_shows_the_last_epoch():
+def test_repr_shows_first_best_and_last_epoch():
     history = make_history(1000)
     history.append(1000, {"loss": 3.0, "val_loss": 3.0})
-    last = "loss 3, accuracy nan, val_loss 3"
-    assert repr(history) == f"History(last of 1001 epochs: {last})"
+    lines = repr(history).splitlines()
+    assert lines[0] == "History(1001 epochs)"
+    assert lines[1].split() == ["epoch", "loss", "accuracy", "val_loss"]
+    first_cells = [line.split()[0] for line in lines[2:]]
+    assert first_cells == ["0", "999", "1000"]
+    assert lines[3].endswith("<- best")
+    assert lines[-1].split() == ["1000", "3", "nan", "3"]
     assert repr(History()) == "History(no epochs yet)"
+    assert repr(make_history(1)).splitlines()[0] == "History(1 epoch)"
 
 
 def test_plot_draws_training_and_validation_of_a_metric_together(tmp_path):

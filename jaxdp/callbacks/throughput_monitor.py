@@ -121,8 +121,14 @@ class ThroughputMonitor(Callback):
     ) -> None:
         shapes = frozenset([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
         if shapes not in self._flops:
-            own, is_first = self.flops_per_example, not self._flops
-            flops = trainer.run.flops_per_example(batch) if own is None else own
+            flops, is_first = self.flops_per_example, not self._flops
+            if flops is None:
+                try:
+                    flops = trainer.run.flops_per_example(batch)
+                except Exception:
+                    if is_first:
+                        raise
+                    return  # the step will say what is wrong with this shape
             self._flops[shapes] = flops
             if is_first:
                 devices = trainer.state.step.sharding.device_set

@@ -25,8 +25,6 @@ Leaves = list[np.ndarray]
 class Form:
     """One form of batches, and the size that they are padded to."""
 
-    __slots__ = "full", "key", "of_rows", "of_whole", "size", "text", "wholes"
-
     def __init__(self, key: Key):
         self.key = key
         self.text = _text(key)
@@ -42,6 +40,7 @@ class Form:
         ]
         self.size = 0  # rows of a padded batch, of all processes
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
+        self.if_full: dict[tuple[int, int], Any] = {}  # the packer's, of this size
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """The leaves that have rows, and those that have none."""
@@ -97,6 +96,7 @@ class Forms:
         if rows > form.size:
             size = form.size = self.sizes[form.text] = self.rounded(rows)
             form.full = (size // self._num_blocks,) * self._num_blocks
+            form.if_full.clear()
 
     def start_from(self, sizes: Mapping[str, int]) -> None:
         """Pads as if these were the sizes so far."""

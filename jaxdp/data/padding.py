@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, NamedTuple
 
-import jax
 import numpy as np
 
 from ..distributed import RowBlocks
@@ -90,11 +89,12 @@ class Packer:
         is_full = counts == [form.full] * count and not self.rows_interact
         if is_full and all([other is form for _, _, other in found]):
             # Most batches, and as quick as can be: small steps wait for this.
-            micros, wholes, _ = map(list, zip(*found, strict=True))
-            groups = [self._group(micros, wholes, counts, form)]
-            rows, shapes = [slots * form.size] * steps, ((count, form.size, form.text),)
-            forms = (form.text,)
-            return Dispatch(windows, groups, True, rows, forms, (True, steps, shapes))
+            if (known := form.if_full.get((steps, slots))) is None:
+                known = _if_full(form, steps, slots, self._counts(counts))
+                form.if_full[steps, slots] = known
+            of_all, *others = known
+            micros, wholes = [each[0] for each in found], [each[1] for each in found]
+            return Dispatch(windows, [_group(micros, wholes, of_all, form)], *others)
 
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
@@ -121,8 +121,8 @@ class Packer:
         for (form, size), run in itertools.groupby(zip(forms, sizes, strict=True)):
             stop = start + len(list(run))
             here = slice(start, stop)
-            group = self._group(micros[here], wholes[here], counts[here], form)
-            groups.append(group)
+            of_all = self._counts(counts[here])
+            groups.append(_group(micros[here], wholes[here], of_all, form))
             shapes.append((stop - start, size, form.text))
             start = stop
         texts = tuple(text for _, _, text in shapes)
@@ -231,19 +231,25 @@ class Packer:
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
 
-    def _group(
-        self,
-        micros: list[Leaves],
-        wholes: list[Leaves],
-        counts: list[_Counts],
-        form: Form,
-    ) -> Group:
-        """Micro-batches of one shape, stacked."""
-        batch = jax.tree.unflatten(form.of_rows, _stacked(micros))
-        whole = None
-        if form.wholes:
-            whole = jax.tree.unflatten(form.of_whole, _stacked(wholes))
-        return Group(batch, _counts(tuple(counts), self._in_order), whole)
+    def _counts(self, counts: list[_Counts]) -> np.ndarray:
+        return _counts(tuple(counts), self._in_order)
+
+
+def _if_full(form: Form, steps: int, slots: int, counts: np.ndarray) -> tuple[Any, ...]:
+    """What all dispatches of full batches have in common: the counts of their group,
+    and the fields of a `Dispatch` after its groups."""
+    rows = [slots * form.size] * steps
+    shape = True, steps, ((steps * slots, form.size, form.text),)
+    return counts, True, rows, (form.text,), shape
+
+
+def _group(
+    micros: list[Leaves], wholes: list[Leaves], counts: np.ndarray, form: Form
+) -> Group:
+    """Micro-batches of one shape, stacked."""
+    batch = form.of_rows.unflatten(_stacked(micros))
+    whole = form.of_whole.unflatten(_stacked(wholes)) if form.wholes else None
+    return Group(batch, counts, whole)
 
 
 def _are_same(windows: list[list[Batch]]) -> bool:

@@ -44,5 +44,5 @@ class Counts:
                 sharding = positional[-1][place].counts
                 # None where the step has no use for them, as prediction has not.
                 placed[key] = counts if sharding is None else put(counts, sharding)
-            found.append(group._replace(counts=placed[key]))
+            found.append(Group(group.batch, placed[key], group.whole))
         return found
