@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..basics.json_checks import fields, has_form, maybe, text, whole
 from .launchers import Place
 from .roll_call import Message, RollCall
 
@@ -19,19 +18,6 @@ GRACE: Final = 3.0
 """Seconds in which a process may still come to the error that another one has had."""
 
 _PAUSE: Final = 0.3
-
-_MESSAGE: Final = fields(
-    {"from": whole()},
-    {
-        "at": text(),
-        "done": text(),
-        "dead": whole(),
-        "text": text(),
-        "failed": text(),
-        "fit": maybe(whole()),
-    },
-)
-"""What a process may tell while it runs."""
 
 
 class Lifeline:
@@ -119,7 +105,7 @@ class Lifeline:
                 for key, _ in selector.select(interval):
                     messages = self._connections[key.data].receive()
                     for message in messages or ():
-                        self._hear(message, key.data)
+                        self._hear(message)
                     if messages is None:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, "its connection was closed")
@@ -137,14 +123,10 @@ class Lifeline:
                         selector.unregister(connection.sock)
                         self._lose(process, f"not a word of it for {silent:.0f} s")
 
-    def _hear(self, message: Message, teller: int) -> None:
-        if not has_form(message, _MESSAGE) or message["from"] not in self.names:
-            return
+    def _hear(self, message: Message) -> None:
         process = message["from"]
-        if self.place.process_id == 0 and process != teller:
-            return  # only process 0 speaks for others
         if "at" in message:
-            self._heard_at[process] = time.monotonic(), str(message["at"])
+            self._heard_at[process] = time.monotonic(), message["at"]
             return
 
         # Process 0 passes the rest on.
@@ -155,13 +137,13 @@ class Lifeline:
 
         name = self.names[process]
         if "dead" in message:
-            self._end(message["dead"], message.get("text", ""))
+            self._end(message["dead"], message["text"])
         elif "done" in message:
-            self._done[process] = str(message["done"])
+            self._done[process] = message["done"]
             if self.is_fitting:
                 self._end_later(f"{name} has ended, {message['done']}", self._fits)
         elif "failed" in message:
-            text, fit = f"{name} failed, {message['failed']}", message.get("fit")
+            text, fit = f"{name} failed, {message['failed']}", message["fit"]
             if fit is None:
                 self.lost.setdefault(process, text)
             self._end_later(text, fit)

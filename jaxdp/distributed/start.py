@@ -20,7 +20,7 @@ from ..basics.arguments import check_number
 from ..basics.environment import versions
 from ..basics.process import is_imported_by_a_worker, put_off_aborts
 from .ending import abandon, end_with_the_others, first_line
-from .launchers import Place, choose_place, find_place
+from .launchers import Place, find_place
 from .lifeline import Lifeline
 from .roll_call import call_the_roll
 from .signals import is_stop
@@ -81,7 +81,7 @@ def initialize(
     for name, seconds in timeouts.items():
         check_number(name, seconds, above=0)
 
-    place = choose_place(coordinator_address, num_processes, process_id)
+    place = find_place(coordinator_address, num_processes, process_id)
     if place is None:
         _is_alone_on_purpose = True
         return

@@ -9,6 +9,7 @@ from toys import Mlp
 
 import jaxdp
 from jaxdp.distributed.launchers import find_place
+from jaxdp.distributed.start import _local_devices
 
 TORCHRUN = {
     "RANK": "3",
@@ -24,9 +25,8 @@ SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "node[003-004]",
-    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NTASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
@@ -63,7 +63,7 @@ PLACES = {
 @pytest.mark.parametrize("launcher", PLACES)
 def test_launchers_say_which_process_this_is(launcher):
     environ, process_id, num_processes, host, ports, local_id = PLACES[launcher]
-    place = find_place(environ)
+    place = find_place(environ=environ)
     assert place is not None
     assert (place.process_id, place.num_processes) == (process_id, num_processes)
     assert (place.host, place.local_id) == (host, local_id)
@@ -75,25 +75,42 @@ def test_launchers_say_which_process_this_is(launcher):
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "open mpi 4", "open mpi 5"])
 def test_an_address_that_the_user_gives_comes_first(launcher):
     environ = PLACES[launcher][0] | {"JAX_COORDINATOR_ADDRESS": "[fd00::2]:77"}
-    place = find_place(environ)
+    place = find_place(environ=environ)
     assert place is not None
     assert (place.host, place.ports) == ("fd00::2", (77,))
 
 
 def test_processes_of_one_machine_keep_to_it():
     one = {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
-    place = find_place(TORCHRUN | one)
+    place = find_place(environ=TORCHRUN | one)
     assert place is not None
     assert place.host == "127.0.0.1" and place.is_on_one_host
-    slurm = SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node1"}
-    place = find_place(slurm)
+    slurm = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "node1"}
+    place = find_place(environ=slurm)
     assert place is not None
     assert place.host == "127.0.0.1" and place.is_on_one_host
+
+
+def test_each_process_takes_one_gpu_where_several_share_a_machine():
+    slurm = find_place(environ=SLURM)
+    assert slurm is not None and slurm.local_count == 4
+    assert _local_devices(slurm, None) == [1]
+    alone = {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}
+    slurm = find_place(environ=SLURM | alone)
+    assert slurm is not None and _local_devices(slurm, None) is None
+
+
+def test_what_the_user_has_set_comes_before_the_launcher():
+    place = find_place(environ=TORCHRUN | {"JAX_PROCESS_ID": "0"})
+    assert place is not None and (place.process_id, place.local_id) == (0, None)
+    place = find_place("here:77", process_id=2, environ=TORCHRUN)
+    assert place is not None
+    assert (place.host, place.process_id, place.num_processes) == ("here", 2, 4)
 
 
 def test_starts_of_a_job_are_told_apart():
     again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    first, second = find_place(TORCHRUN), find_place(again)
+    first, second = find_place(environ=TORCHRUN), find_place(environ=again)
     assert first is not None and second is not None
     assert first.job != second.job
 
@@ -109,7 +126,7 @@ def test_starts_of_a_job_are_told_apart():
     ],
 )
 def test_the_first_node_of_slurm(nodes, first):
-    place = find_place(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    place = find_place(environ=SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert place is not None and place.host == first
 
 
@@ -126,28 +143,28 @@ def test_the_first_node_of_slurm(nodes, first):
     ],
 )
 def test_a_process_alone_is_alone(environ):
-    assert find_place(environ) is None
+    assert find_place(environ=environ) is None
 
 
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
         (
-            {k: v for k, v in TORCHRUN.items() if k != "RANK"},
-            "variable RANK is not set",
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
+            "`coordinator_address` is not known",
         ),
         (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
         (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
-            "JAX_COORDINATOR_ADDRESS is not set",
+            "`coordinator_address` is not known",
         ),
         (OPEN_MPI_5 | {"PMIX_NAMESPACE": "77"}, "mpirun -x JAX_COORDINATOR_ADDRESS"),
     ],
 )
 def test_a_wrong_variable_is_named(environ, text):
     with pytest.raises(ValueError, match=text.replace("(", r"\(")):
-        find_place(environ)
+        find_place(environ=environ)
 
 
 def test_wrong_arguments_are_named():
@@ -156,7 +173,7 @@ def test_wrong_arguments_are_named():
         ValueError, match="`coordinator_address`, `process_id` is not known"
     ):
         initialize(num_processes=2)
-    with pytest.raises(ValueError, match="`coordinator_address` must be 'host:port'"):
+    with pytest.raises(ValueError, match="`coordinator_address`.* must be 'host:port'"):
         initialize("here", 2, 0)
     with pytest.raises(ValueError, match="`process_id` must be from 0 to 1.*got 2"):
         initialize("here:77", 2, 2)
