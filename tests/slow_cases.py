@@ -444,7 +444,7 @@ strategies/test_offload.py::test_checkpoints_are_those_of_runs_without[None]
 strategies/test_layouts.py::test_randomness_is_that_of_one_device[threefry2x32-FSDP]
 strategies/test_split_optimizers.py::test_any_optimizer_gives_the_numbers_of_one_device[multi_steps]
 checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[two in another order]
-checkpoint/test_programs.py::test_others_are_compiled_and_it_is_said_why
+checkpoint/test_programs.py::test_others_are_compiled_and_it_is_said
 checkpoint/test_hostile_checkpoints.py::test_metadata_of_any_types_are_refused_whole_or_load[8]
 checkpoint/test_savers.py::test_what_was_due_when_a_run_died_is_saved_when_it_goes_on
 checkpoint/test_savers.py::test_savers_may_change_places[False]

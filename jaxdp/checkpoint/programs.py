@@ -10,6 +10,7 @@ unless `JAXDP_TRUST_PROGRAMS=1` says that whoever can write there is trusted.
 """
 
 import collections
+import contextlib
 import hashlib
 import hmac
 import json
@@ -17,13 +18,12 @@ import os
 import pathlib
 import re
 import secrets
-import shutil
 import stat
 import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 from jax.experimental import serialize_executable
@@ -31,7 +31,6 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from ..basics.console import say, warn
 from ..basics.files import replacing
-from ..basics.json_checks import anything, by_name, parse_json
 from ..basics.process import cache_home, processor
 from ..distributed import Processes
 
@@ -47,36 +46,30 @@ large each may be."""
 _CALLS_BACK: Final = re.compile(r"custom_call @\w*callback|stablehlo\.(send|recv)\b")
 """A program that calls Python, which is not in what JAX makes of it."""
 
-_MADE_FOR: Final = by_name(anything)
 _CACHE_HIT: Final = "/jax/compilation_cache/cache_hits"
 _IS_HEARD: Final = "/jaxdp/is_heard"
 _events: Final[collections.Counter[str]] = collections.Counter()
 
+_NO_LINKS: Final = (
+    os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+)
+
 _KEY_OF_THIS_PROCESS: Final = secrets.token_bytes(32)
 
 
-class _File(NamedTuple):
-    made_for: dict[str, Any]
-    program: bytes
-
-
 class KeptPrograms:
-    """Compiles steps, or takes those that are kept beside a checkpoint.
-
-    Args:
-        processes: those that compile together. The first writes for all.
-    """
+    """Compiles steps, or takes those kept beside a checkpoint. One process writes."""
 
     def __init__(self, processes: Processes):
         self._processes = processes
         self._path = ""  # of the folder that was looked in last
-        self._found: dict[str, _File] = {}
+        self._found: dict[str, bytes] = {}  # files
         self._told: set[str] = set()
         self._in_use: weakref.WeakValueDictionary[str, Any] = (
             weakref.WeakValueDictionary()
         )
-        self._loaded_from: dict[str, str] = {}
-        self._made_for: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, bytes] = {}  # of those in use
+        self._made_for: dict[str, bytes] = {}  # the line of each in use
         self._written: set[tuple[str, str]] = set()
         self._thread: threading.Thread | None = None
 
@@ -90,10 +83,17 @@ class KeptPrograms:
             "options": {name: str(value) for name, value in options.items()},
             **_here(devices),
         }
-        name = _name(_line(made_for))
+        line = json.dumps(made_for, sort_keys=True).encode() + b"\n"
+        name = _name(line)
         compiled = self._kept(name, lowered, devices)
         if compiled is None:
-            self._tell_why(made_for)
+            # Where some are in use here, this is one more shape.
+            if self._found and self._found.keys().isdisjoint(self._made_for):
+                self._tell(
+                    "a step is compiled again, and last bits may differ from before:"
+                    f" the programs kept in {self._path} are of other code, shapes,"
+                    " options, devices or versions"
+                )
             hits = _cache_hits()
             compiled = lowered.compile(options)
             # A program that XLA has loaded for a CPU it can't write whole again.
@@ -101,7 +101,7 @@ class KeptPrograms:
                 devices[0].platform == "cpu" and _cache_hits() > hits
             ):
                 return compiled
-        self._in_use[name], self._made_for[name] = compiled, made_for
+        self._in_use[name], self._made_for[name] = compiled, line
         return compiled
 
     def look_in(self, folder: str) -> None:
@@ -114,12 +114,12 @@ class KeptPrograms:
         key, foreign = _key(), 0
         for path in _files(self._path)[:_MOST_FILES]:
             try:
-                file, is_ours = _read(path, key)
+                content, is_ours = _read(path, key)
             except (OSError, ValueError) as error:
                 warn(f"{path}, a compiled step, is skipped: {error}.", stacklevel=2)
                 continue
             if is_ours or os.environ.get(_SWITCH) == "1":
-                self._found[path.name] = file
+                self._found[path.name] = content
                 self._written.add((folder, path.name))
             else:
                 foreign += 1
@@ -167,12 +167,12 @@ class KeptPrograms:
     def _kept(
         self, name: str, lowered: Any, devices: Sequence[Any]
     ) -> jax.stages.Compiled | None:
-        file = self._found.get(name)
-        if file is None:
+        content = self._found.get(name)
+        if content is None:
             return None
         try:
             compiled = serialize_executable.deserialize_and_load(
-                file.program,
+                content.split(b"\n", 2)[2],
                 lowered.in_tree,
                 lowered.out_tree,
                 devices[0].client,
@@ -182,33 +182,9 @@ class KeptPrograms:
             text = f"{self._path}/{name}, a compiled step, can't be loaded"
             warn(f"{text}: {error}. It is compiled again.", stacklevel=2)
             return None
-        self._loaded_from[name] = self._path
+        self._loaded[name] = content
         self._tell(f"compiled steps were loaded from {self._path}")
         return compiled
-
-    def _tell_why(self, made_for: dict[str, Any]) -> None:
-        """What is other here than what the programs are for that were looked at."""
-        found = self._found
-        if not found or any(name in self._made_for for name in found):
-            return  # some are in use here, and this is one more shape
-        each = [
-            [
-                (key, was)
-                for key, was in file.made_for.items()
-                if made_for.get(key) != was
-            ]
-            for file in found.values()
-        ]
-        other = [
-            f"{key} {was!r}, and here {made_for.get(key)!r}"
-            for key, was in min(each, key=len)
-            if key != "program"
-        ]
-        why = f"are for {', '.join(other)}" if other else "are of other code or shapes"
-        self._tell(
-            "a step is compiled again, and last bits may differ from before: the"
-            f" programs kept in {self._path} {why}"
-        )
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
@@ -228,24 +204,12 @@ class KeptPrograms:
             for name, compiled in new:
                 if (path / name).is_symlink():
                     (path / name).unlink()  # it could lead anywhere
-                if name in self._loaded_from:
+                content = self._loaded.get(name) or _serialized(
+                    compiled, self._made_for[name]
+                )
+                if content is not None:
                     with replacing(path / name) as temporary:
-                        shutil.copyfile(
-                            os.path.join(self._loaded_from[name], name), temporary
-                        )
-                    continue
-
-                try:
-                    program, _, _ = serialize_executable.serialize(compiled)
-                except Exception:  # not every program can be brought into a file
-                    continue
-                if len(program) > _MOST_BYTES:
-                    continue
-                line = _line(self._made_for[name])
-                digest = _digest(line, program)
-                signed = f"{digest} {_signature(_key(), digest)}\n".encode()
-                with replacing(path / name) as temporary:
-                    temporary.write_bytes(line + signed + program)
+                        temporary.write_bytes(content)
 
             for old in _files(path)[_MOST_FILES:]:
                 old.unlink()
@@ -283,8 +247,16 @@ def _here(devices: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _line(made_for: dict[str, Any]) -> bytes:
-    return json.dumps(made_for, sort_keys=True).encode() + b"\n"
+def _serialized(compiled: Any, line: bytes) -> bytes | None:
+    """What a file has of a program, or None for one that can't be brought into one."""
+    try:
+        program, _, _ = serialize_executable.serialize(compiled)
+    except Exception:  # whatever this version of JAX raises
+        return None
+    digest = _digest(line, program)
+    signed = f"{digest} {_signature(_key(), digest)}\n".encode()
+    content = line + signed + program
+    return content if len(content) <= _MOST_BYTES else None
 
 
 def _name(line: bytes) -> str:
@@ -301,26 +273,23 @@ def _files(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
     return [pathlib.Path(each.path) for each in found]
 
 
-def _read(path: pathlib.Path, key: bytes) -> tuple[_File, bool]:
-    """A program, not yet looked into, and whether `key` has signed it.
+def _read(path: pathlib.Path, key: bytes) -> tuple[bytes, bool]:
+    """The file of a program, not yet looked into, and whether `key` has signed it.
 
     Raises:
         OSError, ValueError: if it is damaged.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    with open(os.open(path, flags), "rb") as file:
+    with open(os.open(path, _NO_LINKS), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise ValueError("its size is not plausible")
-        line, signed = file.readline(2**20), file.readline(2**10)
-        program = file.read()
-    digest, _, signature = signed.decode("ascii", "replace").strip().partition(" ")
-    if _name(line) != path.name or _digest(line, program) != digest:
+        content = file.read()
+    line, signed, program = (*content.split(b"\n", 2), b"", b"")[:3]
+    digest, _, signature = signed.decode("ascii", "replace").partition(" ")
+    if _name(line + b"\n") != path.name or _digest(line + b"\n", program) != digest:
         raise ValueError("its content has changed")
-    made_for = parse_json(line)
-    _MADE_FOR(made_for, "what it was compiled for")
     is_ours = hmac.compare_digest(signature.encode(), _signature(key, digest).encode())
-    return _File(made_for, program), is_ours
+    return content, is_ours
 
 
 def _digest(line: bytes, program: bytes) -> str:
@@ -341,17 +310,12 @@ def _key() -> bytes:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             descriptor, new = tempfile.mkstemp(dir=path.parent)  # nobody else's to read
-            with open(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(32))
-            try:
-                os.link(new, path)  # whole, and only where nobody else was faster
-            except FileExistsError:
-                pass
-            finally:
-                os.unlink(new)
-        with open(
-            os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb"
-        ) as file:
+            os.write(descriptor, secrets.token_bytes(32))
+            os.close(descriptor)
+            with contextlib.suppress(FileExistsError):  # somebody else was faster
+                os.link(new, path)  # whole
+            os.unlink(new)
+        with open(os.open(path, _NO_LINKS), "rb") as file:
             status, key = os.fstat(file.fileno()), file.read(64)
         if os.name == "posix" and (
             status.st_uid != os.geteuid() or status.st_mode & 0o77

@@ -16,7 +16,6 @@ import optax
 import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jaxlib.version import __version__ as jaxlib_version
 from toys import Mlp, batches
 
 import jaxdp
@@ -177,26 +176,23 @@ def test_a_new_process_compiles_no_step(saved, run):
     assert "compiled steps were loaded from" in found.stderr
 
 
-def test_others_are_compiled_and_it_is_said_why(run, compiled, caplog):
+def test_others_are_compiled_and_it_is_said(run, compiled, caplog):
     fit(run, 4, compiler_options={"xla_cpu_enable_fast_math": True})
     assert compiled == ["jit_train", "jit_evaluate"]
     assert "a step is compiled again, and last bits may differ" in caplog.text
-    assert "are for options {" in caplog.text
-    assert "'xla_cpu_enable_fast_math': 'True'" in caplog.text
     compiled.clear()
     caplog.clear()
 
     fit(run, 6, data=batches(8, 8, 8, 8, 8, 8))
     assert compiled == ["jit_train"]
-    assert "are of other code or shapes" in caplog.text
+    assert "a step is compiled again, and last bits may differ" in caplog.text
 
 
 def test_another_version_compiles(run, compiled, caplog, monkeypatch):
     monkeypatch.setattr(programs, "jaxlib_version", "9.9")
     fit(run, 4)
     assert compiled == ["jit_train", "jit_evaluate"]
-    versions = [f"{jax.__version__}, {each}" for each in (jaxlib_version, "9.9")]
-    assert "are for jax {!r}, and here {!r}".format(*versions) in caplog.text
+    assert "a step is compiled again, and last bits may differ" in caplog.text
     assert len(files(run)) == 4
 
 
