@@ -22,12 +22,9 @@ _logger.setLevel(logging.INFO)
 
 
 class Outlet:
-    """A text file to write to for as long as somebody reads it.
+    """A text file to write to for as long as somebody reads it; None is nobody.
 
     Equal to the file itself, as which tqdm is to know it.
-
-    Args:
-        file: an open one, one that is closed already, or None.
     """
 
     def __init__(self, file: Any):
@@ -86,12 +83,7 @@ if not logging.getLogger().handlers:
 
 
 def say(message: str, *, everywhere: bool = False) -> None:
-    """Tells the user something that needs no action.
-
-    Args:
-        message: a sentence or two.
-        everywhere: whether all processes say it, if there are several, not only one.
-    """
+    """Tells the user something that needs no action; `everywhere`, on all processes."""
     if everywhere or coordination.index() == 0:
         try:
             _logger.info(message)
@@ -108,13 +100,7 @@ def note(message: str) -> None:
 def warn(
     message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1
 ) -> None:
-    """`warnings.warn`, which raises what filters turn into an error and nothing else.
-
-    Args:
-        message: what is wrong, and what to do.
-        category: as what.
-        stacklevel: 1 is where this is called.
-    """
+    """`warnings.warn`, which raises what filters make an error and nothing else."""
     try:
         warnings.warn(message, category, stacklevel + 1)
     except Warning:
@@ -124,11 +110,7 @@ def warn(
 
 
 def shout(text: str) -> None:
-    """Tells the user something past `sys.stderr`, whose lock a stuck thread may hold.
-
-    Args:
-        text: whole lines.
-    """
+    """Writes lines past `sys.stderr`, whose lock a stuck thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 

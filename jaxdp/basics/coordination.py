@@ -25,13 +25,10 @@ def count() -> int:
 
 
 def barrier(name: str, timeout: float) -> bool:
-    """Waits for all processes to come to this name; False if not all did in time.
+    """Waits for all processes to come to this name; False after `timeout` seconds.
 
     It is the same for all: none is let through that another one has given up. Each
     name is for one use.
-
-    Args:
-        timeout: seconds.
     """
     try:
         _client().wait_at_barrier(name, max(1, int(timeout * 1000)))

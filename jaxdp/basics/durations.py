@@ -1,54 +1,32 @@
 """Spans of time, in the ways that users write them."""
 
+import contextlib
 import datetime
+import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float
 
-_UNITS: Final = ("weeks", "days", "hours", "minutes", "seconds")
-
 
 def parse_duration(duration: Any, argument: str = "duration") -> float:
-    """Seconds in a duration.
+    """Seconds in a duration; `argument` is how errors call it."""
+    span = duration
+    if isinstance(span, str) and re.fullmatch(r"\s*\d+(:\d+){3}\s*", span):
+        names = "days", "hours", "minutes", "seconds"
+        span = dict(zip(names, map(int, span.split(":")), strict=True))
+    if isinstance(span, Mapping):
+        with contextlib.suppress(TypeError):  # of other keywords
+            span = datetime.timedelta(**span)
+    if isinstance(span, datetime.timedelta):
+        span = span.total_seconds()
 
-    Args:
-        duration: `"DD:HH:MM:SS"`, a `datetime.timedelta`, a dict of its keywords, or
-            seconds.
-        argument: how errors call it.
-    """
-    seconds = _seconds(duration, argument)
-    if not 0 <= seconds < float("inf"):
+    is_number = isinstance(span, int | float) and not isinstance(span, bool)
+    if not is_number or not 0 <= span < float("inf"):
         raise ValueError(
-            f"`{argument}`={duration!r} is {seconds} seconds; it must be finite and not"
+            f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"
+            " for eight and a half hours, a datetime.timedelta, a dict of its keywords"
+            " (days, hours, minutes, ...), or a number of seconds; finite and not"
             " negative."
         )
-    return seconds
-
-
-def _seconds(duration: Any, argument: str) -> float:
-    if isinstance(duration, datetime.timedelta):
-        return duration.total_seconds()
-    if isinstance(duration, str):
-        parts = duration.strip().split(":")
-        if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-            raise ValueError(
-                f"`{argument}`={duration!r} must read 'DD:HH:MM:SS', such as"
-                " '00:08:30:00' for eight and a half hours."
-            )
-        days, hours, minutes, seconds = map(int, parts)
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if isinstance(duration, Mapping):
-        try:
-            return datetime.timedelta(**duration).total_seconds()
-        except TypeError as error:
-            raise ValueError(
-                f"`{argument}`={duration!r} must have numbers for some of"
-                f" {', '.join(map(repr, _UNITS))}."
-            ) from error
-    if isinstance(duration, int | float) and not isinstance(duration, bool):
-        return float(duration)
-    raise TypeError(
-        f"`{argument}` is a {type(duration).__name__}, {duration!r}; it must be a"
-        " 'DD:HH:MM:SS' string, a datetime.timedelta, a dict or a number of seconds."
-    )
+    return float(span)

@@ -6,16 +6,7 @@ from typing import Any
 
 
 def import_extra(module: str, who: str, extra: str) -> Any:
-    """A module of a package that an extra of this one installs.
-
-    Args:
-        module: its name.
-        who: needs it, for the message.
-        extra: which has its package.
-
-    Raises:
-        ImportError: if it is not there; it says how to install it.
-    """
+    """A module that `who` needs, of a package that an extra of this one installs."""
     try:
         with warnings.catch_warnings():
             # Of their own dependencies; nobody here can do anything about it.

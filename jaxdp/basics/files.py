@@ -9,12 +9,7 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
-    """Has what the system says of a file name the file, and what to do.
-
-    Args:
-        path: of the file.
-        whose: who writes it, for the message.
-    """
+    """Has what the system says of a file name the file, its writer and what to do."""
     try:
         yield
     except OSError as error:

@@ -46,24 +46,13 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any
     """
     with open(path, "rb") as file:
         # Asked first: a file of nothing but zeros is as long as it likes to be.
-        size = os.fstat(file.fileno()).st_size
-        return parse_json(file.read() if size <= most_bytes else b"", most_bytes, size)
+        _check_size(os.fstat(file.fileno()).st_size, most_bytes)
+        return parse_json(file.read(), most_bytes)
 
 
-def parse_json(content: bytes, most_bytes: int = MOST_BYTES, size: int = 0) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        content: in UTF-8.
-        most_bytes: how long it may be.
-        size: how long it is, where that is known already.
-
-    Raises:
-        ValueError: if it is not JSON, or too large, or too deep.
-    """
-    size = max(size, len(content))
-    if size > most_bytes:
-        raise ValueError(f"it has {size:,} bytes, and {most_bytes:,} are the most")
+def parse_json(content: bytes, most_bytes: int = MOST_BYTES) -> Any:
+    """The value of a JSON text in UTF-8; raises as `read_json` does."""
+    _check_size(len(content), most_bytes)
     opened = content.count(b"[") + content.count(b"{")
     if opened > _MOST_NESTED:
         raise ValueError(f"it has more than {_MOST_NESTED:,} lists and objects")
@@ -72,6 +61,11 @@ def parse_json(content: bytes, most_bytes: int = MOST_BYTES, size: int = 0) -> A
     if opened > _MOST_DEPTH and _depth(content) > _MOST_DEPTH:
         raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
     return json.loads(content.decode())
+
+
+def _check_size(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise ValueError(f"it has {size:,} bytes, and {most_bytes:,} are the most")
 
 
 def anything(value: Any, name: str) -> None:
@@ -155,12 +149,13 @@ def each(form: Form) -> Form:
 
 def row(*forms: Form) -> Form:
     """A list of as many values as there are forms."""
+    is_row = _kind(
+        f"a list of {len(forms)}",
+        lambda value: isinstance(value, list) and len(value) == len(forms),
+    )
 
     def check(value: Any, name: str) -> None:
-        _kind(
-            f"a list of {len(forms)}",
-            lambda value: isinstance(value, list) and len(value) == len(forms),
-        )(value, name)
+        is_row(value, name)
         for place, (item, form) in enumerate(zip(value, forms, strict=True)):
             form(item, f"{name}[{place}]")
 

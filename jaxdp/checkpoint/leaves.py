@@ -92,13 +92,7 @@ def shape_in(text: str) -> tuple[int, ...]:
 def differences(
     wanted: Mapping[str, str], stored: Mapping[str, str], who: str = "trainer"
 ) -> list[str]:
-    """A line for every leaf that is not in both, or not of one shape and dtype.
-
-    Args:
-        wanted: shapes by name.
-        stored: those of the checkpoint.
-        who: what has the wanted ones.
-    """
+    """A line for every leaf that `who` wants and a checkpoint has not, or otherwise."""
     return [
         f"  {name}: the checkpoint has {stored.get(name, 'nothing')}, the {who}"
         f" {wanted.get(name, 'nothing')}"

@@ -45,12 +45,8 @@ def changed_files(
 ) -> list[str]:
     """Which files of a checkpoint are not what they were, are missing or are new.
 
-    Those that are not listed are not read, nor any if they are too many or too large.
-
-    Args:
-        path: the folder.
-        listed: what `read_list` gives.
-        arrays: the dtypes and shapes of what must be in them, by name.
+    Those that are not listed are not read, nor any if they are larger than the `arrays`
+    (dtypes and shapes by name) can be.
     """
     sizes: dict[str, int] = {}
     for name in _files(path):

@@ -45,11 +45,7 @@ one is brought to the host before the next step: it might not fit in there twice
 
 
 class Snapshots:
-    """The newest two snapshots of a run.
-
-    Args:
-        path: their folder.
-    """
+    """The newest two snapshots of a run, in a folder of their own."""
 
     def __init__(self, path: str):
         self.path = path

@@ -60,7 +60,7 @@ def load_model(
         return _load_eqx(path, like)
 
     # What is wanted, by name, and what the file has of it.
-    wanted = _arrays(like)
+    wanted = _shapes(like)
     if path.endswith(".safetensors"):
         if state is not None:
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
@@ -68,15 +68,10 @@ def load_model(
     else:
         stored, read = _open_checkpoint(path := _one_checkpoint(path))
         if state is not None:
-            wanted |= {f"model_state: {n}": x for n, x in _arrays(state).items()}
-    found = {
-        name: leaf
-        for name, leaf in wanted.items()
-        if stored.get(name) == shape_text(plain(leaf))
-    }
+            wanted |= {f"model_state: {n}": x for n, x in _shapes(state).items()}
 
-    _report(path, wanted, found, stored, partial)
-    values = read(found)
+    _report(path, wanted, stored, partial)
+    values = read([name for name in wanted if stored.get(name) == wanted[name]])
     model = _filled(like, values, "")
     if state is None:
         return model
@@ -142,32 +137,28 @@ def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(fill, tree)
 
 
+def _shapes(tree: PyTree) -> dict[str, str]:
+    return {name: shape_text(plain(leaf)) for name, leaf in _arrays(tree).items()}
+
+
 def _report(
-    path: str,
-    wanted: dict[str, Any],
-    found: dict[str, Any],
-    stored: dict[str, str],
-    partial: bool,
+    path: str, wanted: dict[str, str], stored: dict[str, str], partial: bool
 ) -> None:
-    """Says what is not found in the file; an error unless `partial`."""
-    missing = {n: shape_text(plain(x)) for n, x in wanted.items() if n not in found}
-    there = {name: stored.get(name, "nothing") for name in missing}
-    lines = differences(missing, there, "model")
-    if partial:
-        if lines:
-            shown = "\n".join(lines)
-            say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
-        return
-    lines += [
-        f"  {name}: the checkpoint has {shape}, the model nothing"
-        for name, shape in stored.items()
-        if name not in wanted and not name.startswith("model_state:")
-    ]
-    if lines:
+    """Says what differs from the file; an error unless `partial`."""
+
+    def counts(name: str) -> bool:
+        return name in wanted or not (partial or name.startswith("model_state:"))
+
+    there = {name: shape for name, shape in stored.items() if counts(name)}
+    lines = differences(wanted, there, "model")
+    if lines and not partial:
         raise ValueError(
             f"`like`: the model in {path} is a different"
             f" one:\n{first_lines(lines)}\nUse `partial=True` to take what fits."
         )
+    if lines:
+        shown = "\n".join(lines)
+        say(f"`load_model`: these leaves stay as they are in `like`:\n{shown}")
 
 
 Reader = Callable[[Iterable[str]], dict[str, Any]]

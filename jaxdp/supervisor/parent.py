@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
+from ..basics.arguments import check_count, check_number
 from ..basics.console import say
 from ..distributed.launchers import find_place
 from . import leftovers
@@ -348,12 +349,11 @@ def _check(
         raise ValueError("`run` needs the signals of Linux or macOS.")
     if not os.path.isfile(script):
         raise FileNotFoundError(f"`{script}`: there is no such file.")
-    if max_restarts < 0:
-        raise ValueError(f"`--max-restarts` must be 0 or more; got {max_restarts}.")
-    if deadman is not None and not deadman > 0:
-        raise ValueError(f"`--deadman` must be more than 0 seconds; got {deadman:g}.")
-    if every is not None and every < 1:
-        raise ValueError(f"`--snapshot-every` must be 1 step or more; got {every}.")
+    check_count("--max-restarts", max_restarts, least=0)
+    if deadman is not None:
+        check_number("--deadman", deadman, above=0, or_else=" seconds")
+    if every is not None:
+        check_count("--snapshot-every", every, or_else=" steps")
     place = find_place(ask_jax=False)
     if place is not None:
         raise ValueError(

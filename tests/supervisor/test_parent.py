@@ -239,7 +239,7 @@ def test_what_a_dead_script_has_started_is_ended(run, tmp_path):
     [
         ({"max_restarts": -1}, "`--max-restarts` must be 0 or more; got -1"),
         ({"deadman": 0.0}, "`--deadman` must be more than 0 seconds; got 0"),
-        ({"every": 0}, "`--snapshot-every` must be 1 step or more; got 0"),
+        ({"every": 0}, "`--snapshot-every` must be 1 or more steps; got 0"),
     ],
 )
 def test_options_that_make_no_sense(run, options, message):
