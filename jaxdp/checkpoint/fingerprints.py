@@ -20,11 +20,8 @@ from ..basics.host_memory import on_device
 
 
 def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Sixteen hexadecimal digits per array. Waits for the device.
-
-    Args:
-        arrays: by name, on the same devices; no PRNG keys.
-    """
+    """Sixteen hexadecimal digits per array; they are on the same devices, no keys."""
+    # Waits for the device.
     sums = np.asarray(_summed(list(arrays.values()))) if arrays else ()
     return _named(arrays, sums)
 
@@ -33,9 +30,6 @@ def start_fingerprints(arrays: Mapping[str, Array]) -> Callable[[], dict[str, st
     """Like `fingerprints`, of the present values; the function returned waits for them.
 
     Where devices of this process hold copies that differ, there is one for each.
-
-    Args:
-        arrays: of this process, or global ones of all processes.
     """
     if not arrays:
         return dict

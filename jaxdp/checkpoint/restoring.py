@@ -85,13 +85,7 @@ def restore(
 def restore_leaves(
     path: str | os.PathLike[str], meta: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
-    """Reads some of the arrays of a checkpoint, and only those, onto one device.
-
-    Args:
-        path: the folder.
-        meta: what `read_meta` gives for it.
-        names: those that `meta["leaves"]` has for them.
-    """
+    """Reads some arrays, by their names in `meta["leaves"]`, onto one device."""
     path = os.path.abspath(path)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     texts = {name: meta["leaves"][name] for name in names}

@@ -57,12 +57,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """Messages over a socket, a line of JSON for each.
-
-    Args:
-        sock: connected.
-        most: how many bytes a message may have.
-    """
+    """Messages over a socket, a line of JSON of at most so many bytes for each."""
 
     def __init__(self, sock: socket.socket, most: int = _MOST_BYTES):
         self.sock = sock

@@ -32,10 +32,7 @@ class Beat(NamedTuple):
 
 
 class Channel:
-    """The child's end.
-
-    Args:
-        path: the folder.
+    """The child's end, in a folder.
 
     Attributes:
         every: steps from one snapshot to the next, or None.
@@ -55,12 +52,7 @@ class Channel:
             self._memory = mmap.mmap(file.fileno(), _BEAT.size)
 
     def beat(self, step: int | None = None, *, is_slow: bool | None = None) -> None:
-        """Gives a sign of life; takes about a microsecond.
-
-        Args:
-            step: how many are done; as before by default.
-            is_slow: whether the next sign may take long; as before by default.
-        """
+        """Gives a sign of life, in about a microsecond; what is None is as before."""
         last = Beat(*_BEAT.unpack(self._memory))
         step = last.step if step is None else step
         slow = last.is_slow if is_slow is None else is_slow
