@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +22,14 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     if isinstance(span, datetime.timedelta):
         span = span.total_seconds()
 
-    is_number = isinstance(span, int | float) and not isinstance(span, bool)
-    if not is_number or not 0 <= span < float("inf"):
+    seconds = math.nan
+    if isinstance(span, int | float) and not isinstance(span, bool):
+        seconds = float(span)
+    if not 0 <= seconds < math.inf:
         raise ValueError(
             f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"
             " for eight and a half hours, a datetime.timedelta, a dict of its keywords"
             " (days, hours, minutes, ...), or a number of seconds; finite and not"
             " negative."
         )
-    return float(span)
+    return seconds
