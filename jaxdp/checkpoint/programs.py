@@ -312,17 +312,16 @@ def _key() -> bytes:
             descriptor, new = tempfile.mkstemp(dir=path.parent)  # nobody else's to read
             os.write(descriptor, secrets.token_bytes(32))
             os.close(descriptor)
-            with contextlib.suppress(FileExistsError):  # somebody else was faster
-                os.link(new, path)  # whole
-            os.unlink(new)
+            try:
+                with contextlib.suppress(FileExistsError):  # somebody else was faster
+                    os.link(new, path)  # whole
+            finally:
+                os.unlink(new)
         with open(os.open(path, _NO_LINKS), "rb") as file:
             status, key = os.fstat(file.fileno()), file.read(64)
-        if os.name == "posix" and (
-            status.st_uid != os.geteuid() or status.st_mode & 0o77
-        ):
-            raise PermissionError(f"{path} must be readable by its owner only")
-        if len(key) != 32:
-            raise ValueError(f"{path} has {len(key)} bytes")
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError):  # no home, or one that is not to be written to
         return _KEY_OF_THIS_PROCESS
-    return key
+    is_own = os.name != "posix" or (
+        status.st_uid == os.geteuid() and not status.st_mode & 0o77
+    )
+    return key if is_own and len(key) == 32 else _KEY_OF_THIS_PROCESS
