@@ -64,15 +64,7 @@ class Part:
 
 
 class FoundPart:
-    """A part of the model at hand.
-
-    Args:
-        part: as the user wrote it.
-        name: its own, or the default.
-        mask: bools in the structure of the model.
-        ensemble: of the models, if there are several.
-        keeps_outputs: whether its predictions and targets are kept, if it has some.
-    """
+    """A part of the model at hand: `mask` has bools in the model's structure."""
 
     def __init__(
         self,

@@ -4,8 +4,9 @@
 a batch standardised by its own mean. Then rows can be neither padded nor worked on
 apart, and only the operations between `mark_rows` and `mark_values` tell: does one of
 them join rows, as a sum over them, or a product of rows with rows? What no rule here is
-for is taken to work element by element if shapes let it, and nothing is claimed of its
-results if not. Operations that pick rows (`x[i]`) are taken for a loop.
+for joins those along the axes that its parameters name. It is taken to work element by
+element on the others if shapes let it, and nothing is claimed of its results if not.
+Operations that pick rows (`x[i]`) are taken for a loop.
 
 To evaluate the values twice, a row exchanged, needs no rules. But it needs values, as
 plans have not, and a second compilation, and misses what this batch does not show: rows
@@ -234,7 +235,7 @@ class _Use:
     """An operation, one of its operands, which has rows, and one of its results."""
 
     def __init__(self, equation: Any, operands: list[_Known], place: int, after: Any):
-        self.params = equation.params
+        self.name, self.params = equation.primitive.name, equation.params
         self.operands = operands
         self.place = place
         self.before: tuple[int, ...] = equation.invars[place].aval.shape
@@ -247,7 +248,10 @@ class _Use:
     @property
     def axes(self) -> Sequence[Any]:
         """The axes, by number or name, that the operation says it goes along."""
-        axes = next((self.params[n] for n in _AXES if n in self.params), ())
+        found = [self.params[name] for name in _AXES if name in self.params]
+        if not found and self.name in _GOING_ALONG:
+            raise LookupError(f"the axes of {self.name}")
+        axes = found[0] if found else ()
         return axes if isinstance(axes, tuple | list) else (axes,)
 
     def along(self, axis: int) -> _Along:
@@ -390,6 +394,13 @@ _ONE_TO_ONE: Final = {"optimization_barrier", "pmax", "pmin", "psum"}
 
 _AXES: Final = "axis_name", "axes", "axis", "dimensions", "dimension"
 """What operations call the axes that they go along."""
+
+_GOING_ALONG: Final = frozenset(
+    "all_gather all_to_all argmax argmin cumlogsumexp cummax cummin cumprod cumsum pmax"
+    " pmin ppermute psum reduce_and reduce_max reduce_min reduce_or reduce_prod"
+    " reduce_scatter reduce_sum rev sort split squeeze top_k unstack".split()
+)
+"""Those that must name some: if one does not, JAX calls them otherwise."""
 
 _RULES: Final[dict[str, _Rule]] = {
     **dict.fromkeys(["cholesky", "eigh", "fft", "qr", "svd"], _of_last_axes),

@@ -388,19 +388,13 @@ class Steps(NamedTuple):
 
         try:
             return update(grads, state.opt_state, state.params, **extra)
-        except TypeError as error:
-            if "required keyword-only" in str(error):
-                error.add_note(
-                    "in `optimizer.update`, to which the trainer gives, beside"
-                    " gradients, what it names of `value`, `grad`, `value_fn` and"
-                    " `grad_fn`: the mean loss of the batch, and functions of it."
-                )
-            raise
-        except AttributeError as error:
+        except (AttributeError, TypeError) as error:
             error.add_note(
-                "in `optimizer.update`, which was given the model's trained"
-                " leaves; optimizers that need parameters of their own kind, such"
-                " as optax.lookahead, can't be used."
+                "in `optimizer.update`, which is given gradients, the model's trained"
+                " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
+                " (the mean loss of the batch, and functions of it). Optimizers that"
+                " need other things, as optax.lookahead does parameters of its own"
+                " kind, can't be used."
             )
             raise
 

@@ -417,6 +417,12 @@ def test_an_operation_that_is_described_otherwise_is_taken_to_mix_rows(
     assert found(INDEPENDENT["cross-entropy"])
 
 
+def test_so_is_one_whose_axes_have_another_name(monkeypatch):
+    assert not found(INDEPENDENT["sorted features"])
+    monkeypatch.setattr(row_mixing, "_AXES", ())
+    assert found(INDEPENDENT["sorted features"])
+
+
 def test_every_operation_is_described_as_it_is_read(monkeypatch):
     """No rule fails with this version of JAX, which training would be slower for."""
     results, read, failed = row_mixing._results, set(), {}
