@@ -5,13 +5,12 @@ program.
 """
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -81,12 +80,6 @@ class LRFinder:
         figure = draw({"loss": curves}, "learning rate")
         (axes,) = figure.axes
         axes.set_xscale("log")
-        axes.set_yscale("linear")
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        if finite:  # what explodes is left out
-            low, first = min(finite), finite[0]
-            margin = max(first - low, abs(first) * 0.05, 1e-12)
-            axes.set_ylim(low - 0.15 * margin, first + 1.5 * margin)
         best = self.suggestion() if suggest else None
         if best is not None:
             label = f"suggestion {best:.2g}"
@@ -148,21 +141,26 @@ def lr_find(
     check_count("num_training", num_training, 2)
     check_choice("mode", mode, ("exponential", "linear"))
 
-    space = np.geomspace if mode == "exponential" else np.linspace
-    rates = space(min_lr, max_lr, num_training)
     if checks.is_several(trainer.run.arguments["optimizer"]):
         raise ValueError(
             "`lr_find` works for one optimizer, but this trainer has a list of"
             " parts. Make a Trainer for one part: its `loss_fn`, its optimizer"
             " and a `filter_spec` of its leaves."
         )
+    space = np.geomspace if mode == "exponential" else np.linspace
+    rates = space(min_lr, max_lr, num_training).tolist()
 
     # A copy takes the steps; the trainer stays as it is.
-    own = trainer.run.arguments["optimizer"] if optimizer is None else optimizer(1.0)
-    twin = _twin(trainer, _swept(own, rates, has_unit_rate=optimizer is not None))
+    twin = _twin(trainer, optimizer)
+    held = _rates_of(twin, only_added=optimizer is not None)
+    epochs = (twin.steps(train_loader) for _ in rates)
+    steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
     with _generators_kept(train_loader):
-        for metrics in _endless(twin, train_loader, num_training):
+        for rate in rates:
+            twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
+            if (metrics := next(steps, None)) is None:
+                break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
             best = min(losses)
@@ -171,27 +169,33 @@ def lr_find(
             limit = best + (early_stop_threshold - 1) * abs(best)
             if not math.isfinite(losses[-1]) or len(losses) > 10 and losses[-1] > limit:
                 break
-    return LRFinder([float(rate) for rate in rates[: len(losses)]], losses)
+    return LRFinder(rates[: len(losses)], losses)
 
 
-def _swept(
-    optimizer: optax.GradientTransformation, rates: np.ndarray, has_unit_rate: bool
-) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, at a rate of 1, and then one of `rates` after the other."""
-    own = optax.with_extra_args_support(optimizer)
-    if not has_unit_rate:
-        init = own.init
-        own = own._replace(init=lambda params: _at_unit_rate(init(params)))
-    table = jnp.asarray(rates, jnp.float32)
-    sweep = optax.scale_by_schedule(lambda count: table[count])
-    return optax.chain(own, sweep)
+def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
+    """A trainer of the same model, which shares nothing that changes."""
+    fresh = not trainer.run.has_engine
+    model = trainer.model if fresh else trainer.run.model_of(trainer.state)
+    changed = {
+        "model": model,
+        "state": trainer.model_state,
+        "callbacks": (),
+        "enable_progress_bar": False,
+        "steps_per_execution": 1,
+    }
+    if optimizer is not None:  # at a rate of 1, whose updates are then scaled
+        scale = optax.inject_hyperparams(optax.scale)(step_size=1.0)
+        changed["optimizer"] = optax.chain(optimizer(1.0), scale)
+    return Trainer(**{**trainer.run.arguments, **changed})
 
 
-def _at_unit_rate(opt_state: Any) -> Any:
-    """An optimizer's state with 1 for every learning rate in it."""
-    held = hyperparams.find(opt_state)
-    rates = [each for name, each in held.items() if is_rate(name)]
-    if not rates or any(rate.is_scheduled for rate in rates):
+def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
+    """Ones, in the shapes of the rates to be set: all, or the one that was added."""
+    found = hyperparams.find(trainer.run.engine.state)
+    rates = {name: each for name, each in found.items() if is_rate(name)}
+    if only_added:  # at the end
+        rates = dict([max(rates.items(), key=lambda each: each[1].place)])
+    if not rates or any(rate.is_scheduled for rate in rates.values()):
         raise ValueError(
             "`lr_find`: the optimizer has no learning rate that can be set. Pass"
             " a function from a rate to an optimizer, as in lr_find(...,"
@@ -199,38 +203,7 @@ def _at_unit_rate(opt_state: Any) -> Any:
             " optax.inject_hyperparams and a number, as"
             " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
-    leaves, structure = jax.tree.flatten(opt_state)
-    for rate in rates:
-        leaves[rate.place] = jnp.ones_like(rate.leaf)
-    return structure.unflatten(leaves)
-
-
-def _twin(trainer: Trainer, optimizer: Any) -> Trainer:
-    """A trainer of the same model, which shares nothing that changes."""
-    fresh = not trainer.run.has_engine
-    model = trainer.model if fresh else trainer.run.model_of(trainer.state)
-    changed = {
-        "model": model,
-        "state": trainer.model_state,
-        "optimizer": optimizer,
-        "callbacks": (),
-        "enable_progress_bar": False,
-    }
-    return Trainer(**{**trainer.run.arguments, **changed})
-
-
-def _endless(twin: Trainer, loader: Any, count: int) -> Iterator[Any]:
-    """Steps over epoch after epoch, `count` in all."""
-    done = 0
-    while done < count:
-        before = done
-        for metrics in twin.steps(loader):
-            yield metrics
-            done += 1
-            if done == count:
-                return
-        if done == before:
-            return
+    return {name: np.ones(each.leaf.shape) for name, each in rates.items()}
 
 
 @contextlib.contextmanager

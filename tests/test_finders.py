@@ -61,8 +61,14 @@ def test_the_optimizers_own_rate_plays_no_part():
         for rate in (1.0, 1e-5)
     ]
     given = lr_find(make_trainer(), data, **options, optimizer=optax.sgd)
+    held = lr_find(
+        make_trainer(),
+        data,
+        **options,
+        optimizer=lambda rate: injected(optax.sgd, rate),
+    )
     expected = by_hand(optax.sgd, np.linspace(1e-3, 0.5, 12), data)
-    for found in (*losses, given):
+    for found in (*losses, given, held):
         assert found.results["loss"] == pytest.approx(expected, abs=1e-4)
 
 
