@@ -2,12 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .basics.console import columns
 from .basics.tree import leaf_path
@@ -69,9 +68,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether all strategies gave the same bits in every step."""
-        return all(
-            found.is_equal for run in self.runs for found in _differences(run).values()
-        )
+        return all(found.is_equal for _, _, found in self._differences())
 
     def assert_close(
         self, rtol: float = 1e-5, leaves_rtol: float | None = None
@@ -87,28 +84,40 @@ class Comparison:
         Raises:
             AssertionError: naming the strategy, the value and the first step.
         """
-        for run in self.runs:
-            for name, found in _differences(run).items():
-                allowed = rtol if name == "loss" else leaves_rtol
-                assert allowed is None or found.largest <= allowed, (
-                    f"same numbers anywhere: {name} under {run.strategy} differs from"
-                    f" that under {self.reference.strategy} by {found.largest:.3g}"
-                    f" relative, from step {found.first_step} on; {allowed:g} is"
-                    f" allowed\n{self}"
-                )
+        for run, name, found in self._differences():
+            allowed = rtol if name == "loss" else leaves_rtol
+            assert allowed is None or found.largest <= allowed, (
+                f"same numbers anywhere: {name} under {run.strategy} differs from"
+                f" that under {self.reference.strategy} by {found.largest:.3g}"
+                f" relative, from step {found.first_step} on; {allowed:g} is"
+                f" allowed\n{self}"
+            )
 
     def assert_equal(self) -> None:
         """Raises unless every strategy gave the reference's bits in every step."""
+        for run, name, found in self._differences():
+            assert found.is_equal, (
+                f"{name} has other bits under {run.strategy} than under"
+                f" {self.reference.strategy}: {found}\n{self}"
+            )
+
+    def _differences(self) -> Iterator[tuple[Run, str, Difference]]:
         for run in self.runs:
-            for name, found in _differences(run).items():
-                assert found.is_equal, (
-                    f"{name} has other bits under {run.strategy} than under"
-                    f" {self.reference.strategy}: {found}\n{self}"
-                )
+            for name, found in {"loss": run.loss, **run.leaves}.items():
+                yield run, name, found
 
     def __str__(self) -> str:
-        head = ("strategy", "compiled in", "step", "last loss", "loss differs")
-        rows = [head, *map(self._summary, (self.reference, *self.runs))]
+        rows = [("strategy", "compiled in", "step", "last loss", "loss differs")]
+        rows += [
+            (
+                run.strategy,
+                f"{run.compile_seconds:.1f} s",
+                f"{statistics.median(run.step_seconds) * 1e3:.2f} ms",
+                f"{run.losses[-1]:.7g}",
+                "reference" if run is self.reference else str(run.loss),
+            )
+            for run in (self.reference, *self.runs)
+        ]
         names = [
             name
             for name in self.reference.leaves
@@ -132,23 +141,9 @@ class Comparison:
 
     __repr__ = __str__
 
-    def _summary(self, run: Run) -> tuple[str, ...]:
-        differs = "reference" if run is self.reference else str(run.loss)
-        return (
-            run.strategy,
-            f"{run.compile_seconds:.1f} s",
-            f"{statistics.median(run.step_seconds) * 1e3:.2f} ms",
-            f"{run.losses[-1]:.7g}",
-            differs,
-        )
 
-
-class Trace(NamedTuple):
-    """The steps of one engine, not yet compared."""
-
-    run: Run
-    values: list[dict[str, np.ndarray]]
-    """After each step the loss and all of the state, by name."""
+Trace = tuple[Run, list[dict[str, np.ndarray]]]
+"""A run not yet compared, and the loss and all of the state by name after each step."""
 
 
 def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> Trace:
@@ -171,26 +166,30 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
             "model state": engine.state.model_state,
             "optimizer": engine.state.opt_state,
         }
-        named = _named(engine.strategy.gather(parts))
+        named = {
+            f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))
+            for part, tree in engine.strategy.gather(parts).items()
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
         values.append({"loss": np.asarray(metrics["loss"]), **named})
-    return Trace(run._replace(compile_seconds=compiling), values)
+    return run._replace(compile_seconds=compiling), values
 
 
 def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
     """What differs between traces of the same steps."""
-
-    def beside_the_reference(found: Trace) -> Run:
+    expected = reference[1]
+    runs = []
+    for run, found in (reference, *others):
         differences = {
             name: _difference(
-                [values[name] for values in found.values],
-                [values[name] for values in reference.values],
+                [values[name] for values in found],
+                [values[name] for values in expected],
             )
-            for name in reference.values[0]
+            for name in expected[0]
         }
-        return found.run._replace(loss=differences.pop("loss"), leaves=differences)
-
-    first, *runs = map(beside_the_reference, (reference, *others))
-    return Comparison(first, runs)
+        loss = differences.pop("loss")
+        runs.append(run._replace(loss=loss, leaves=differences))
+    return Comparison(runs[0], runs[1:])
 
 
 def _difference(
@@ -219,18 +218,6 @@ def _relative(found: np.ndarray, expected: np.ndarray) -> float:
     apart = np.abs(found[finite] - expected[finite]).max()
     size = np.abs(expected[finite]).max()
     return float(apart / size) if size else float(apart and np.inf)
-
-
-def _differences(run: Run) -> dict[str, Difference]:
-    return {"loss": run.loss, **run.leaves}
-
-
-def _named(parts: dict[str, PyTree]) -> dict[str, np.ndarray]:
-    return {
-        f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))
-        for part, tree in parts.items()
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
