@@ -1,7 +1,6 @@
 """The commands, and the options that each takes."""
 
 import argparse
-import contextlib
 import inspect
 import itertools
 import json
@@ -9,7 +8,7 @@ import os
 import runpy
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -279,30 +278,20 @@ def _plan_script(script: str, arguments: Sequence[str], **options: Any) -> Any:
         raise _Planned(trainer.plan(train_loader, **options))
 
     # The script runs as ever, up to its first `fit`.
-    with _as_main(script, arguments), instead_of_training(plan):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except _Planned as planned:
-            return planned.plan
-        except SystemExit as error:
-            if error.code:
-                raise ValueError(
-                    f"{script} ended with exit code {error.code} before its `fit`."
-                ) from error
-    raise ValueError(
-        f"{script} ended without a call of `Trainer.fit` or `Trainer.steps`, so there"
-        " is nothing to plan. (It ran as a main program, with these arguments:"
-        f" {list(arguments)}.)"
-    )
-
-
-@contextlib.contextmanager
-def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as when the script is started itself."""
-    argv, path = sys.argv, list(sys.path)
+    argv, path, code = sys.argv, list(sys.path), None
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        yield
+        with instead_of_training(plan):
+            runpy.run_path(script, run_name="__main__")
+    except _Planned as planned:
+        return planned.plan
+    except SystemExit as error:
+        code = error.code
     finally:
         sys.argv, sys.path[:] = argv, path
+    raise ValueError(
+        f"{script} ended{f' with exit code {code}' if code else ''} without a call of"
+        " `Trainer.fit` or `Trainer.steps`, so there is nothing to plan. (It ran as a"
+        f" main program, with these arguments: {list(arguments)}.)"
+    )

@@ -1,5 +1,6 @@
 """Does training work here? Tries it, and says what to do about what does not."""
 
+import contextlib
 import glob
 import os
 import re
@@ -7,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -31,8 +31,10 @@ _EXTRAS: Final = {
     "mlflow": ("mlflow", "MLFlowLogger"),
     "safetensors": ("safetensors", "weights in its format"),
     "torch": ("torch", "its DataLoader"),
+    "GPU compiler": ("plan", "Trainer.plan where there is no GPU"),
+    "TPU compiler": ("plan", "Trainer.plan where there is no TPU"),
 }
-"""Packages that may be missing: the extra that brings each, and what needs it."""
+"""What may be missing: the extra that brings each, and what needs it."""
 
 _BAD_FLAGS: Final = (
     r"(Unknown flags? in XLA_FLAGS|Couldn't interpret value|Could not open file).*"
@@ -53,6 +55,22 @@ class Finding(NamedTuple):
         return f"{mark}  {self.what}{remedy}"
 
 
+class Trial(NamedTuple):
+    """A program to try, and what it means if it works and if it fails."""
+
+    works: str
+    fails: str
+    remedy: str
+    code: str
+
+    def finding(self) -> Finding:
+        """What comes of it; the last line that it prints is told too."""
+        answer, error = _try(self.code)
+        if error:
+            return Finding("problem", f"{self.fails}: {error}", self.remedy)
+        return Finding("ok", f"{self.works} ({answer})" if answer else self.works)
+
+
 def examine(*, quick: bool = False) -> Iterator[Finding]:
     """Findings one by one, as they come.
 
@@ -60,49 +78,34 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
         quick: whether to leave out what takes seconds.
     """
     yield Finding("ok", ", ".join(" ".join(each) for each in versions().items()))
-    if wrong := _wrong_flags():
-        yield wrong
-        return  # whatever uses JAX would be aborted
-    yield from _devices()
     yield from _settings()
+    first, *others = _devices()
+    yield from (first, *others)
+    if first.state == "problem":
+        return  # nothing else that uses JAX would work
+
     yield _cache_folder()
-    yield from _disk()
+    yield from _shared_memory()
     if not quick:
         if find_spec("torch"):
-            yield _workers()
+            yield _WORKERS.finding()
         yield _processes()
-        yield _tried(
-            _CHECKPOINT,
-            "checkpoints are saved and restored",
-            "Orbax can't save and restore",
-            "pip install -U orbax-checkpoint",
-        )
+        yield _CHECKPOINT.finding()
     yield from _compilers(quick)
-    if missing := [name for name in _EXTRAS if not find_spec(name)]:
-        extras = ",".join(_EXTRAS[name][0] for name in missing)
-        needs = ", ".join(f"{name} (for {_EXTRAS[name][1]})" for name in missing)
-        remedy = f"where you need them: pip install 'jaxdp[{extras}]'"
-        yield Finding("ok", f"not installed: {needs}", remedy)
-
-
-def _wrong_flags() -> Finding | None:
-    """What makes XLA abort every process that uses JAX."""
-    if "XLA_FLAGS" not in os.environ:
-        return None
-    _, error = _try(_FIRST_USE)
-    if not re.match(_BAD_FLAGS, error):
-        return None
-    return Finding(
-        "problem",
-        f"XLA aborts every process that uses JAX, because of XLA_FLAGS: {error}",
-        "correct it; or pass the option as Trainer(compiler_options=...), where an"
-        " unknown name is an error that lists similar ones",
-    )
+    yield from _missing()
 
 
 def _devices() -> Iterator[Finding]:
     """In a process of its own, where a driver that hangs can be given up."""
     answer, error = _try(_COMPUTE)
+    if re.match(_BAD_FLAGS, error):
+        yield Finding(
+            "problem",
+            f"XLA aborts every process that uses JAX, because of XLA_FLAGS: {error}",
+            "correct it; or pass the option as Trainer(compiler_options=...), where an"
+            " unknown name is an error that lists similar ones",
+        )
+        return
     if error:
         page = "https://docs.jax.dev/en/latest/installation.html"
         remedy = f"try JAX_PLATFORMS=cpu; see {page}"
@@ -162,50 +165,27 @@ def _cache_folder() -> Finding:
     """Where compiled programs are kept from one run to the next."""
     keep_programs()  # as the first `Trainer` does
     config: Any = jax.config
-    folder = config.jax_compilation_cache_dir
-    if not folder or not config.jax_enable_compilation_cache:
-        what = "compiled programs are not kept: every run compiles its steps again"
-        remedy = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to"
-        if not config.jax_enable_compilation_cache:
-            remedy = "unset JAX_ENABLE_COMPILATION_CACHE"
-        return Finding("hint", what, remedy)
-    if "://" not in folder:
-        folder = os.path.expanduser(folder)
-        try:
+    folder = os.path.expanduser(config.jax_compilation_cache_dir or "")
+    if folder and "://" not in folder:
+        with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            what = f"compiled programs can't be kept in {folder}: {error}"
-            remedy = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to"
-            return Finding("problem", what, remedy)
-    return Finding("ok", f"compiled programs are kept in {folder}")
+        folder = folder if os.access(folder, os.W_OK) else ""
+    if folder and config.jax_enable_compilation_cache:
+        return Finding("ok", f"compiled programs are kept in {folder}")
+    return Finding(
+        "hint",
+        "compiled programs are not kept: every run compiles its steps again",
+        "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to, and unset"
+        " JAX_ENABLE_COMPILATION_CACHE",
+    )
 
 
-def _disk() -> Iterator[Finding]:
-    free = shutil.disk_usage(".").free / 1e9
-    if not os.access(".", os.W_OK):
-        what = f"the folder {os.getcwd()} can't be written to"
-        yield Finding("problem", what, "pass `default_root_dir` to the Trainer")
-    elif free < 2:
-        what = f"{free:.1f} GB are free on the disk of {os.getcwd()}"
-        remedy = "checkpoints need room for `save_top_k` + 1 of them"
-        yield Finding("hint", what, remedy)
-
+def _shared_memory() -> Iterator[Finding]:
     shared = "/dev/shm"
     if os.path.isdir(shared) and (size := shutil.disk_usage(shared).total) < 500e6:
         what = f"{shared}, through which data workers share batches, has {size:,} bytes"
         remedy = "in Docker: docker run --shm-size=8g (or num_workers=0)"
         yield Finding("hint", what, remedy)
-
-
-def _workers() -> Finding:
-    return _tried(
-        _WORKERS,
-        "torch's data workers work",
-        "torch's data workers fail",
-        "use num_workers=0; in Docker, --shm-size=8g may help",
-    )
 
 
 def _processes() -> Finding:
@@ -227,39 +207,27 @@ def _processes() -> Finding:
 
 def _compilers(quick: bool) -> Iterator[Finding]:
     """Those of devices that are not here, which `Trainer.plan` takes."""
-    there = compilers_installed()
-    missing = [f"{what}s" for what in ("GPU", "TPU") if what not in there]
-    if missing:
-        what = (
-            f"Trainer.plan can't compile for {' and '.join(missing)} that are not here"
-        )
-        remedy = (
-            "where you need it: pip install 'jaxdp[plan]' in a separate environment"
-        )
-        yield Finding("ok", what, remedy)
-    for what, package in there.items():
-        name = {"GPU": "h100x8", "TPU": "v5e-4"}[what]
+    for what, package in compilers_installed().items():
         compiler = f"the {what} compiler, {package}"
         if quick:
             yield Finding("ok", f"{compiler}, is installed")
-        else:
-            code, remedy = _COMPILE.format(name=name), "pip install -U 'jaxdp[plan]'"
-            yield _tried(code, f"{compiler}, works", f"{compiler}, fails", remedy)
-    if "GPU" in there and not _accelerators() and not os.environ.get("JAX_PLATFORMS"):
-        yield Finding(
-            "hint",
-            "JAX's CUDA plugin is installed and there is no GPU: it says so at every"
-            " start of JAX",
-            "set JAX_PLATFORMS=cpu, or keep jaxdp[plan] in an environment of its own",
-        )
+            continue
+        code = _COMPILE.format(name={"GPU": "h100x8", "TPU": "v5e-4"}[what])
+        remedy = "pip install -U 'jaxdp[plan]'"
+        yield Trial(f"{compiler}, works", f"{compiler}, fails", remedy, code).finding()
 
 
-def _tried(code: str, works: str, fails: str, remedy: str) -> Finding:
-    """What is found where a program of a trial works, and where it fails."""
-    answer, error = _try(code)
-    if error:
-        return Finding("problem", f"{fails}: {error}", remedy)
-    return Finding("ok", f"{works} ({answer})" if answer else works)
+def _missing() -> Iterator[Finding]:
+    """What an extra would bring."""
+    compilers = [f"{what} compiler" for what in compilers_installed()]
+    missing = [
+        name for name in _EXTRAS if name not in compilers and not find_spec(name)
+    ]
+    if missing:
+        extras = ",".join(dict.fromkeys(_EXTRAS[name][0] for name in missing))
+        needs = ", ".join(f"{name} (for {_EXTRAS[name][1]})" for name in missing)
+        remedy = f"where you need them: pip install 'jaxdp[{extras}]'"
+        yield Finding("ok", f"not installed: {needs}", remedy)
 
 
 def _try(code: str) -> tuple[str, str]:
@@ -287,13 +255,6 @@ def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out.strip().rpartition("\n")[2], ""
 
 
-_FIRST_USE: Final = """
-import os
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax
-jax.devices()
-"""
-
 _COMPUTE: Final = """
 import jax, jax.numpy as jnp
 devices = jax.devices()
@@ -302,7 +263,11 @@ assert x == 256**3, x
 print(len(devices), devices[0].platform, devices[0].device_kind, sep="|")
 """
 
-_WORKERS: Final = """
+_WORKERS: Final = Trial(
+    "torch's data workers work",
+    "torch's data workers fail",
+    "use num_workers=0; in Docker, --shm-size=8g may help",
+    """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from jaxdp.data.torch_workers import safe_workers
@@ -315,7 +280,8 @@ if __name__ == "__main__":
         method = context.get_start_method()
     assert total == 2016, total
     print(f"started by {method!r}")
-"""
+""",
+)
 
 _PROCESS: Final = """
 import jax
@@ -334,7 +300,11 @@ x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
 jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
 """
 
-_CHECKPOINT: Final = """
+_CHECKPOINT: Final = Trial(
+    "checkpoints are saved and restored",
+    "Orbax can't save and restore",
+    "pip install -U orbax-checkpoint",
+    """
 import os, tempfile
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -346,4 +316,5 @@ with tempfile.TemporaryDirectory() as folder:
         checkpointer.wait_until_finished()
         assert checkpointer.restore(path)["a"].sum() == 3
 print("Orbax", ocp.__version__)
-"""
+""",
+)

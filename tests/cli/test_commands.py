@@ -196,7 +196,7 @@ def test_the_doctor_finds_this_machine_able(capsys):
 
 def test_the_doctor_starts_data_workers_as_a_fit_does():
     pytest.importorskip("torch")
-    found = doctor._workers()
+    found = doctor._WORKERS.finding()
     assert (found.state, found.what) == (
         "ok",
         "torch's data workers work (started by 'forkserver')",
@@ -220,10 +220,10 @@ def test_the_doctor_names_flags_that_would_abort_the_process(monkeypatch):
     assert last.state == "problem" and "--xla_no_such_flag" in last.what
     assert "compiler_options" in last.remedy
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=perhaps")
-    (wrong,) = [doctor._wrong_flags()]
+    (wrong,) = doctor._devices()
     assert "value perhaps for flag xla_cpu_enable_fast_math" in wrong.what
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    assert doctor._wrong_flags() is None
+    assert [each.state for each in doctor._devices()] == ["ok"]
 
 
 def test_the_doctor_looks_at_what_a_gpu_would_suffer_from(monkeypatch):
@@ -286,8 +286,8 @@ def test_the_doctor_says_where_compiled_programs_are_kept(
 
 def test_the_doctor_says_what_needs_a_package_that_is_missing(monkeypatch):
     there = doctor.find_spec
-    for name in "_devices", "_disk":
-        monkeypatch.setattr(doctor, name, lambda: iter(()))
+    works = [doctor.Finding("ok", "JAX computes")]
+    monkeypatch.setattr(doctor, "_devices", lambda: works)
     monkeypatch.setattr(
         doctor, "find_spec", lambda name: name != "wandb" and there(name)
     )

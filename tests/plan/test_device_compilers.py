@@ -173,22 +173,21 @@ def test_the_doctor_looks_at_the_compilers(packages, monkeypatch):
         return "", "ImportError: it does not start"
 
     monkeypatch.setattr(doctor, "_try", fails)
-    monkeypatch.setattr(doctor, "_accelerators", lambda: "")
-    monkeypatch.delenv("JAX_PLATFORMS")
     states = [finding.state for finding in doctor._compilers(quick=False)]
-    assert states == ["problem", "problem", "hint"]
+    assert states == ["problem", "problem"]
     assert 'topology("h100x8")' in tried[0] and 'topology("v5e-4")' in tried[1]
     monkeypatch.setattr(doctor, "_try", lambda code: ("", ""))
-    gpu, tpu, noise = doctor._compilers(quick=False)
+    gpu, tpu = doctor._compilers(quick=False)
     assert f"jax-cuda12-plugin {JAXLIB}, works" in gpu.what and gpu.state == "ok"
     assert "libtpu 0.0.1, works" in tpu.what and tpu.state == "ok"
-    assert "JAX_PLATFORMS=cpu" in noise.remedy
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert len(list(doctor._compilers(quick=True))) == 2
+    assert not any("compiler" in finding.what for finding in doctor._missing())
     packages.clear()
-    (neither,) = doctor._compilers(quick=False)
-    assert neither.state == "ok" and "GPUs and TPUs" in neither.what
-    assert "pip install 'jaxdp[plan]'" in neither.remedy
+    assert list(doctor._compilers(quick=False)) == []
+    (neither,) = doctor._missing()
+    assert neither.state == "ok"
+    assert "GPU compiler" in neither.what and "TPU compiler" in neither.what
+    assert "plan]'" in neither.remedy
 
 
 USED = """
