@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Tries what training needs: devices, workers, several processes, checkpoints.
+    """Tries what training needs: devices, data workers, checkpoints.
 
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
     is a problem.

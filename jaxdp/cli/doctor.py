@@ -5,7 +5,6 @@ import glob
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,8 +30,14 @@ _EXTRAS: Final = {
     "mlflow": ("mlflow", "MLFlowLogger"),
     "safetensors": ("safetensors", "weights in its format"),
     "torch": ("torch", "its DataLoader"),
-    "GPU compiler": ("plan", "Trainer.plan where there is no GPU"),
-    "TPU compiler": ("plan", "Trainer.plan where there is no TPU"),
+    "GPU compiler": (
+        "plan",
+        "plans for GPUs, in an environment of its own",
+    ),
+    "TPU compiler": (
+        "plan",
+        "plans for TPUs, in an environment of its own",
+    ),
 }
 """What may be missing: the extra that brings each, and what needs it."""
 
@@ -89,9 +94,9 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
     if not quick:
         if find_spec("torch"):
             yield _WORKERS.finding()
-        yield _processes()
         yield _CHECKPOINT.finding()
-    yield from _compilers(quick)
+    for what, package in compilers_installed().items():
+        yield Finding("ok", f"the {what} compiler, {package}, is installed")
     yield from _missing()
 
 
@@ -188,35 +193,6 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding("hint", what, remedy)
 
 
-def _processes() -> Finding:
-    """Two processes on this machine that sum over each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = [_start(_PROCESS.format(port=port, rank=rank)) for rank in range(2)]
-    results = [_finish(process) for process in started]
-    if results == [("3", "")] * 2:
-        return Finding("ok", "several processes can work together (gloo, loopback)")
-    failed = next((error for _, error in results if error), results)
-    return Finding(
-        "problem",
-        f"two processes can't work together: {failed}",
-        "look for a firewall on the loopback interface; one process works without",
-    )
-
-
-def _compilers(quick: bool) -> Iterator[Finding]:
-    """Those of devices that are not here, which `Trainer.plan` takes."""
-    for what, package in compilers_installed().items():
-        compiler = f"the {what} compiler, {package}"
-        if quick:
-            yield Finding("ok", f"{compiler}, is installed")
-            continue
-        code = _COMPILE.format(name={"GPU": "h100x8", "TPU": "v5e-4"}[what])
-        remedy = "pip install -U 'jaxdp[plan]'"
-        yield Trial(f"{compiler}, works", f"{compiler}, fails", remedy, code).finding()
-
-
 def _missing() -> Iterator[Finding]:
     """What an extra would bring."""
     compilers = [f"{what} compiler" for what in compilers_installed()]
@@ -232,27 +208,16 @@ def _missing() -> Iterator[Finding]:
 
 def _try(code: str) -> tuple[str, str]:
     """The last line that a program prints, and what went wrong if anything did."""
-    return _finish(_start(code))
-
-
-def _start(code: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
     command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-
-
-def _finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
-        out, err = process.communicate(timeout=_LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return "", f"no answer within {_LIMIT} seconds"
-    if process.returncode:
-        bad_flags = re.search(_BAD_FLAGS, err)
-        last = bad_flags[0] if bad_flags else err.strip().rpartition("\n")[2][:300]
-        return "", last or f"it ended with exit code {process.returncode}"
-    return out.strip().rpartition("\n")[2], ""
+    if done.returncode:
+        bad_flags = re.search(_BAD_FLAGS, done.stderr)
+        last = bad_flags[0] if bad_flags else done.stderr.strip().rpartition("\n")[2]
+        return "", last[:300] or f"it ended with exit code {done.returncode}"
+    return done.stdout.strip().rpartition("\n")[2], ""
 
 
 _COMPUTE: Final = """
@@ -282,23 +247,6 @@ if __name__ == "__main__":
     print(f"started by {method!r}")
 """,
 )
-
-_PROCESS: Final = """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.distributed.initialize("127.0.0.1:{port}", 2, {rank}, initialization_timeout=60)
-import numpy as np
-from jax.experimental import multihost_utils
-print(multihost_utils.process_allgather(np.array([{rank} + 1])).sum())
-"""
-
-_COMPILE: Final = """
-import jax, jax.numpy as jnp
-from jaxdp.plan.hardware import topology
-sharding = jax.sharding.SingleDeviceSharding(topology("{name}").devices[0])
-x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
-jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
-"""
 
 _CHECKPOINT: Final = Trial(
     "checkpoints are saved and restored",

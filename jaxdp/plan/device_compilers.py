@@ -59,7 +59,7 @@ def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
                 plugin.initialize()
             found = topologies.get_topology_desc(**options)
     except Exception as error:
-        raise _not_starting(name, "GPU", packages[:2], error) from error
+        raise _unusable(name, "GPU", packages[:2], error) from error
     return tuple(found.devices)
 
 
@@ -103,7 +103,7 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
                 f"`topology`={name!r}: the TPU compiler knows no {kind} slice of shape"
                 f" {written}: {_line(error)}"
             ) from error
-        raise _not_starting(name, "TPU", ["libtpu"], error) from error
+        raise _unusable(name, "TPU", ["libtpu"], error) from error
     return tuple(found.devices)
 
 
@@ -122,27 +122,23 @@ def _environment(**variables: str) -> Iterator[None]:
 def _check_there(name: str, what: str, packages: list[str]) -> None:
     missing = [package for package in packages if _version(package) is None]
     if missing:
-        raise ImportError(
-            f"`topology`={name!r} needs the {what} compiler, which is not installed"
-            f" whole; missing: {', '.join(missing)}. No such device is needed. Install"
-            f" it: {_remedy(what, missing)}."
-        )
+        raise _unusable(name, what, missing)
 
 
-def _not_starting(
-    name: str, what: str, packages: list[str], error: Exception
+def _unusable(
+    name: str, what: str, packages: list[str], error: Exception | None = None
 ) -> ImportError:
-    there = ", ".join(f"{each} {_version(each)}" for each in (*packages, "jaxlib"))
-    return ImportError(
-        f"`topology`={name!r}: the {what} compiler is installed ({there}) and does not"
-        f" start: {_line(error)} If it was made for another jaxlib, run"
-        f" {_remedy(what, packages)} --upgrade."
-    )
-
-
-def _remedy(what: str, packages: list[str]) -> str:
+    """Of a compiler whose packages are missing, or does not start."""
+    why = f"is not installed whole; missing: {', '.join(packages)}."
+    if error is not None:
+        there = [f"{each} {_version(each)}" for each in (*packages, "jaxlib")]
+        why = f"is installed ({', '.join(there)}) and does not start: {_line(error)}"
     is_in_extra = what == "TPU" or _cuda() == "12"
-    return "pip install " + ("'jaxdp[plan]'" if is_in_extra else " ".join(packages))
+    install = "'jaxdp[plan]'" if is_in_extra else " ".join(packages)
+    return ImportError(
+        f"`topology`={name!r} needs the {what} compiler, which {why} No such device is"
+        f" needed. Run pip install {install} --upgrade."
+    )
 
 
 def _cuda() -> str:

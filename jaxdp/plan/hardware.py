@@ -205,20 +205,11 @@ def slice_shape(kind: str, chips: int, name: str) -> tuple[int, ...]:
 
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities for the
 # limits of a capability; NVIDIA's architecture papers for cores, caches and clocks.
+_HOPPER: Final = (9, 132, 128, 233472, 232448, 52428800, 1.98)
 _GPUS: Final = {
     "a100": (8, 108, 64, 167936, 166912, 41943040, 1.41, 85094825984, "A100-SXM4-80GB"),
-    "h100": (
-        9,
-        132,
-        128,
-        233472,
-        232448,
-        52428800,
-        1.98,
-        84929347584,
-        "H100 80GB HBM3",
-    ),
-    "h200": (9, 132, 128, 233472, 232448, 52428800, 1.98, 150754820096, "H200"),
+    "h100": (*_HOPPER, 84929347584, "H100 80GB HBM3"),
+    "h200": (*_HOPPER, 150754820096, "H200"),
 }
 _TARGET: Final = """\
 gpu_device_info {{

@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..step import times_of
-from .hlo_groups import groups_in
-from .hlo_text import Array, Instruction, Module, arrays_in
+from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
 
 KINDS: Final = (
     "all-reduce",

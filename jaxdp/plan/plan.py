@@ -195,16 +195,13 @@ class Scaling(NamedTuple):
             path: where to save the picture; the suffix decides the format.
         """
         matplotlib = import_extra("matplotlib.figure", "`Scaling.plot`", "plots")
-        panels = _PANELS[
-            : 2 if self.rows[0].step is None else 4
-        ]  # speed needs a profile
-        lines = len(panels) // 2
-        figure = matplotlib.Figure(figsize=(9, 3 * lines), layout="constrained")
-
+        figure = matplotlib.Figure(figsize=(9, 6), layout="constrained")
         counts = [row.devices for row in self.rows]
-        every = figure.subplots(lines, 2).flat
-        for axes, (field, title) in zip(every, panels, strict=True):
+        for place, (field, title) in enumerate(_PANELS, 1):
             values = [getattr(row, field) for row in self.rows]
+            if None in values:
+                continue  # speed needs a profile
+            axes = figure.add_subplot(2, 2, place)
             axes.plot(counts, values, marker="o")
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("devices")

@@ -170,9 +170,7 @@ def _planned(
         planner: whose plan it is.
     """
     runs, count = engine.programs.of_training(), len(hosts)
-    reading = Reading(
-        engine.held.shapes(), engine.held.flat.places, engine.strategy, hosts, runs
-    )
+    reading = Reading(engine, hosts)
 
     # The compiler's count has what it made of the step; of loops one turn.
     traced = reading.flops
@@ -210,38 +208,26 @@ def _notes(
     reading: Reading, devices: Devices, profile: Hardware | None
 ) -> dict[str, list[str]]:
     """What of a plan is exact, what indicative and what not known."""
-    not_here = "" if devices.are_here else devices.platform
-
-    exact = [
-        "bytes of parameters, optimizer state, batch and all other leaves, per device,"
-        " from their shapes and layout",
-        "arguments, results, temporary memory and peak, as this compiler laid"
-        " them out; allocators add fragmentation, and libraries add workspaces",
-        "which inputs are overwritten, and every collective of the compiled program",
-    ]
-    if reading.flops is not None:
-        exact.append("matrix operations, of products and convolutions as traced")
-
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
     shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:4])
+    exact = [
+        "bytes of every leaf per device; arguments, results, temporary memory and peak,"
+        " as this compiler laid them out; which inputs are overwritten; every"
+        " collective of the compiled program; matrix operations as traced",
+    ]
     indicative = [
         f"this is the step for the shape of the first batch, {shapes}; other"
         " shapes have programs of their own",
-        "compiled operations: the compiler counts the bodies of loops once, and"
-        " may leave out what libraries compute",
     ]
+    unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
 
-    if not_here == "cpu":
+    # What the compiler of other devices can't tell.
+    if devices.platform == "cpu" and not devices.are_here:
         indicative.append(
             "temporary memory and collectives come from XLA's CPU compiler. GPU"
             " and TPU compilers fuse more, and turn an all-reduce of which a part"
             " is used into a reduce-scatter, which the CPU compiler never does:"
             " plan with `topology`"
-        )
-    if not_here == "gpu":
-        indicative.append(
-            "without a GPU the compiler can neither try out kernels nor ask cuDNN"
-            " and cuBLAS for their workspaces"
         )
     if reading.gathered:
         exact.append(
@@ -249,30 +235,26 @@ def _notes(
             " shards that a device keeps; the whole gradients of a block are"
             " temporary memory"
         )
-
-    if profile is not None:
-        usable = devices_of.usable_memory(profile)
-        if usable < profile.memory:
-            exact.append(
-                f"memory of {profile.name}: {in_bytes(usable)} of its"
-                f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
-                " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
-            )
-        indicative.append(
-            f"seconds, from the peaks of {profile.name} and ring algorithms at"
-            " full bandwidth: real steps reach 30 to 60 % of peaks. Efficiency"
-            " ignores latency and slow neighbours"
-        )
-
-    unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")
-    if profile is None:
-        unknown.append("time: pass the hardware, such as hardware='h100'")
     if any(each.times is None for each in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
-    if any(each.axes is None for each in reading.traffic):
-        unknown.append("the mesh axes of collectives between other groups of devices")
+
+    # What its profile says.
+    if profile is None:
+        unknown.append("time: pass the hardware, such as hardware='h100'")
+        return {"exact": exact, "indicative": indicative, "unknown": unknown}
+    indicative.append(
+        f"seconds, from the peaks of {profile.name} and ring algorithms at full"
+        " bandwidth: real steps reach 30 to 60 % of peaks"
+    )
+    usable = devices_of.usable_memory(profile)
+    if usable < profile.memory:
+        exact.append(
+            f"memory of {profile.name}: {in_bytes(usable)} of its"
+            f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
+            " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
+        )
     return {"exact": exact, "indicative": indicative, "unknown": unknown}
 
 

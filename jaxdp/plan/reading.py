@@ -28,22 +28,12 @@ class Reading:
     """A compiled step beside the shapes that it was compiled for.
 
     Args:
-        state: of shapes.
-        places: in which argument each leaf of the state crosses into the step; small
-            ones may share one.
-        strategy: as it compiles.
+        engine: that has compiled it.
         hosts: the number of the host that each device is on, in the mesh's order.
-        runs: the step, a `TrainProgram` of the engine's.
     """
 
-    def __init__(
-        self,
-        state: Any,
-        places: Sequence[int],
-        strategy: Any,
-        hosts: Sequence[int],
-        runs: Any,
-    ):
+    def __init__(self, engine: Any, hosts: Sequence[int]):
+        strategy, runs = engine.strategy, engine.programs.of_training()
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.hosts = hosts
@@ -66,8 +56,9 @@ class Reading:
         self.program = hlo.read(runs.compiled.as_text())
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
+        state = engine.held.shapes()
         self.state, self.batch = leaves_of(
-            state, places, runs.compiled, self.program.aliased
+            state, engine.held.flat.places, runs.compiled, self.program.aliased
         )
         self.leaves = self.state + self.batch
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]

@@ -65,7 +65,8 @@ def sections(plan: Any) -> Iterator[Section]:
     )
     yield Section("Donation", lines=[_donation(plan)])
     if plan.could_split:
-        yield _could_split(plan)
+        title = "Whole on every device, though it could be split"
+        yield Section(title, lines=[_could_split(plan)])
 
     # What it computes, and how long that takes.
     yield Section("Operations", lines=_operations(plan))
@@ -198,37 +199,30 @@ def _donation(plan: Any) -> str:
     return found
 
 
-def _could_split(plan: Any) -> Section:
-    total = sum(each.bytes_saved for each in plan.could_split)
-    return Section(
-        "Whole on every device, though it could be split",
-        [
-            (f"{in_bytes(each.bytes_saved)} saved", each.path, f"axis {each.axis}")
-            for each in plan.could_split[:_MOST]
-        ],
-        [
-            f"{len(plan.could_split)} leaves; splitting them all saves"
-            f" {in_bytes(total)} per device. ZeRO splits the optimizer state, FSDP"
-            " the parameters too."
-        ],
+def _could_split(plan: Any) -> str:
+    total = in_bytes(sum(each.bytes_saved for each in plan.could_split))
+    most = plan.could_split[0]
+    return (
+        f"{len(plan.could_split)} leaves; splitting them all saves {total} per device,"
+        f" of which {in_bytes(most.bytes_saved)} for {most.path}. ZeRO splits the"
+        " optimizer state, FSDP the parameters too."
     )
 
 
 def _operations(plan: Any) -> list[str]:
-    compiled = plan.flops_compiled
-    counts = {
-        "Matrix operations": plan.flops,
-        "Compiled operations": compiled and compiled * plan.num_devices,
-    }
-    what = (
-        "of products and convolutions, as traced",
-        "of all kinds, as the compiler counts: loop bodies once",
-    )
+    compiled = plan.flops_compiled and plan.flops_compiled * plan.num_devices
     lines = [
-        f"{kind}: {in_short(count)}FLOP per step,"
+        f"{kind} operations: {in_short(count)}FLOP per step,"
         f" {in_short(count / plan.num_devices)}FLOP per device,"
         f" {in_short(count / plan.rows)}FLOP per row; {words}."
-        for (kind, count), words in zip(counts.items(), what, strict=True)
+        for kind, count, words in (
+            ("Matrix", plan.flops, "of products and convolutions, as traced"),
+            (
+                "Compiled",
+                compiled,
+                "of all kinds, as the compiler counts: loop bodies once",
+            ),
+        )
         if count is not None
     ]
     if plan.bubble:

@@ -1,21 +1,15 @@
 """What is known of a run, from its files or its trainer; several runs in a table."""
 
+import contextlib
 import csv
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..basics.json_checks import (
-    anything,
-    by_name,
-    fields,
-    maybe,
-    number,
-    read_json,
-)
+from ..basics.json_checks import anything, by_name, fields, read_json
 from ..plan.page import SUFFIX
 from ..plan.text import in_seconds, in_short
 
@@ -33,20 +27,9 @@ PHASES: Final = {
 }
 """Where the time of a fit goes, as `ThroughputMonitor` has it."""
 
-_PLANNED: Final = {
-    "peak bytes per device": lambda plan: float(plan["memory"]["peak"]),
-    "bytes sent per step": lambda plan: float(plan["wire_bytes"]),
-}
 _RECORD: Final = fields(
-    {},
-    {
-        **dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything)),
-        "plan": maybe(
-            fields({"memory": fields({"peak": number()}), "wire_bytes": number()})
-        ),
-    },
+    {}, dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything))
 )
-_UNRANKED: Final = "steps", "epochs", "examples", "seconds"
 _LARGER_IS_BETTER: Final = "acc", "top_", "auc", "auroc", "f1", "iou", "mfu", "per_s"
 
 Points = list[tuple[float, float]]
@@ -86,39 +69,34 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     table = path / "metrics.csv" if path.is_dir() else path
     if not table.is_file():
-        tables = sorted(path.rglob("*.csv"))
-        if len(tables) != 1 or tables[0].parent != path:
-            near = f" There are {', '.join(map(str, tables[:5]))}." if tables else ""
-            raise FileNotFoundError(
-                f"`{path}` is not a run: a run is a folder that"
-                f" `CSVLogger(dirpath)` wrote to, or its table.{near}"
-            )
-        (table,) = tables
-    try:
+        raise FileNotFoundError(
+            f"`{path}` is not a run: a run is a folder that `CSVLogger(dirpath)` wrote"
+            " a metrics.csv to, or its table."
+        )
+    with _of_csv_logger(table):
         columns = _columns(table)
-    except (csv.Error, OSError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{table}` is not a table of `CSVLogger`: {error}."
-        ) from error
+    record, file = {}, table.with_suffix(".json")
+    if file.is_file():
+        with _of_csv_logger(file):
+            record = read_json(file)
+            _RECORD(record, "record")
+
     name = str(path if path.is_dir() else path.with_suffix(""))
     page = table.with_suffix(SUFFIX)
     plan = page.read_text(encoding="utf-8") if page.is_file() else None
-    return Run(name, _read_record(table.with_suffix(".json")), columns, plan=plan)
+    return Run(name, record, columns, plan=plan)
 
 
-def _read_record(path: Path) -> dict[str, Any]:
-    """What `CSVLogger` has recorded of a run; nothing if there is no such file."""
-    if not path.is_file():
-        return {}
+@contextlib.contextmanager
+def _of_csv_logger(path: Path) -> Iterator[None]:
+    """Has what is wrong with a file say which one it is."""
     try:
-        record = read_json(path)
-        _RECORD(record, "record")
-    except (OSError, ValueError) as error:
+        yield
+    except (csv.Error, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`{path}` is not what `CSVLogger` writes: {error}. Move it away to see the"
-            " table alone."
+            f"`{path}` is not what `CSVLogger` writes: {error}. Mend it, or move it"
+            " away."
         ) from error
-    return record
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
@@ -170,23 +148,52 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     The best of a row is marked with `*`.
     """
     rows = [
-        ["", *short_names(runs)],
+        ["", *(run.name for run in runs)],
         ["status", *(str(run.record.get("status", "unknown")) for run in runs)],
         ["took", *(_took(run.record) for run in runs)],
     ]
-    for name, values in _results(runs).items():
+
+    def add(
+        name: str,
+        values: Iterable[float],
+        shown: Callable[[float], str] = in_words,
+        is_ranked: bool = True,
+    ) -> None:
+        values = list(values)
         finite = [value for value in values if math.isfinite(value)]
         best = None
-        if len(finite) > 1 and name not in _UNRANKED and " at " not in name:
+        if is_ranked and len(finite) > 1:
             best = max(finite) if larger_is_better(name) else min(finite)
-        shown = in_percent if name == "mfu" else in_words
         marked = (shown(v) + (" *" if v == best else "") for v in values)
         rows.append([name, *marked])
 
+    # What they measured.
+    last = (
+        max((p[-1][0] for p in run.columns.values() if p), default=0) for run in runs
+    )
+    add("steps", last, is_ranked=False)
+    epochs = (len(run.columns.get("epoch_loss", [])) for run in runs)
+    add("epochs", epochs, is_ranked=False)
+    for name in dict.fromkeys(name for run in runs for name in run.columns):
+        if name.startswith(VALIDATION):
+            best, places = zip(*(run.best(name) for run in runs), strict=True)
+            add(f"{name}, best", best)
+            add(f"{name}, best at {runs[0].xlabel}", places, is_ranked=False)
+            add(f"{name}, last", (run.last(name) for run in runs))
+        elif name.startswith(EPOCH):
+            label = f"{name.removeprefix(EPOCH)}, last epoch"
+            add(label, (run.last(name) for run in runs))
+
+    # What it took.
     totals = [throughput_of(run) for run in runs]
-    for phase in PHASES if any(totals) else ():
+    for name in ("examples", "seconds", "examples_per_s", "mfu"):
+        if any(name in each for each in totals):
+            shown = in_percent if name == "mfu" else in_words
+            is_ranked = name not in ("examples", "seconds")
+            add(name, (each.get(name, math.nan) for each in totals), shown, is_ranked)
+    for phase, label in PHASES.items() if any(totals) else ():
         shares = (f"{each[phase]:.1%}" if each else "-" for each in totals)
-        rows.append([f"time: {PHASES[phase]}", *shares])
+        rows.append([f"time: {label}", *shares])
     return rows
 
 
@@ -199,36 +206,6 @@ def _took(record: Mapping[str, Any]) -> str:
     return in_seconds(took.total_seconds())
 
 
-def _results(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """A number for every run, NaN where it has none."""
-    ends = [
-        [points[-1][0] for points in run.columns.values() if points] for run in runs
-    ]
-    found = {
-        "steps": [max(each, default=0) for each in ends],
-        "epochs": [len(run.columns.get("epoch_loss", [])) for run in runs],
-    }
-    for name in dict.fromkeys(name for run in runs for name in run.columns):
-        if name.startswith(VALIDATION):
-            best = [run.best(name) for run in runs]
-            found[f"{name}, best"] = [value for value, _ in best]
-            found[f"{name}, best at {runs[0].xlabel}"] = [place for _, place in best]
-            found[f"{name}, last"] = [run.last(name) for run in runs]
-        elif name.startswith(EPOCH):
-            label = f"{name.removeprefix(EPOCH)}, last epoch"
-            found[label] = [run.last(name) for run in runs]
-
-    totals = [throughput_of(run) for run in runs]
-    for name in ("examples", "seconds", "examples_per_s", "mfu"):
-        if any(name in each for each in totals):
-            found[name] = [each.get(name, math.nan) for each in totals]
-    plans = [run.record.get("plan") for run in runs]
-    if any(plans):
-        for label, value_of in _PLANNED.items():
-            found[label] = [value_of(plan) if plan else math.nan for plan in plans]
-    return found
-
-
 def differences(runs: Sequence[Run]) -> list[list[str]]:
     """What the runs were made of and do not have in common: a row per name."""
     made = [
@@ -239,21 +216,12 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         }
         for run in runs
     ]
-    rows = [["", *short_names(runs)]]
+    rows = [["", *(run.name for run in runs)]]
     for name in dict.fromkeys(name for values in made for name in values):
         values = [each.get(name, "-") for each in made]
         if len(set(values)) > 1:
             rows.append([name, *values])
     return rows
-
-
-def short_names(runs: Sequence[Run]) -> list[str]:
-    """The names of runs without the folders that all are in."""
-    names = [os.path.abspath(run.name) for run in runs]
-    if len(set(names)) < max(len(names), 2):
-        return [run.name.rstrip("/") for run in runs]
-    common = os.path.commonpath([os.path.dirname(name) for name in names])
-    return [os.path.relpath(name, common) for name in names]
 
 
 def throughput_of(run: Run) -> dict[str, float]:

@@ -85,26 +85,21 @@ class Summary:
         return f"{title}, of {self.members} members with {each:,} each"
 
     def _table(self) -> list[str]:
+        heads = ("layer", "class", "arrays", "parameters", "bytes", "per device")
         is_split = self.bytes_per_device != self.bytes
-        rows = [("layer", "class", "arrays", "parameters", "bytes", "trained")]
-        rows += [
-            (
+        end = len(heads) if is_split else -1
+        rows: list[tuple[str, ...]] = [(*heads[:end], "trained")]
+        for layer in self.layers:
+            arrays = (f"{name} {shape}" for name, shape in layer.arrays.items())
+            cells = (
                 layer.path or "(model)",
                 layer.kind,
-                ", ".join(f"{name} {shape}" for name, shape in layer.arrays.items()),
+                ", ".join(arrays),
                 f"{layer.parameters:,}",
                 in_bytes(layer.bytes),
-                _trained(layer),
+                in_bytes(layer.bytes_per_device),
             )
-            for layer in self.layers
-        ]
-        if is_split:
-            own = [in_bytes(layer.bytes_per_device) for layer in self.layers]
-            per_device = ["per device", *own]
-            rows = [
-                (*row[:-1], each, row[-1])
-                for row, each in zip(rows, per_device, strict=True)
-            ]
+            rows.append((*cells[:end], _trained(layer)))
         numbers = range(3, len(rows[0]) - 1)
         return [f"  {line}" for line in columns(rows, right=numbers)]
 

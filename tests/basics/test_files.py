@@ -91,7 +91,7 @@ def test_a_table_that_cannot_be_read_is_moved(tmp_path, caplog):
     table = tmp_path / "metrics.csv"
     fit(tmp_path, 1)
     table.write_text(f"epoch,step,loss\r\n0,1,{'9' * 200_000}\r\n")
-    with pytest.raises(ValueError, match="metrics.csv` is not a table"):
+    with pytest.raises(ValueError, match="metrics.csv` is not what"):
         read_run(tmp_path)
     fit(tmp_path, 2)
     assert f"is now {tmp_path / 'metrics.1.csv'}" in caplog.text

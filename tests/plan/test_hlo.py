@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.plan import hlo
-from jaxdp.plan.hlo_groups import parse_groups
+from jaxdp.plan.hlo_text import parse_groups
 
 MESH_SHAPE = {"data": 4, "model": 2}
 
