@@ -229,12 +229,6 @@ def _notes(
             " is used into a reduce-scatter, which the CPU compiler never does:"
             " plan with `topology`"
         )
-    if reading.gathered:
-        exact.append(
-            "gradients of parameters that are gathered block by block, as the"
-            " shards that a device keeps; the whole gradients of a block are"
-            " temporary memory"
-        )
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")
     if any(each.times is None for each in reading.traffic):

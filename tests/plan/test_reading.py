@@ -278,7 +278,6 @@ IN_BLOCKS, OUTSIDE = 4 * 4 * 17 * 16, 4 * 17 * 8
 def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
     plan = trainer(strategy, Deep()).plan([batch()])
     assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
-    assert ("gathered block by block" in str(plan)) == (parts > 1)
     assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
 
 
@@ -288,7 +287,6 @@ def test_gradients_are_whole_where_rows_interact():
 
     plan = trainer(FSDP(), Deep(), loss=None, loss_fn=loss_fn).plan([batch()])
     assert plan.memory.gradients == IN_BLOCKS + OUTSIDE
-    assert "gathered block by block" not in str(plan)
 
 
 def test_time_is_the_roofline():
