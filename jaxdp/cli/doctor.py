@@ -60,22 +60,6 @@ class Finding(NamedTuple):
         return f"{mark}  {self.what}{remedy}"
 
 
-class Trial(NamedTuple):
-    """A program to try, and what it means if it works and if it fails."""
-
-    works: str
-    fails: str
-    remedy: str
-    code: str
-
-    def finding(self) -> Finding:
-        """What comes of it; the last line that it prints is told too."""
-        answer, error = _try(self.code)
-        if error:
-            return Finding("problem", f"{self.fails}: {error}", self.remedy)
-        return Finding("ok", f"{self.works} ({answer})" if answer else self.works)
-
-
 def examine(*, quick: bool = False) -> Iterator[Finding]:
     """Findings one by one, as they come.
 
@@ -93,8 +77,8 @@ def examine(*, quick: bool = False) -> Iterator[Finding]:
     yield from _shared_memory()
     if not quick:
         if find_spec("torch"):
-            yield _WORKERS.finding()
-        yield _CHECKPOINT.finding()
+            yield _tried(*_WORKERS)
+        yield _tried(*_CHECKPOINT)
     for what, package in compilers_installed().items():
         yield Finding("ok", f"the {what} compiler, {package}, is installed")
     yield from _missing()
@@ -206,6 +190,14 @@ def _missing() -> Iterator[Finding]:
         yield Finding("ok", f"not installed: {needs}", remedy)
 
 
+def _tried(works: str, fails: str, remedy: str, code: str) -> Finding:
+    """What is found where a program works, and where it fails."""
+    answer, error = _try(code)
+    if error:
+        return Finding("problem", f"{fails}: {error}", remedy)
+    return Finding("ok", f"{works} ({answer})" if answer else works)
+
+
 def _try(code: str) -> tuple[str, str]:
     """The last line that a program prints, and what went wrong if anything did."""
     command = [sys.executable, "-c", code]
@@ -228,7 +220,7 @@ assert x == 256**3, x
 print(len(devices), devices[0].platform, devices[0].device_kind, sep="|")
 """
 
-_WORKERS: Final = Trial(
+_WORKERS: Final = (
     "torch's data workers work",
     "torch's data workers fail",
     "use num_workers=0; in Docker, --shm-size=8g may help",
@@ -248,7 +240,7 @@ if __name__ == "__main__":
 """,
 )
 
-_CHECKPOINT: Final = Trial(
+_CHECKPOINT: Final = (
     "checkpoints are saved and restored",
     "Orbax can't save and restore",
     "pip install -U orbax-checkpoint",

@@ -196,7 +196,7 @@ def test_the_doctor_finds_this_machine_able(capsys):
 
 def test_the_doctor_starts_data_workers_as_a_fit_does():
     pytest.importorskip("torch")
-    found = doctor._WORKERS.finding()
+    found = doctor._tried(*doctor._WORKERS)
     assert (found.state, found.what) == (
         "ok",
         "torch's data workers work (started by 'forkserver')",
