@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -134,7 +135,12 @@ class Run:
             checks.check_has_arrays(self.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            with jax.ensure_compile_time_eval():  # a user's function may be traced
+            # Where a function of the user's is being traced, values are computed all the
+            # same. Only there: what an optimizer starts from, zeros as large as the
+            # model, would be computed before it is part of the compiled `init`.
+            is_traced = isinstance(jax.device_put(0), jax.core.Tracer)
+            eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
+            with eagerly:
                 strategy = self.as_asked(self.strategy)
                 strategy = strategy.with_compiler(self.kept_programs.compile)
                 self._engine = self.new_engine(strategy)

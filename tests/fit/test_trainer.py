@@ -380,3 +380,17 @@ def test_a_mistake_in_validation_shows_before_the_first_step():
     with pytest.raises(Exception, match="3"):
         trainer.fit([(x, x)], [(x[:, :3], x[:, :3])])
     assert seen.losses == []
+
+
+def test_what_an_optimizer_starts_from_is_never_computed_beside_the_state():
+    # For a large model it would be the state's size once more.
+    plain, is_traced = optax.adam(1e-3), []
+
+    def init(params):
+        state = plain.init(params)
+        is_traced.extend(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+        return state
+
+    optimizer = optax.GradientTransformation(init, plain.update)
+    quiet(Mlp(jax.random.key(0)), optimizer, loss="cross_entropy").fit(batches(8))
+    assert is_traced and all(is_traced)
