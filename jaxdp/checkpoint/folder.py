@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ..basics.console import say
 from ..basics.json_checks import parse_json
-from .orbax_quirks import check_path
+from .orbax_quirks import as_orbax_reads
 
 try:
     import fcntl
@@ -38,7 +38,11 @@ _taken: Final[set[str]] = set()
 
 
 class CheckpointDir:
-    """A folder of checkpoints, which `open` makes."""
+    """A folder of checkpoints.
+
+    Args:
+        path: the folder; `open` makes it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.path.abspath(path)
@@ -65,9 +69,7 @@ class CheckpointDir:
         Raises:
             OSError: if it can't be made or written to.
             RuntimeError: if another run writes there.
-            ValueError: if Orbax could not read from there.
         """
-        check_path("dirpath", self.path)
         folder = os.path.realpath(self.path)
         if folder in _taken:
             raise self._is_in_use("another fit of this very process")
@@ -76,6 +78,8 @@ class CheckpointDir:
         try:
             os.makedirs(self.path, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
+            with as_orbax_reads(self.path):
+                pass
             lock = os.open(
                 os.path.join(self.path, ".lock"),
                 os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0),

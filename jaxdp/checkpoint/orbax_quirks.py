@@ -1,4 +1,11 @@
-"""What Orbax needs help with: names of folders, its log, what it has not written."""
+"""What Orbax has to be helped with: names of folders, its log, what it has not written.
+
+It looks for the parts of what it has written by a glob with the whole path in it, and
+Tensorstore takes a backslash for a slash and wants UTF-8. So with `runs/seed=[1]/9`
+every save would look well, and nothing could ever be read. Such a folder is passed to
+them by another name: that of a link which lives as long as the reading or the writing.
+Parents are why a plain name beside it would be no help.
+"""
 
 import collections
 import contextlib
@@ -7,26 +14,53 @@ import json
 import logging
 import math
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+_MISREAD: Final = r"[*?\[\]]" if os.sep == "\\" else r"[*?\[\]\\]"
 _ZARRAY: Final = ".zarray"
 
 
-def check_path(argument: str, path: str, unfit: str = "*?[]\\") -> None:
-    """Raises a ValueError for a path that Orbax would take for another one.
+def is_misread(path: str) -> bool:
+    """Whether Orbax would look for `path` elsewhere."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # bytes that are no UTF-8
+        return True
+    return re.search(_MISREAD, path) is not None
 
-    It looks for the parts of what it has written by a glob with the whole path in it,
-    and Tensorstore takes a backslash for a slash and wants UTF-8: every save would look
-    well, and nothing could ever be read.
+
+@contextlib.contextmanager
+def as_orbax_reads(folder: str) -> Iterator[str]:
+    """A path to `folder` that means it to Orbax, too: most often `folder` itself.
+
+    Raises:
+        OSError: if no link to it can be made.
     """
-    bytes_that_are_no_text = any("\ud800" <= letter <= "\udfff" for letter in path)
-    if bytes_that_are_no_text or set(path.replace(os.sep, "/")) & set(unfit):
-        raise ValueError(
-            f"`{argument}`: Orbax, which writes and reads checkpoints, takes the path"
-            f" {path!r} for another one. Rename the folder, or pass one whose path is"
-            f" plain text without any of {' '.join(unfit)}."
+    if not is_misread(folder):
+        yield folder
+        return
+    if is_misread(tempfile.gettempdir()):
+        raise OSError(
+            f"Orbax can't write to {folder!r} because of its name, and no link to"
+            f" it can be made in {tempfile.gettempdir()!r}; set TMPDIR to a folder"
+            " without any of * ? [ ] and backslashes"
         )
+    with tempfile.TemporaryDirectory(prefix="jaxdp-") as here:
+        link = os.path.join(here, "checkpoints")
+        os.symlink(folder, link, target_is_directory=True)
+        yield link
+
+
+def as_orbax_writes(path: str) -> str:
+    """What Orbax may call the folder that is to be `path`: most often that."""
+    folder, name = os.path.split(path)
+    if not is_misread(name):
+        return path
+    printable = name.encode(errors="replace").decode()
+    return os.path.join(folder, f"{re.sub(_MISREAD, '_', printable)}.unnamed")
 
 
 def unfinished(path: str) -> list[str]:

@@ -31,7 +31,7 @@ from .leaves import (
     with_elements,
 )
 from .metadata import FORM, FORMAT, MOST_FORMATS, digest
-from .orbax_quirks import check_path, quiet_orbax
+from .orbax_quirks import as_orbax_reads, quiet_orbax
 
 
 class CheckpointCorrupt(ValueError):
@@ -233,7 +233,6 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
 
     if not wanted:
         return {}
-    check_path("path", path, unfit="\\")
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
@@ -248,9 +247,10 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
     try:
         with (
             quiet_orbax(),
+            as_orbax_reads(path) as known_as,
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
-            state = os.path.join(path, "state")
+            state = os.path.join(known_as, "state")
             stored = flat(checkpointer.restore(state, args=arguments))
         read = fingerprints(stored)  # waits for the device
     except Exception as error:  # of any type: what is read may be anything

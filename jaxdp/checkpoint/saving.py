@@ -36,7 +36,13 @@ from . import seal
 from .fingerprints import fingerprints
 from .leaves import Named, name_leaves, nested, shapes, with_elements
 from .metadata import FORM, FORMAT, digest
-from .orbax_quirks import check_path, quiet_orbax, unfinished, unreadable
+from .orbax_quirks import (
+    as_orbax_reads,
+    as_orbax_writes,
+    quiet_orbax,
+    unfinished,
+    unreadable,
+)
 
 
 class SaveFailed(RuntimeError):
@@ -44,7 +50,15 @@ class SaveFailed(RuntimeError):
 
 
 class Saving:
-    """A checkpoint on its way to the disk, which Orbax has begun to write.
+    """A checkpoint on its way to the disk.
+
+    Args:
+        path: the folder.
+        checkpointer: Orbax's, which has begun to write.
+        then: called by the first `finish`, with the path.
+        waiting: gives the context of every wait.
+        processes: those that save it together.
+        resources: closed when all is written.
 
     Attributes:
         path: the folder that appears once it is whole.
@@ -58,6 +72,7 @@ class Saving:
         then: Callable[[str], None],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         processes: Processes,
+        resources: contextlib.ExitStack,
     ):
         self.path = path
         self._processes = processes
@@ -67,7 +82,7 @@ class Saving:
         # A thread of our own, because Orbax can't be asked whether it is done, and
         # forgets what it waits for when Ctrl-C interrupts the wait.
         self.thread = threading.Thread(
-            target=self._write, args=(checkpointer,), name="jaxdp checkpoint"
+            target=self._write, args=(checkpointer, resources), name="jaxdp checkpoint"
         )
         self.thread.start()
 
@@ -99,10 +114,13 @@ class Saving:
             then(self.path)
         return self.path
 
-    def _write(self, checkpointer: Any) -> None:
-        with quiet_orbax():
+    def _write(self, checkpointer: Any, resources: contextlib.ExitStack) -> None:
+        with resources, quiet_orbax():
             try:
                 checkpointer.wait_until_finished()
+                written = as_orbax_writes(self.path)
+                if written != self.path and self._processes.index == 0:
+                    os.rename(written, self.path)
                 sync(os.path.dirname(self.path))
                 checkpointer.close()
             except BaseException as error:
@@ -148,7 +166,6 @@ def start_saving(
     global _latest
     check_is_local("path", path)
     path, processes = os.path.abspath(path), find_processes()
-    check_path("path", path)
     processes.first(f"saving {path}", lambda: _check_is_new(path))
 
     named = name_leaves(state)
@@ -158,8 +175,9 @@ def start_saving(
         meta=ocp.args.JsonSave(_described(named, meta)),
     )
     sizes = {name.replace(": ", ".", 1): x.shape for name, x in stored.items()}
+    folder, name = os.path.split(as_orbax_writes(path))
 
-    with _starting:
+    with _starting, contextlib.ExitStack() as resources:
         before = _latest
         if before is not None and processes.count > 1:
             # Orbax's processes wait for each other by the name of the folder alone: at
@@ -168,21 +186,24 @@ def start_saving(
 
         def finish() -> None:
             """Runs when all is written, just before the folder gets its name."""
-            _seal(path, sizes)
+            _seal(known_as, name, sizes)
             if before is not None:
                 before.join()  # a checkpoint may know of those that began before it
 
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
+            known_as = resources.enter_context(as_orbax_reads(folder))
             options = ocp.options.AsyncOptions(post_finalization_callback=finish)
             with quiet_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
                     ocp.CompositeCheckpointHandler(), async_options=options
                 )
-                checkpointer.save(path, args=arguments)
+                checkpointer.save(os.path.join(known_as, name), args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
-        saving = Saving(path, checkpointer, then, waiting, processes)
+        saving = Saving(
+            path, checkpointer, then, waiting, processes, resources.pop_all()
+        )
         _latest = saving.thread
     return saving
 
@@ -221,15 +242,15 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
     return described | {"digest": digest(described)}
 
 
-def _seal(path: str, sizes: Mapping[str, Sequence[int]]) -> None:
-    """Notes the SHA-256 of all files of a checkpoint that is about to be named `path`.
+def _seal(folder: str, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Notes the SHA-256 of all files of a checkpoint that is about to be named `name`.
 
     And asks the disk for each of them, so that not even a power failure undoes it.
 
     Raises:
         OSError: if the arrays of `sizes` can't be read from it.
     """
-    (unnamed,) = unfinished(path)
+    (unnamed,) = unfinished(os.path.join(folder, name))
     if missing := unreadable(os.path.join(unnamed, "state"), sizes):
         raise OSError(f"the written files lack {some_of(missing)}")
     seal.write_list(unnamed)
@@ -242,7 +263,7 @@ def _seal(path: str, sizes: Mapping[str, Sequence[int]]) -> None:
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Gives the disk back what a failed save took, and says what happened."""
     for _ in range(20):
-        found = unfinished(path)
+        found = unfinished(as_orbax_writes(path))
         if not found:
             break
         for folder in found:

@@ -303,7 +303,6 @@ def test_all_see_a_bad_batch(crew, tmp_path):
 def test_files_are_saved_and_refused_together(parts):
     for (found,) in told(parts["files"]):
         assert found["same"]
-        assert "Rename the folder" in found["misread"]
         assert "FileExistsError" in found["there already"]
         assert "FileNotFoundError" in found["nothing there"]
         assert "CheckpointCorrupt" in found["damaged"]

@@ -364,6 +364,8 @@ def test_a_model_with_state_is_refused_before_anything_is_compiled():
 def test_an_optimizer_that_evaluates_the_loss_is_refused():
     with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
         fitted(LocalSGD(2), optax.lbfgs())
+    with pytest.raises(ValueError, match="`outer` of LocalSGD needs the loss, as opt"):
+        fitted(LocalSGD(2, optax.lbfgs()), optax.sgd(0.1))
 
 
 def test_bitwise_is_refused():
