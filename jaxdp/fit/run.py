@@ -135,7 +135,7 @@ class Run:
             checks.check_has_arrays(self.model)
             if jax.default_backend() == "cpu":
                 keep_freed_memory()
-            # Where a function of the user's is being traced, values are computed all the
+            # Where a function of the user's is traced, values are computed all the
             # same. Only there: what an optimizer starts from, zeros as large as the
             # model, would be computed before it is part of the compiled `init`.
             is_traced = isinstance(jax.device_put(0), jax.core.Tracer)
