@@ -125,7 +125,7 @@ class Trainer:
             in_lockstep=several,
         )
         if not several and (warning := distributed.forgotten()):
-            warn(warning, stacklevel=2)
+            warn(warning)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         """The engine, the counters and what else few callbacks need."""

@@ -13,9 +13,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from . import coordination
+from .frames import innermost_of_user, module_of
+
+_TOLD: Final = "__warningregistry__"
+"""Under which name Python keeps the warnings of a module that were shown."""
 
 _logger = logging.getLogger("jaxdp")
 _logger.setLevel(logging.INFO)
@@ -97,12 +101,16 @@ def note(message: str) -> None:
         _logger.debug(message)
 
 
-def warn(
-    message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1
-) -> None:
-    """`warnings.warn`, which raises what filters make an error and nothing else."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the user's line that led here.
+
+    It raises what filters make an error, and nothing else.
+    """
+    frame = innermost_of_user(sys._getframe(1))
+    module, registry = module_of(frame), frame.f_globals.setdefault(_TOLD, {})
+    where = frame.f_code.co_filename, frame.f_lineno, module
     try:
-        warnings.warn(message, category, stacklevel + 1)
+        warnings.warn_explicit(message, category, *where, registry)
     except Warning:
         raise
     except Exception:

@@ -5,18 +5,12 @@ nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERIN
 (or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
 """
 
-import sys
 from types import TracebackType
 from typing import Final
 
 import jax
 
-_OURS: Final = "jaxdp", "jax", "jaxlib", "equinox"
-_BETWEEN: Final = {
-    *("beartype", "jaxtyping", "numpy", "torch"),
-    *sys.stdlib_module_names,
-}
-"""Through which a user's code may be called."""
+from .frames import BETWEEN, OURS, module_of, package_of
 
 _NOTE: Final = (
     "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off shows them.)"
@@ -58,11 +52,11 @@ def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
     entries: list[TracebackType] = []
     entry = traceback
     while entry is not None:
-        module = str(entry.tb_frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
+        frame = entry.tb_frame
+        package = package_of(frame)
         # Equinox's layers say where in a model it was.
-        is_ours = package in _OURS and not module.startswith("equinox.nn.")
-        if not is_ours and (entries or package not in _BETWEEN):
+        is_ours = package in OURS and not module_of(frame).startswith("equinox.nn.")
+        if not is_ours and (entries or package not in BETWEEN):
             entries.append(entry)
         entry = entry.tb_next
 

@@ -78,5 +78,4 @@ class DonateBuffers(Callback):
                 f" {len(missing)} of the leaves that were donated to it, and keeps two"
                 f" copies of them: {', '.join(missing)}.",
                 UserWarning,
-                stacklevel=2,
             )

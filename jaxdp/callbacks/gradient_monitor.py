@@ -145,7 +145,7 @@ class GradientMonitor(Callback):
         for text, names in found.items():
             if names:
                 what = text.format(names=some_of(names), steps=self._checked)
-                warn(f"`GradientMonitor`: {what} {_REMEDY}", stacklevel=2)
+                warn(f"`GradientMonitor`: {what} {_REMEDY}")
 
 
 def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:

@@ -170,7 +170,7 @@ class Logger(Callback):
         except OSError as error:  # a full disk of logs costs no checkpoint
             if channel() is not None:
                 raise  # a run that is started again loses no rows either
-            warn(f"{error}. These rows are missing.", stacklevel=2)
+            warn(f"{error}. These rows are missing.")
         return {"validation": self._validation, **self.own_state()}
 
     def own_state(self) -> dict[str, Any]:

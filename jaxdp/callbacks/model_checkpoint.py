@@ -319,7 +319,7 @@ class ModelCheckpoint(Callback):
             error.add_note(more)
             raise error
         text = f"{error} Training continues; the next one is tried when it is due."
-        warn(text, stacklevel=2)
+        warn(text)
 
     def _kept(self, scores: dict[int, float]) -> set[int]:
         """Which steps stay, of those in `scores`."""
@@ -346,7 +346,7 @@ class ModelCheckpoint(Callback):
             except OSError as error:
                 path = self._dir.path_of(step)
                 text = f"the old checkpoint {path} could not be removed: {error}."
-                warn(text, stacklevel=2)
+                warn(text)
 
     def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""

@@ -188,7 +188,7 @@ class NanGuard(Callback):
                 f" without an update, more than `max_skips`={self.max_skips}."
             )
         done = "skipped this update" if skipped else "a spike"
-        warn(f"`NanGuard`: {place}; {done}.", stacklevel=2)
+        warn(f"`NanGuard`: {place}; {done}.")
 
     def _is_spike(self, loss: float) -> bool:
         usual = self._usual
@@ -218,7 +218,7 @@ class NanGuard(Callback):
             )
         self.rollbacks += 1
         text = f"`NanGuard`: {place}; going back to {path}, without that batch."
-        warn(text, stacklevel=2)
+        warn(text)
         return RollBack(path, [batch])
 
     def _what(self, metrics: Mapping[str, Any]) -> str:

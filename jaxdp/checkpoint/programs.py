@@ -116,7 +116,7 @@ class KeptPrograms:
             try:
                 content, is_ours = _read(path, key)
             except (OSError, ValueError) as error:
-                warn(f"{path}, a compiled step, is skipped: {error}.", stacklevel=2)
+                warn(f"{path}, a compiled step, is skipped: {error}.")
                 continue
             if is_ours or os.environ.get(_SWITCH) == "1":
                 self._found[path.name] = content
@@ -180,7 +180,7 @@ class KeptPrograms:
             )
         except Exception as error:  # whatever this version of JAX raises
             text = f"{self._path}/{name}, a compiled step, can't be loaded"
-            warn(f"{text}: {error}. It is compiled again.", stacklevel=2)
+            warn(f"{text}: {error}. It is compiled again.")
             return None
         self._loaded[name] = content
         self._tell(f"compiled steps were loaded from {self._path}")

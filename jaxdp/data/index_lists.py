@@ -68,8 +68,7 @@ class IndexLists:
             " closure or an iterator. Make that generator an attribute of the"
             " sampler (torch.Generator, np.random.Generator, random.Random), or"
             " give it `state_dict` and `load_state_dict`, or a `set_epoch` that"
-            " seeds it.",
-            stacklevel=2,
+            " seeds it."
         )
 
 

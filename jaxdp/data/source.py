@@ -284,8 +284,7 @@ class Source:
             f"`{self.argument}`: the state of {type(self._own.owner).__name__} did"
             f" not lead back to batch {first} of epoch {epoch}: a different batch"
             " came. (Does it have a shuffle buffer, whose content is not part of"
-            " the state?) The epoch is replayed from its start.",
-            stacklevel=2,
+            " the state?) The epoch is replayed from its start."
         )
         self._take_up(position.state)
         batches = self._iterate(epoch)
@@ -313,8 +312,7 @@ class Source:
                 " one differs from the one in the saved run. (Does the order come"
                 " from another random generator than the global ones of torch,"
                 " NumPy and Python, as in WebDataset's `shuffle` without a seed?)"
-                " Some rows of this epoch may come twice, and others not at all.",
-                stacklevel=2,
+                " Some rows of this epoch may come twice, and others not at all."
             )
 
     def _converted(

@@ -106,8 +106,7 @@ class Compilations:
 
         warn(
             f"{text}. So far there were {len(before) + 1} shapes of {kind} batches."
-            f" {remedy}",
-            stacklevel=3,
+            f" {remedy}"
         )
 
 

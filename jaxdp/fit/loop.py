@@ -132,8 +132,7 @@ class Loop:
             f"`fit` has nothing to do: {self._epoch} epochs and {step} steps are"
             f" done, and `max_epochs`={limits.max_epochs},"
             f" `max_steps`={limits.max_steps} are totals that include earlier"
-            " fits. Raise them to continue.",
-            stacklevel=4,
+            " fits. Raise them to continue."
         )
         return True
 
@@ -186,8 +185,7 @@ class Loop:
                 f"an epoch of `train_loader` had {steps} steps when this run was"
                 f" saved, and has {now} now. The {self.progress.done} batches that"
                 " were already trained on are skipped in this epoch; with another"
-                " batch size, these contain other rows.",
-                stacklevel=5,
+                " batch size, these contain other rows."
             )
         run.padded_rows = None
 
@@ -263,8 +261,7 @@ class Loop:
         if not self.trainer.should_stop and not self.limits.time_is_up():
             warn(
                 f"`train_loader` gave no batches in epoch {self._epoch}: a generator"
-                " can be iterated only once. The fit ends here.",
-                stacklevel=5,
+                " can be iterated only once. The fit ends here."
             )
 
     @contextlib.contextmanager

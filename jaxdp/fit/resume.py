@@ -33,8 +33,7 @@ def check_supervised(ckpt_path: Any) -> None:
         warn(
             f"`ckpt_path`={ckpt_path!r}: after a fault `python -m jaxdp run`"
             " starts the script again, but this fit would begin at the same place"
-            " as now; use fit(..., ckpt_path='auto').",
-            stacklevel=4,
+            " as now; use fit(..., ckpt_path='auto')."
         )
 
 
@@ -56,8 +55,7 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
     if where in WORDS and os.path.basename(path) != str(step):
         warn(
             f"`ckpt_path`={where!r}: {path} is the checkpoint of step {step}, under"
-            " another name.",
-            stacklevel=4,
+            " another name."
         )
     say(f"resumed step {step} (epoch {trainer.current_epoch}) from {path}")
 
@@ -204,7 +202,7 @@ def _paths(
     if where == "best":
         found = _best_first(trainer, savers[0], found)
     for fault in faults:
-        warn(f"`ckpt_path`={where!r}: {fault} Skipped.", stacklevel=5)
+        warn(f"`ckpt_path`={where!r}: {fault} Skipped.")
     return [[folder.path_of(step) for step, folder in found], faults]
 
 
@@ -225,7 +223,7 @@ def _first_whole(
         except (CheckpointCorrupt, FileNotFoundError) as error:
             text = str(error).removeprefix("`path`: ")
             faults.append(text)
-            warn(f"`ckpt_path`={where!r}: {text} Skipped.", stacklevel=6)
+            warn(f"`ckpt_path`={where!r}: {text} Skipped.")
     raise CheckpointCorrupt(
         f"`ckpt_path`={where!r}: there are checkpoints, and none is whole:\n  "
         + "\n  ".join(faults)
@@ -243,7 +241,7 @@ def _best_first(
             path = folder.path_of(step)
             ranks = _ranks(trainer, saver, path, checkpoint.read_meta(path))
         except (CheckpointCorrupt, FileNotFoundError) as error:
-            warn(f"`ckpt_path`='best': {error} Skipped.", stacklevel=5)
+            warn(f"`ckpt_path`='best': {error} Skipped.")
             continue
         return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))
     return found

@@ -126,8 +126,7 @@ def _take_up(
     if meta["seed"] != run.seed:
         warn(
             f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
-            f" has `seed`={run.seed}, which decides the order of data.",
-            stacklevel=6,
+            f" has `seed`={run.seed}, which decides the order of data."
         )
 
     # What decides the numbers, or their last bits.
@@ -148,6 +147,5 @@ def _take_up(
         elif callback.state_dict():
             warn(
                 f"`load`: {path} has no state for the callback {name}; it keeps its"
-                " own.",
-                stacklevel=6,
+                " own."
             )

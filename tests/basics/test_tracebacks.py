@@ -1,5 +1,9 @@
-"""A mistake in a user's code: what is printed ends with that code, and its message."""
+"""A mistake in a user's code: what is printed ends with that code, and its message.
 
+A warning is one of that code.
+"""
+
+import linecache
 import os
 import subprocess
 import sys
@@ -14,6 +18,7 @@ from toys import batches, make_small, quiet
 
 import jaxdp
 from jaxdp import Callback
+from jaxdp.basics import console
 
 torch = pytest.importorskip("torch")
 
@@ -152,3 +157,31 @@ def test_what_an_error_came_of_is_the_users_too():
         quiet(Fails(jnp.ones(4)), loss="mse").predict([{"x": np.ones((8, 4))}])
     cause = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert cause[0].line == "return self.weight @ x  # a dict"
+
+
+def fit_again():
+    trainer = make_small()
+    trainer.fit(batches(8))
+    trainer.fit(batches(8))  # the line
+
+
+def fit_nine_shapes():
+    trainer = make_small(loss_fn=lambda m, x, y: jnp.mean(jax.vmap(m)(x)))
+    trainer.fit(batches(*range(1, 10)))  # the line
+
+
+def warn_in_a_hook():
+    class Warns(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            console.warn("of ours")  # the line
+
+    make_small(callbacks=[Warns()]).fit(batches(8))
+
+
+@pytest.mark.parametrize("way", [fit_again, fit_nine_shapes, warn_in_a_hook])
+def test_a_warning_shows_the_line_of_the_user_that_led_to_it(way):
+    with pytest.warns(UserWarning) as caught:
+        way()
+    where = caught[-1]
+    assert where.filename == __file__
+    assert linecache.getline(where.filename, where.lineno).endswith("# the line\n")
