@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
+from jax.core import Tracer
 
 from .. import losses
 from ..basics.console import say
@@ -138,7 +139,7 @@ class Run:
             # Where a function of the user's is traced, values are computed all the
             # same. Only there: what an optimizer starts from, zeros as large as the
             # model, would be computed before it is part of the compiled `init`.
-            is_traced = isinstance(jax.device_put(0), jax.core.Tracer)
+            is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:
                 strategy = self.as_asked(self.strategy)

@@ -220,7 +220,7 @@ def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion
     "settings, message",
     [
         ({"ckpt_path": "last"}, "looks where the ModelCheckpoint callback saves"),
-        ({"max_time": "soon"}, "`max_time`='soon' must read"),
+        ({"max_time": "soon"}, "`max_time`='soon' must be 'DD:HH:MM:SS'"),
         ({"val_check_interval": 0.0}, "must be more than 0"),
         ({"fast_dev_run": -1}, "`fast_dev_run` must be 0 or more"),
         ({"max_epochs": -2}, "`max_epochs` must be 0 or more"),
