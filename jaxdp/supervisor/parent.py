@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -205,6 +206,8 @@ class Supervisor:
             child = self._child = subprocess.Popen(
                 self._command,
                 env={**os.environ, VARIABLE: self._path},
+                stdout=_unless_unread(1),
+                stderr=_unless_unread(2),
                 # A session of its own: what a terminal or a launcher sends to the group
                 # of this process reaches the script once, passed on.
                 start_new_session=True,
@@ -311,6 +314,16 @@ class Supervisor:
         while time.monotonic() < end and not self._is_told_to_stop():
             self._see_off()
             time.sleep(_LOOK)
+
+
+def _unless_unread(stream: int) -> int | None:
+    """The stream of this process, or nowhere if no one reads it, as after `| head`.
+
+    A script that prints would fail by it every time.
+    """
+    poll = select.poll()
+    poll.register(stream, 0)
+    return subprocess.DEVNULL if poll.poll(0) else None
 
 
 def _start_guard() -> Any:

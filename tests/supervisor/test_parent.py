@@ -355,3 +355,22 @@ def test_what_the_dead_left_is_told_and_what_nobody_can_use_is_removed(tmp_path)
     leftovers.make_snapshots(str(root), str(tmp_path / "used"), name)
     assert leftovers.sweep(root) == []
     os.close(lock)
+
+
+def test_a_script_that_prints_goes_on_when_nobody_reads_it_any_more(tmp_path):
+    code = """
+        for step in range(3):
+            print("a line", flush=True)
+            time.sleep(0.2)
+        open("done", "w")
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(BEAT) + textwrap.dedent(code))
+    command = [sys.executable, "-m", "jaxdp", "run", "--snapshot-dir", ".", "script.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "a line\n"
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+    assert "BrokenPipeError" in errors and errors.count("It is started again") == 1
