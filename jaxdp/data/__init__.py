@@ -2,7 +2,7 @@
 
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_targets, to_host
-from .loader_state import check_loader, checksum
+from .loader_state import checksum
 from .padding import Dispatch, Packer
-from .shares import GlobalShare, LocalShare, Share
+from .shares import GlobalShare, LocalShare, Share, check_states
 from .source import ALL, Position, Source, capped, check_limit, open_loader

@@ -19,13 +19,6 @@ _KEPT: Final = 10_000
 """Notes of lists that are ahead of the steps, at most."""
 
 
-def check(note: Any) -> None:
-    """Raises a ValueError unless this may be a count of index lists and their note."""
-    is_pair = isinstance(note, list) and len(note) == 2
-    if not is_pair or any(not isinstance(each, int | None) for each in note):
-        raise ValueError("notes of index lists must be a pair of numbers.")
-
-
 class IndexLists:
     """What a sampler gave in an epoch, for a later process to compare with."""
 

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from ..basics.console import say
+from ..basics.json_checks import each, fields, maybe, row, whole
 from ..step import Batch
-from . import index_lists, random_states
+from . import random_states
 
 _COST: Final = 0.02
 """Of the time, at most, that may go into asking for states."""
@@ -196,31 +197,34 @@ def generators_of(place: dict[str, Any]) -> Any:
     return _decoded(place["generators"])
 
 
-def check_loader(state: Any) -> None:
-    """Raises a ValueError unless it may be a `Position.state` or a `Source.place`."""
-    if state is None:
-        return
-    if not isinstance(state, dict):
-        raise ValueError(f"it is a {type(state).__name__}.")
-    if "batches" in state:
-        if set(state) != {"batches", "state", "generators", "after"}:
-            raise ValueError("a place must have batches, state, generators and after.")
-        for name in "batches", "after":
-            if type(state[name]) is not int or state[name] < 0:
-                raise ValueError(f"`{name}` of a place must be a whole number.")
-        told = [state["state"], state["generators"]]
-    else:
-        if (generators := state.get("generators")) is not None:
-            random_states.check(generators)
-        if not isinstance(told := state.get("samplers", []), list):
-            raise ValueError("`samplers` must be a list.")
-        if "lists" in state:
-            index_lists.check(state["lists"])
-        told = [*told, state.get("own")]
+def _readable(value: Any, name: str) -> None:
+    """The form of what `_encoded` gave."""
     try:
-        _decoded(told)
+        _decoded(value)
     except Exception as error:  # of whatever stands in the place of what was saved
-        raise ValueError(f"a state can't be read: {error}.") from error
+        raise ValueError(f"`{name}` can't be read: {error}") from error
+
+
+_STATE: Final = fields(
+    {},
+    {
+        "generators": maybe(random_states.FORM),
+        "samplers": each(_readable),
+        "lists": row(maybe(whole()), maybe(whole())),
+        "own": _readable,
+    },
+)
+"""Of a `Position.state`, or a `Source.place` that is told by index lists."""
+
+_OF_PLACE = {"batches": whole(), "state": _readable, "generators": _readable}
+_PLACE: Final = fields({**_OF_PLACE, "after": whole()})
+"""Of an `OwnState.place`."""
+
+
+def check_loader(state: Any, name: str) -> None:
+    """The form of what a loader tells: a `Position.state` or a `Source.place`."""
+    is_place = isinstance(state, dict) and "batches" in state
+    maybe(_PLACE if is_place else _STATE)(state, name)
 
 
 def checksum(batch: Batch) -> int:

@@ -9,9 +9,14 @@ import contextlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+
+from ..basics.json_checks import anything, by_name, fields
+
+FORM: Final = by_name(fields({"kind": anything, "state": anything}))
+"""Of what `states_of` gives."""
 
 
 class Generators:
@@ -101,7 +106,7 @@ def set_states(generators: Mapping[str, Any], states: Any) -> None:
 
     Raises a ValueError if these are no states of such; all generators are as before.
     """
-    check(states)
+    FORM(states, "generators")
     before = states_of(generators)
     there = [name for name in states if name in before]
     there = [name for name in there if before[name]["kind"] == states[name]["kind"]]
@@ -112,16 +117,6 @@ def set_states(generators: Mapping[str, Any], states: Any) -> None:
         for name in there:
             _set_state(generators[name], name, before[name]["state"])
         raise
-
-
-def check(states: Any) -> None:
-    """Raises a ValueError unless `states` may be some that `states_of` gave."""
-    if not isinstance(states, dict):
-        kind = type(states).__name__
-        raise ValueError(f"states of generators must be a dict of them; got a {kind}.")
-    for name, state in states.items():
-        if not isinstance(state, dict) or set(state) != {"kind", "state"}:
-            raise ValueError(f"the state of the generator {name!r} is not valid.")
 
 
 def _state_of(generator: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
 from .batches import Portion, rows_of
 from .forms import Key, key_of, shapes_of
-from .loader_state import checksum
+from .loader_state import check_loader, checksum
 from .padding import Packer
 
 _AT_ONCE: Final = 8
@@ -180,6 +180,13 @@ class LocalShare(Share):
             return states
         same = len(found) == self._processes.count
         return found[self._processes.index] if same else None
+
+
+def check_states(states: Any, name: str) -> None:
+    """The form of what `Share.states` gives."""
+    found = _by_process(states, "of_each") or _by_process(states, "by_process")
+    for each in found if isinstance(found, list) else [states]:
+        check_loader(each, name)
 
 
 def _by_process(states: Any, name: str) -> list[Any] | None:

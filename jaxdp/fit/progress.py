@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..data import Position, Share, Source, check_loader, checksum, taken, windows
+from ..data import Position, Share, Source, check_states, checksum, taken, windows
 from ..step import Batch
 
 _ONLY: Final = "val"
@@ -187,21 +187,10 @@ class Progress:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raises a ValueError unless the loaders' states may be of `state_dict`."""
-        values = {name: state.get(name) for name in ("source", "place")}
-        for name, value in _by_name(state.get("validation")).items():
-            values[name.replace(_ONLY, "validation", 1)] = value
-        for name, value in values.items():
-            for each in ("by_process", "of_each"):
-                if isinstance(value, dict) and isinstance(value.get(each), list):
-                    value = value[each]
-                    break
-            else:
-                value = [value]
-            try:
-                for each in value:
-                    check_loader(each)
-            except ValueError as error:
-                raise ValueError(f"`{name}`, a state of loaders: {error}") from error
+        for name in ("source", "place"):
+            check_states(state.get(name), name)
+        for name, each in _by_name(state.get("validation")).items():
+            check_states(each, f"validation {name}")
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]

@@ -19,8 +19,8 @@ from jaxdp.checkpoint import CheckpointCorrupt, read_meta, seal  # noqa: E402
 from jaxdp.checkpoint.metadata import digest  # noqa: E402
 from jaxdp.data.own_generators import find  # noqa: E402
 from jaxdp.data.random_states import (  # noqa: E402
+    FORM,
     Generators,
-    check,
     set_states,
     states_of,
 )
@@ -36,7 +36,7 @@ def test_states_of_generators_survive_json(kind):
     draw(parts["a"], 10)
     saved = json.loads(json.dumps(states_of(parts)))
     expected = [draw(parts["a"], 10**6) for _ in range(700)]
-    check(saved)
+    FORM(saved, "saved")
     set_states(parts, saved)
     assert [draw(parts["a"], 10**6) for _ in range(700)] == expected
 
