@@ -7,7 +7,6 @@ leave the step compiled. It is waited for, and overwrites nothing; if something 
 the same step runs again, uncompiled, and the error comes from the user's own line.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,36 +73,29 @@ class Uncompiled(DataParallel):
         donate: tuple[int, ...] = (),
         split: bool = True,
     ) -> Any:
-        return _Program(functools.partial(step, Collectives()), arguments)
+        # It runs once at once, for what it has to tell. Its author should not meet it
+        # twice for that.
+        known = [(arguments, _run(step, arguments))]
+
+        def program(*given: Any) -> Any:
+            first, found = known.pop() if known else (None, None)
+            return found if eqx.tree_equal(first, given) else _run(step, given)
+
+        return program
 
     def __repr__(self) -> str:
         return f"{self.strategy!r}, uncompiled"
 
 
-class _Program:
-    """A step that runs as it is written. It has run once, for what it has to tell.
-
-    Its author should not meet it twice for that.
-    """
-
-    def __init__(self, step: Callable[..., Any], arguments: tuple[Any, ...]):
-        self._step = step
-        self._first: tuple[PyTree, Any] | None = arguments, self._run(arguments)
-
-    def __call__(self, *arguments: Any) -> Any:
-        first, self._first = self._first, None
-        if first is not None and eqx.tree_equal(first[0], arguments):
-            return first[1]
-        return self._run(arguments)
-
-    def _run(self, arguments: PyTree) -> Any:
-        try:
-            return self._step(*jax.tree.map(jnp.asarray, arguments))
-        except Exception as error:
-            found = as_raised(error)
-            if found is error:
-                raise
-            raise found from None
+def _run(step: Callable[..., Any], arguments: PyTree) -> Any:
+    """A step as it is written, with what it raises as it was raised."""
+    try:
+        return step(Collectives(), *jax.tree.map(jnp.asarray, arguments))
+    except Exception as error:
+        found = as_raised(error)
+        if found is error:
+            raise
+        raise found from None
 
 
 class Watched:
@@ -170,14 +162,12 @@ class Watched:
         """The same error from the line it comes from, if the step gives it again."""
         if jax.process_count() > 1:
             return error  # it would need the rows of the others
-        again = jax.tree.map(jnp.asarray, self._fetch(arguments))
         try:
             with jax.disable_jit():
-                self._step(Collectives(), *again)
+                _run(self._step, self._fetch(arguments))
         except Exception as second:
-            found = as_raised(second)
-            if type(found) is type(error):
-                return found
+            if type(second) is type(error):
+                return second
         return error
 
 
