@@ -65,9 +65,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         check_count("steps_per_execution", count, or_else=" or 'auto'")
     check_count("seed", found["seed"], least=0, most=2**63 - 1)
     check_remat(found["remat"])
-    if (norm := found["gradient_clip_val"]) is not None:
-        none = ", or None for no clipping"
-        check_number("gradient_clip_val", norm, above=0, or_else=none)
+    _check_clipping(found["gradient_clip_val"])
     check_is_local("default_root_dir", found["default_root_dir"])
 
     # Those that have to do with each other.
@@ -112,9 +110,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             )
         check_optimizer(part.optimizer)
         check_count("every", part.every)
-        if (norm := part.gradient_clip_val) is not None:
-            none = ", or None for no clipping"
-            check_number("gradient_clip_val", norm, above=0, or_else=none)
+        _check_clipping(part.gradient_clip_val)
 
     if not parts:
         raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
@@ -201,6 +197,12 @@ def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
     return ensemble
 
 
+def _check_clipping(norm: Any) -> None:
+    if norm is not None:
+        none = ", or None for no clipping"
+        check_number("gradient_clip_val", norm, above=0, or_else=none)
+
+
 def with_clipping(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
     """The optimizer, after what clips the gradients if that is wanted."""
     norm = arguments["gradient_clip_val"]
@@ -272,12 +274,17 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_strategy_argument(strategy: Any) -> None:
-    if isinstance(strategy, type) and issubclass(strategy, DataParallel):
+def _check_is_made(what: str, value: Any, kind: type) -> None:
+    """Raises for a class of a kind in the place of an instance."""
+    if isinstance(value, type) and issubclass(value, kind):
         raise TypeError(
-            f"`strategy` is the class {strategy.__name__}; pass an instance,"
-            f" {strategy.__name__}()."
+            f"{what} the class {value.__name__}; pass an instance,"
+            f" {value.__name__}(...)."
         )
+
+
+def check_strategy_argument(strategy: Any) -> None:
+    _check_is_made("`strategy` is", strategy, DataParallel)
     if not isinstance(strategy, DataParallel):
         raise TypeError(
             "`strategy` must be an instance of a jaxdp.DataParallel subclass, such as"
@@ -294,11 +301,7 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         )
     callbacks = tuple(callbacks)
     for callback in callbacks:
-        if isinstance(callback, type):
-            raise TypeError(
-                f"`callbacks` has the class {callback.__name__}; pass an instance,"
-                f" {callback.__name__}(...)."
-            )
+        _check_is_made("`callbacks` has", callback, Callback)
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
