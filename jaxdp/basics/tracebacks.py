@@ -5,6 +5,8 @@ nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERIN
 (or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
 """
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
@@ -15,6 +17,18 @@ from .frames import BETWEEN, OURS, module_of, package_of
 _NOTE: Final = (
     "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off shows them.)"
 )
+
+
+@contextlib.contextmanager
+def noted(
+    note: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Adds a note to an exception from inside."""
+    try:
+        yield
+    except kinds as error:
+        error.add_note(note)
+        raise
 
 
 class UsersFramesFirst:

@@ -1,7 +1,6 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
 import collections
-import contextlib
 import itertools
 import operator
 import time
@@ -15,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
+from ..basics.tracebacks import noted
 from ..data import Dispatch, Packer, check_targets
 from ..distributed import RowBlocks
 from ..step import (
@@ -364,7 +364,7 @@ class Engine:
 
         Predictions and targets, if they are kept, are added to `outputs`.
         """
-        with _in_batch(batch_idx):
+        with noted(f"in batch {batch_idx}"):
             dispatch, compiled = self.prepare("evaluate", batch)
             self._check_targets("evaluate", dispatch)
             groups = self._placed("evaluate", dispatch, compiled)
@@ -383,7 +383,7 @@ class Engine:
         """
         found, weights = self.fetching("predict", gather=gather), self.weights()
         for number, x in enumerate(inputs):
-            with _in_batch(number):
+            with noted(f"in batch {number}"):
                 dispatch, compiled = self.prepare("predict", x)
                 groups = self._placed("predict", dispatch, compiled)
                 found.add(compiled(weights, groups), x)
@@ -474,13 +474,3 @@ class Engine:
                     " differently there"
                 )
         return not self._convolves
-
-
-@contextlib.contextmanager
-def _in_batch(batch_idx: int) -> Iterator[None]:
-    """Says which batch it is that is wrong."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in batch {batch_idx}")
-        raise

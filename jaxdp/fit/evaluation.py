@@ -2,14 +2,15 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import distributed
 from ..basics.console import say
-from ..basics.tracebacks import UsersFramesFirst
+from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of, shown
 from ..engine import Fetching
@@ -142,18 +143,7 @@ def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
 
 def test(trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any) -> dict[str, float]:
     """`Trainer.test`, of the trainer's weights or of a checkpoint's."""
-
-    def weights() -> list[Any] | None:
-        found = ckpt_path is not None and taken(
-            trainer, ckpt_path, lambda path: weights_at(trainer, path)
-        )
-        if not found:
-            return None
-        path, (step, weights) = found
-        say(f"`test` uses the weights of step {step}, from {path}")
-        return weights
-
-    return _evaluate(trainer, loader, "test", "test", Hooks(()), weights)
+    return _evaluate(trainer, loader, "test", "test", Hooks(()), ckpt_path)
 
 
 def _evaluate(
@@ -162,14 +152,20 @@ def _evaluate(
     method: str,
     prefix: str,
     hooks: Hooks,
-    weights: Callable[[], list[Any] | None] = lambda: None,
+    ckpt_path: Any = None,
 ) -> dict[str, float]:
     trainer.run.settled_engine(f"`{method}`")
     with UsersFramesFirst(), contextlib.ExitStack() as stack:
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
-        return evaluate(trainer, sources, {}, hooks, weights())
+        weights = None
+        if ckpt_path is not None:
+            found = taken(trainer, ckpt_path, partial(weights_at, trainer))
+            assert found is not None  # as it is for "auto" alone
+            path, (step, weights) = found
+            say(f"`test` uses the weights of step {step}, from {path}")
+        return evaluate(trainer, sources, {}, hooks, weights)
 
 
 def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
@@ -215,11 +211,8 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     """Compiles for validation now, so that what is wrong shows before an epoch."""
     for source in sources.values():
         if (sample := source.sample()) is not None:
-            try:
+            with noted(f"in the first batch of `{source.argument}`"):
                 trainer.run.engine.prepare("evaluate", sample)
-            except Exception as error:
-                error.add_note(f"in the first batch of `{source.argument}`")
-                raise
 
 
 def _pass(

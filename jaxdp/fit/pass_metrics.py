@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .. import losses
 from ..basics.arguments import as_number
+from ..basics.tracebacks import noted
 from ..step import Ensemble
 
 
@@ -52,17 +53,16 @@ class PassMetric:
     def __call__(self, name: str, predictions: PyTree, targets: PyTree) -> Any:
         """The value of the metric called `name`, or several by their names."""
         given = jax.tree.map(_widened, (predictions, targets))
-        try:
+        shapes = [
+            ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(each))
+            for each in given
+        ]
+        with noted(
+            f"in `metrics`: {name!r}, called with predictions of shape {shapes[0]} and"
+            f" targets of shape {shapes[1]}. They come from the model, perhaps as"
+            " logits: for labels write PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
+        ):
             found = self.fn(*given[::-1] if self._wants_targets_first else given)
-        except Exception as exception:
-            shapes = [[leaf.shape for leaf in jax.tree.leaves(each)] for each in given]
-            exception.add_note(
-                f"in `metrics`: {name!r}, called with predictions of shape"
-                f" {_listed(shapes[0])} and targets of shape {_listed(shapes[1])}."
-                " They come from the model, perhaps as logits: for labels write"
-                " PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
-            )
-            raise
         named = found if isinstance(found, Mapping) else {"": found}
         values = {f"{name}_{key}".rstrip("_"): value for key, value in named.items()}
         numbers = {key: as_number(value) for key, value in values.items()}
@@ -160,7 +160,3 @@ def _over_members(
 def _widened(leaf: np.ndarray) -> np.ndarray:
     """Numbers that NumPy has arithmetic for: no bfloat16."""
     return leaf.astype(np.float32) if leaf.dtype.name == "bfloat16" else leaf
-
-
-def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes))

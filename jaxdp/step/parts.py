@@ -1,6 +1,5 @@
 """Several losses, each with an optimizer and leaves of its own, taken in one step."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
+from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from .collectives import Collectives
 from .ensemble import Ensemble
@@ -232,7 +232,7 @@ class StepsOfParts(Steps):
             def take(
                 seen: TrainState, steps: Steps = steps, name: str = part.name
             ) -> Taken:
-                with _in_part(name):
+                with noted(f"in the Part {name!r}"):
                     taken = steps.taken(collectives, seen, groups)
                 return taken._replace(
                     opt_state=as_before(
@@ -275,7 +275,7 @@ class StepsOfParts(Steps):
         summed, outputs = [], {}
         for part in self.parts:
             of = collectives, weights, batch_idx, group
-            with _in_part(part.name):
+            with noted(f"in the Part {part.name!r}"):
                 sums, own = self._of(part).evaluated(*of)
             summed.append(sums)
             if own is not None:
@@ -341,16 +341,6 @@ class StepsOfParts(Steps):
 
         nodes = jax.tree.leaves(opt_state, is_leaf=is_ours)
         return next(node for node in nodes if is_ours(node))
-
-
-@contextlib.contextmanager
-def _in_part(name: str) -> Iterator[None]:
-    """What fails inside is said to be of a part."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in the Part {name!r}")
-        raise
 
 
 def _when_due(
