@@ -70,9 +70,10 @@ def find_place(
         return None
 
     # What the launcher says, unless that is all.
-    place = Place()
+    launched = None
     if address is None or num_processes is None or process_id is None:
-        place = _launched(environ, ask_jax) or place
+        launched = _launched(environ, ask_jax)
+    place = launched or Place()
     if num_processes is not None:
         place = place._replace(num_processes=num_processes, local_count=None)
     if process_id is not None:
@@ -90,7 +91,8 @@ def find_place(
         "num_processes": not place.num_processes,
         "process_id": place.process_id < 0,
     }
-    if not is_told and (absent["num_processes"] or absent["process_id"]):
+    is_unknown = absent["num_processes"] or absent["process_id"]
+    if is_unknown and launched is None and not is_told:
         return None
     if any(absent.values()):
         names = "`, `".join(name for name, is_absent in absent.items() if is_absent)
@@ -120,7 +122,8 @@ def _launched(environ: Environ, ask_jax: bool) -> Place | None:
 
 def _torchrun(environ: Environ) -> Place | None:
     """torchrun, and what sets its variables, such as a PyTorchJob of Kubeflow."""
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+    is_there = "RANK" in environ and "WORLD_SIZE" in environ
+    if not is_there and "TORCHELASTIC_RUN_ID" not in environ:
         return None
     # MASTER_PORT itself belongs to torchrun's own store.
     port = _number(environ, "MASTER_PORT", 1) or 0
@@ -165,16 +168,19 @@ def _slurm(environ: Environ) -> Place | None:
         return None
     # node001 of "node001", "node001,node7", "node[001-015],x" and "node[001,7],x".
     nodes = re.sub(r"\[(\d+)[^\]]*\]", r"\1", environ["SLURM_STEP_NODELIST"])
-    # "8(x2)" is eight on each of two.
-    each = environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]
+    in_step = "SLURM_STEP_NUM_TASKS" in environ  # less than the job's, perhaps
+    count = "SLURM_STEP_NUM_TASKS" if in_step else "SLURM_NTASKS"
+    # "8(x2),7" is eight on each of two, and seven on the last.
+    on_nodes = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    each = re.findall(r"\d+", re.sub(r"\(x\d+\)", "", on_nodes))
     return Place(
         "srun",
-        *_numbers(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        *_numbers(environ, "SLURM_PROCID", count),
         nodes.partition(",")[0],
         (),
         _joined(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         _number(environ, "SLURM_LOCALID"),
-        int(each) if each.isdecimal() else None,
+        max(map(int, each), default=None),
     )
 
 

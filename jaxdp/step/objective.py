@@ -207,7 +207,7 @@ class LossFnObjective:
         for name in takes:
             if queue and name not in values:
                 values[name] = queue.pop(0)
-        if rest is not None:
+        if rest is not None and queue:
             values[rest], queue = tuple(queue), []
 
         if queue or not values.keys() >= {*needed}:

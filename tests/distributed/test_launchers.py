@@ -95,9 +95,18 @@ def test_each_process_takes_one_gpu_where_several_share_a_machine():
     slurm = find_place(environ=SLURM)
     assert slurm is not None and slurm.local_count == 4
     assert _local_devices(slurm, None) == [1]
+    unlike = find_place(environ=SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),4"})
+    assert unlike is not None and not unlike.is_on_one_host
+    assert _local_devices(unlike, None) == [1]
     alone = {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}
     slurm = find_place(environ=SLURM | alone)
     assert slurm is not None and _local_devices(slurm, None) is None
+
+
+def test_the_tasks_of_a_job_are_those_of_its_step_where_srun_says_no_more():
+    environ = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NUM_TASKS"}
+    place = find_place(environ=environ | {"SLURM_NTASKS": "8"})
+    assert place is not None and place.num_processes == 8
 
 
 def test_what_the_user_has_set_comes_before_the_launcher():
@@ -152,6 +161,14 @@ def test_a_process_alone_is_alone(environ):
         (
             {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
             "`coordinator_address` is not known",
+        ),
+        (
+            {k: v for k, v in TORCHRUN.items() if k != "RANK"},
+            "`process_id` is not known",
+        ),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NUM_TASKS"},
+            "`num_processes` is not known",
         ),
         (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
         (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
