@@ -70,6 +70,18 @@ class CSVLogger(Logger):
         self._rows = 0
         self._last: dict[str, str] | None = None  # row; mends a torn one
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if not trainer.is_global_zero:
+            return
+        for path in _files_of(self._folder(trainer) / self.name):
+            if path.is_dir():  # which would be found after the first step
+                raise IsADirectoryError(
+                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder,"
+                    " where a file is to be written. Move it away, or pass another"
+                    " `name`."
+                )
+
     def open(self, trainer: Trainer, folder: Path) -> None:
         path, run, known = folder / self.name, trainer.run, self.path
         self.path = self._table = path
@@ -86,9 +98,9 @@ class CSVLogger(Logger):
             self._columns, self._rows, self._last = [], 0, None
             if path.exists():
                 kept = free_name(path)
-                for suffix in (path.suffix, ".json", SUFFIX):
-                    if path.with_suffix(suffix).exists():
-                        path.with_suffix(suffix).rename(kept.with_suffix(suffix))
+                for old, new in zip(_files_of(path), _files_of(kept), strict=True):
+                    if old.exists():
+                        old.rename(new)
                 announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
 
         epoch_names = [
@@ -166,6 +178,11 @@ class CSVLogger(Logger):
         """Writes the whole table anew, in one piece."""
         with naming(self._table, "CSVLogger"):
             write_whole(self._table, _text(self._columns, rows, with_head=True))
+
+
+def _files_of(table: Path) -> list[Path]:
+    """A table and what is written beside it."""
+    return [table, table.with_suffix(".json"), table.with_suffix(SUFFIX)]
 
 
 def _text(

@@ -224,9 +224,11 @@ class NanGuard(Callback):
     def _what(self, metrics: Mapping[str, Any]) -> str:
         """What was not finite, by name."""
         bad = np.flatnonzero(metrics[_FLAGS])
-        names = some_of(self._leaves[i] for i in bad) or "none"
-        of = "all leaves" if len(bad) == len(self._leaves) else names
         loss = f"the loss was {metrics['loss']:.6g}"
+        if not len(bad):
+            return f"{loss}, and all gradients were finite"
+        names = some_of(self._leaves[i] for i in bad)
+        of = "all leaves" if len(bad) == len(self._leaves) else names
         return f"{loss}, with NaN or infinity in the gradients of {of}"
 
 

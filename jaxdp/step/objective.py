@@ -239,10 +239,11 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         instead = "For x and y themselves, pass [(x, y)] or a DataLoader"
         if isinstance(batch, Mapping):
             instead = "Pass [(b[X], b[Y]) for b in loader], with two of these keys"
+        given = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
             f" {_describe(batch)}. {instead}; or, instead of `loss`, pass"
-            " `loss_fn(model, *batch)`, which is given the whole batch."
+            f" `loss_fn(model, {given})`, which is given the whole batch."
         )
 
     x, y, weight = batch if len(batch) == 3 else (*batch, None)

@@ -142,9 +142,11 @@ class ByRows(Collectives):
         except Exception:  # of what can't be done with shards; any other comes again
             pass
 
-        self.tell(USED_ALONE if program is None else None, "gradients" in results)
         if program is None:
-            return run(NO_GATHERERS, {}, {}, inputs, groups)
+            computed = run(NO_GATHERERS, {}, {}, inputs, groups)
+            self.tell(USED_ALONE, "gradients" in results)
+            return computed
+        self.tell(None, "gradients" in results)
         leaves = jaxpr_as_fun(program)(*jax.tree.leaves((inputs, groups)))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 

@@ -22,6 +22,11 @@ class SingleDevice(DataParallel):
     num_shards = 1
 
     def __init__(self, device: Any = None):
+        if device is not None and not isinstance(device, jax.Device):
+            raise TypeError(
+                "`device` must be a jax.Device, such as jax.devices()[0]; got"
+                f" {device!r}."
+            )
         self.device = find_devices(1 if device is None else [device])[0]
 
     def place(self, state: TrainState) -> TrainState:

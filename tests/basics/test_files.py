@@ -79,10 +79,11 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     assert rows[-1] == ""
 
 
-def test_a_folder_in_place_of_the_record_is_found_before_training(tmp_path):
-    (tmp_path / "metrics.json").mkdir()
+@pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.html"])
+def test_a_folder_in_place_of_a_file_is_found_before_training(tmp_path, name):
+    (tmp_path / name).mkdir()
     trainer = linear_trainer(CSVLogger(tmp_path))
-    with pytest.raises(IsADirectoryError, match="metrics.json' can't be written: Is a"):
+    with pytest.raises(IsADirectoryError, match=f"{name}' is a folder.*Move it away"):
         trainer.fit(batches(8))
     assert trainer.global_step == 0
 

@@ -291,6 +291,15 @@ def test_nan_guard_names_the_gradients_that_were_not_finite():
         trainer.fit(batches(*[8] * 12))
 
 
+def test_nan_guard_says_where_no_gradient_was_bad():
+    def loss_fn(model, x, y):
+        return jnp.mean(jax.vmap(model)(x) ** 2) + jnp.full((), jnp.nan)
+
+    trainer = make_trainer(NanGuard(), loss_fn=loss_fn, loss=None)
+    with pytest.raises(FloatingPointError, match="nan, and all gradients were finite"):
+        trainer.fit(batches(8))
+
+
 def test_nan_guard_skips_and_warns_and_the_epoch_is_that_of_the_good_steps():
     guard = NanGuard("skip")
     trainer = make_trainer(guard)

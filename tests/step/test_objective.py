@@ -28,6 +28,7 @@ OFFERED = {"keys": "keys", "key": "key", "mask": "mask", "state": "state"}
         (lambda model, *batch: batch, ("x", "y")),
         (lambda model, *batch, key: (*batch, key), ("x", "y")),
         (lambda model, x, y=None: (x,), ("x",)),
+        (lambda model, x, y=None, *rest: (x, *rest), ("x",)),
         # Names of ours that the batch needs for itself:
         (lambda model, x, mask: (x, f"batch {mask}"), ("x", "y")),
         (lambda model, x, mask, *, key: (x, f"batch {mask}", key), ("x", "y")),
