@@ -39,10 +39,8 @@ class Compilations:
     """The compilations of a trainer so far.
 
     The first one of a step is spoken of if it takes long. Another one for other sizes
-    always is, with the leaves that have changed: it is time that was not asked for.
-
-    Args:
-        quiet: whether nothing is said.
+    always is, with the leaves that have changed: it is time that was not asked for. If
+    `quiet`, nothing is said.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:

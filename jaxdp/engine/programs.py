@@ -1,9 +1,8 @@
 """The compiled steps of an engine: what each is made of, compiled once per shape."""
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -80,12 +79,7 @@ class TrainProgram(NamedTuple):
 
 
 class Programs:
-    """Compiles steps and keeps them.
-
-    Args:
-        steps: the pure steps.
-        strategy: compiles for its devices.
-        quiet: whether nothing is said of compilations.
+    """Compiles steps and keeps them; if `quiet`, nothing is said of it.
 
     Attributes:
         steps: those that are compiled next.
@@ -133,7 +127,6 @@ class Programs:
         """Compiles what `find` will give.
 
         Args:
-            kind: of the step.
             packed: a batch, or its shapes.
             groups: the same of all processes.
             inputs: what crosses besides: of a train step the state, else the weights.
@@ -202,7 +195,12 @@ class Programs:
                 flat, arrays = inputs
                 step = self._train(flat, arrays, groups, steps=len(packed.rows))
                 donate = {"state": (0,), "all": (0, 1), "none": ()}
-                with self._letting_batches_be():
+                with warnings.catch_warnings():
+                    if self.options.donate == "all":
+                        # A batch has no result of its shape to become; DonateBuffers
+                        # reports what matters.
+                        unused = "Some donated buffers were not usable"
+                        warnings.filterwarnings("ignore", unused)
                     return self._made(step, packed.split, donate[self.options.donate])
             make = self._evaluate if kind == "evaluate" else self._predict
             return self._made(make(inputs, groups), packed.split)
@@ -322,15 +320,6 @@ class Programs:
             return self.steps.predict(collectives, treedef.unflatten(leaves), *groups)
 
         return _Step(predict, (leaves, groups), ("state", "groups"), "rows")
-
-    @contextlib.contextmanager
-    def _letting_batches_be(self) -> Iterator[None]:
-        """A batch has no result of its shape to become; DonateBuffers reports."""
-        with warnings.catch_warnings():
-            if self.options.donate == "all":
-                text = "Some donated buffers were not usable"
-                warnings.filterwarnings("ignore", text)
-            yield
 
 
 def _traced(step: Callable[..., Any], *arguments: Any) -> Any:

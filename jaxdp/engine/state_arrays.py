@@ -27,9 +27,7 @@ _PACKED_DTYPES: Final = {np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.u
 class Flat:
     """How one state's leaves cross, decided by their shapes, dtypes and layouts.
 
-    Args:
-        state: a placed pytree of arrays.
-        join: whether small leaves are to cross together.
+    With `join` small leaves cross together.
     """
 
     def __init__(self, state: PyTree, *, join: bool = True):

@@ -419,9 +419,7 @@ def check_state(model: PyTree, state: Any) -> None:
 def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
     """Raises where a list does not begin with a batch, before a compilation.
 
-    Args:
-        loader: what was passed as `argument`.
-        needs_pairs: whether a batch must be (x, y).
+    With `needs_pairs` a batch must be (x, y).
     """
     if not isinstance(loader, list | tuple) or not loader:
         return

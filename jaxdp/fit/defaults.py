@@ -12,12 +12,7 @@ from .supervised import Supervised
 def with_defaults(
     callbacks: Iterable[Callback], *, progress_bar: bool, in_lockstep: bool
 ) -> list[Callback]:
-    """`callbacks`, and what they lack.
-
-    Args:
-        callbacks: the user's own.
-        progress_bar: whether there is to be one.
-        in_lockstep: whether several processes train together.
+    """The user's callbacks, and what they lack where processes train `in_lockstep`.
 
     Raises:
         ValueError: if they do, and `python -m jaxdp run` has started this one.

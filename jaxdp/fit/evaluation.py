@@ -69,14 +69,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Exact means over the rows of a pass over each, as `{"val_loss": ..., ...}`.
 
-    Callbacks hear of them as of one.
-
-    Args:
-        trainer: whose weights.
-        sources: of the batches.
-        limits: how many batches of each, where not all.
-        hooks: to be called.
-        weights: other ones than those of the trainer's state.
+    Callbacks hear of them as of one. The `limits` are batches of each, and the
+    `weights` others than those of the trainer's state.
     """
     run, totals = trainer.run, {}
     with run.logged.into({}) as logged:

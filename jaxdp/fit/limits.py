@@ -36,14 +36,7 @@ class Wanted(NamedTuple):
 
 
 class Limits:
-    """The resolved limits of one fit.
-
-    Args:
-        train: where training batches come from.
-        vals: where validation batches come from, by name.
-        wanted: what was asked for.
-        accumulate: batches per optimizer step.
-    """
+    """The resolved limits of one fit, whose steps `accumulate` so many batches."""
 
     def __init__(
         self,

@@ -17,10 +17,6 @@ class Logged:
     epoch or a fit to what these log, and from all others to the row of the step and to
     the epoch, which has the last one of each name.
 
-    Args:
-        processes: all that train together.
-        progress: which keeps the values of the epoch.
-
     Attributes:
         row: the metrics of the step whose hooks run, or None.
     """

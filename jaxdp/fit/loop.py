@@ -57,12 +57,7 @@ def fit(
 
 
 class Loop:
-    """One fit, from its first batch to its last hook.
-
-    Args:
-        trainer: whose fit it is.
-        train_loader, val_loader, wanted: as for `Trainer.fit`.
-    """
+    """One fit, from its first batch to its last hook."""
 
     def __init__(
         self,

@@ -49,12 +49,7 @@ class Progress:
         self._last: Any = None  # the batch that was trained last
 
     def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
-        """The next batch is one of `source`, after those of the epoch that are done.
-
-        Args:
-            source: of the training's batches.
-            vals: of the validations', by name.
-        """
+        """The next batch is one of `source`, after those of the epoch that are done."""
         if (read := self._read()) is not None:
             last, begun = read
             goes_on = begun.epoch == self.epoch and last.loader is source.loader
@@ -144,11 +139,7 @@ class Progress:
         self.seen += len(window)
 
     def state_dict(self, share: Share) -> dict[str, Any]:
-        """For `load_state_dict`; JSON.
-
-        Args:
-            share: of all batches, what comes to this process.
-        """
+        """For `load_state_dict`; JSON."""
         state, place = self._position.state, self._position.place
         after = self._checksum()
         if (read := self._read()) is not None:

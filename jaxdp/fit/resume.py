@@ -38,14 +38,9 @@ def check_supervised(ckpt_path: Any) -> None:
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
-    """Loads the checkpoint that `where` means into `trainer`.
+    """Loads the checkpoint that `where` means into `trainer`, or raises as `taken`.
 
-    Args:
-        trainer: takes it up.
-        where: as for `taken`; or `"auto"`, the last one if there is any.
-
-    Raises:
-        FileNotFoundError, CheckpointCorrupt, ValueError: as `taken`.
+    It may be `"auto"`, too: the last one if there is any.
     """
     found = taken(trainer, where, trainer.load, WORDS)
     if found is None:
@@ -69,11 +64,9 @@ def taken(
     """What `take` makes of the checkpoint that `where` means, and its path.
 
     Args:
-        trainer: whose.
         where: a checkpoint's folder, or a word for some of those that the
             `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, or
             `"best"` by their monitor. Damaged ones are passed over, with a warning.
-        take: given a path.
         words: those that may be used.
 
     Raises:

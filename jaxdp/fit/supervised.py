@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(Callback):
-    """Tells a supervisor how far the fit is, and takes snapshots as it asks.
-
-    Args:
-        line: to the supervisor.
-    """
+    """Tells a supervisor how far the fit is, and takes snapshots as it asks."""
 
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
