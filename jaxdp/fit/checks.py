@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .. import losses
 from ..basics.arguments import check_choice, check_count, check_is_local, check_number
 from ..basics.console import listed
+from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
 from ..data import shown, to_host
@@ -427,19 +428,16 @@ def check_first(loader: Any, argument: str, *, needs_pairs: bool) -> None:
     if isinstance(batch, Mapping | Whole):
         return  # whose own errors say more
     batch = tuple(batch) if type(batch) is list else batch
-    try:
+    remedy = (
+        f"That is the first batch of `{argument}`. To validate or test on several"
+        f" loaders, name them: {{'clean': a, 'shifted': b}}."
+    )
+    with noted(remedy, (TypeError, ValueError)):
         if needs_pairs:
-            split_batch(
-                batch[:2] if type(batch) is tuple and len(batch) == 3 else batch
-            )
+            has_weights = type(batch) is tuple and len(batch) == 3
+            split_batch(batch[:2] if has_weights else batch)
         elif type(batch) is tuple and all(type(x) in (list, tuple) for x in batch):
             to_host(batch)  # or is it a loader of batches?
-    except (TypeError, ValueError) as error:
-        error.add_note(
-            f"That is the first batch of `{argument}`. To validate or test on"
-            f" several loaders, name them: {{'clean': a, 'shifted': b}}."
-        )
-        raise
 
 
 def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:

@@ -229,27 +229,20 @@ def _best_first(
     trainer: "Trainer", saver: ModelCheckpoint, found: list[Any]
 ) -> list[Any]:
     """By the scores that the newest whole checkpoint knows of."""
+    who = f"the callback {name_of(trainer, saver)}"
     for step, folder in found:
+        path = folder.path_of(step)
         try:
-            path = folder.path_of(step)
-            ranks = _ranks(trainer, saver, path, checkpoint.read_meta(path))
+            state = saved_state(trainer, checkpoint.read_meta(path), saver)
+            if state is None:
+                raise ValueError(
+                    f"`ckpt_path`='best': the checkpoint has no state of {who}, so it"
+                    " is not known which is best; use 'last' or a path."
+                )
+            with taking_up(path, who, saver.ranked_in):
+                ranks = {step: rank for rank, step in enumerate(saver.ranked_in(state))}
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")
             continue
         return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))
     return found
-
-
-def _ranks(
-    trainer: "Trainer", saver: ModelCheckpoint, path: str, meta: dict[str, Any]
-) -> dict[int, int]:
-    state = saved_state(trainer, meta, saver)
-    if state is None:
-        name = name_of(trainer, saver)
-        raise ValueError(
-            "`ckpt_path`='best': the checkpoint has no state of the callback"
-            f" {name}, so it is not known which is best; use 'last' or a path."
-        )
-    who = f"the callback {name_of(trainer, saver)}"
-    with taking_up(path, who, saver.ranked_in):
-        return {step: rank for rank, step in enumerate(saver.ranked_in(state))}
