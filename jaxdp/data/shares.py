@@ -243,9 +243,7 @@ def _like(row: Batch, shapes: list[list[int]]) -> Batch:
 
 def _sum_of_whole(batch: Batch | None) -> int | None:
     """Tells what a batch has in `Whole`s from something else."""
-    leaves, treedef = jax.tree.flatten(batch)
-    pairs = zip(leaves, with_rows(treedef), strict=True)
-    whole = [leaf for leaf, has_rows in pairs if not has_rows]
+    whole = jax.tree.leaves(map_rows(lambda _: None, batch))
     return checksum(whole) if whole else None
 
 
