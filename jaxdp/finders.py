@@ -80,6 +80,12 @@ class LRFinder:
         figure = draw({"loss": curves}, "learning rate")
         (axes,) = figure.axes
         axes.set_xscale("log")
+        axes.set_yscale("linear")
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if finite:  # what explodes is left out, or all else would be a flat line
+            low, first = min(finite), finite[0]
+            margin = max(first - low, abs(first) * 0.05, 1e-12)
+            axes.set_ylim(low - 0.15 * margin, first + 1.5 * margin)
         best = self.suggestion() if suggest else None
         if best is not None:
             label = f"suggestion {best:.2g}"

@@ -113,6 +113,7 @@ def test_it_stops_when_the_loss_explodes(tmp_path):
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert labels == ["loss", "smoothed", f"suggestion {best:.2g}"]
+    assert figure.axes[0].get_ylim()[1] < 4 * losses[0]  # what explodes is left out
 
 
 def test_the_suggestion_is_where_the_loss_falls_fastest():

@@ -1,12 +1,12 @@
 """Does training work here? Tries it, and says what to do about what does not."""
 
-import contextlib
 import glob
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -155,15 +155,19 @@ def _cache_folder() -> Finding:
     keep_programs()  # as the first `Trainer` does
     config: Any = jax.config
     folder = os.path.expanduser(config.jax_compilation_cache_dir or "")
+    why = ""
     if folder and "://" not in folder:
-        with contextlib.suppress(OSError):
+        try:
             os.makedirs(folder, exist_ok=True)
-        folder = folder if os.access(folder, os.W_OK) else ""
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            folder, why = "", f" ({error})"
     if folder and config.jax_enable_compilation_cache:
         return Finding("ok", f"compiled programs are kept in {folder}")
     return Finding(
         "hint",
-        "compiled programs are not kept: every run compiles its steps again",
+        f"compiled programs are not kept{why}: every run compiles its steps again",
         "set JAX_COMPILATION_CACHE_DIR to a folder that can be written to, and unset"
         " JAX_ENABLE_COMPILATION_CACHE",
     )

@@ -282,6 +282,9 @@ def test_the_doctor_says_where_compiled_programs_are_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
     jax.config.update("jax_enable_compilation_cache", is_on)
     assert says.format(home=tmp_path / home) in str(doctor._cache_folder())
+    folder = str(tmp_path / "file" / "kept")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    assert folder in str(doctor._cache_folder())
 
 
 def test_the_doctor_says_what_needs_a_package_that_is_missing(monkeypatch):
