@@ -97,8 +97,8 @@ def find_place(
     if any(absent.values()):
         names = "`, `".join(name for name, is_absent in absent.items() if is_absent)
         raise ValueError(
-            f"`{names}` is not known: the environment does not tell, as that of"
-            " torchrun, mpirun, srun and Kubernetes does. Pass all of"
+            f"`{names}` is not known: it was not passed, and the environment (that of"
+            " torchrun, mpirun, srun or Kubernetes) does not say it. Pass all of"
             f" {', '.join(absent)}, or set JAX_COORDINATOR_ADDRESS=host:port,"
             " JAX_NUM_PROCESSES and JAX_PROCESS_ID for every process, as `mpirun -x"
             " JAX_COORDINATOR_ADDRESS=host:port` does."
