@@ -5,9 +5,10 @@ import datetime
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 Duration = str | datetime.timedelta | Mapping[str, float] | int | float
+_KINDS: Final = str, datetime.timedelta, Mapping, int, float
 
 
 def parse_duration(duration: Any, argument: str = "duration") -> float:
@@ -26,7 +27,8 @@ def parse_duration(duration: Any, argument: str = "duration") -> float:
     if isinstance(span, int | float) and not isinstance(span, bool):
         seconds = float(span)
     if not 0 <= seconds < math.inf:
-        raise ValueError(
+        is_span = isinstance(duration, _KINDS) and not isinstance(duration, bool)
+        raise (ValueError if is_span else TypeError)(
             f"`{argument}`={duration!r} must be 'DD:HH:MM:SS', such as '00:08:30:00'"
             " for eight and a half hours, a datetime.timedelta, a dict of its keywords"
             " (days, hours, minutes, ...), or a number of seconds; finite and not"

@@ -180,8 +180,11 @@ def test_durations_that_make_no_sense_are_refused():
         Timer("8h")
     with pytest.raises(ValueError, match="`max_time`={'hour': 1} must be .* hours"):
         parse_duration({"hour": 1}, "max_time")
-    for wrong in (-1, float("inf"), datetime.timedelta(-1), [1], True):
+    for wrong in (-1, float("inf"), datetime.timedelta(-1)):
         with pytest.raises(ValueError, match="of seconds; finite and not negative"):
+            parse_duration(wrong)
+    for wrong in ([1], True):
+        with pytest.raises(TypeError, match="of seconds; finite and not negative"):
             parse_duration(wrong)
 
 
