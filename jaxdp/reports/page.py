@@ -21,6 +21,7 @@ from .runs import (
     comparison,
     differences,
     in_words,
+    short_names,
     throughput_of,
 )
 
@@ -69,7 +70,7 @@ def write_comparison(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
         "What differs": _with_head(differences(runs))
         or "<p>Nothing that was recorded.</p>",
     }
-    names = ", ".join(run.name for run in runs)
+    names = ", ".join(short_names(runs))
     return _write(path, f"{len(runs)} runs", names, sections)
 
 
@@ -96,12 +97,12 @@ def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
             continue
         # Of several runs one curve each: of the validation, where there is one.
         charts[metric] = curves = []
-        for index, run in enumerate(runs):
+        for index, (name, run) in enumerate(zip(short_names(runs), runs, strict=True)):
             training = run.columns.get(EPOCH + metric, [])
             validation = run.columns.get(VALIDATION + metric, [])
             kind = "validation" if validation else "training"
             points = validation or training
-            curves.append(Curve(f"{run.name}, {kind}", points, f"C{index % 10}"))
+            curves.append(Curve(f"{name}, {kind}", points, f"C{index % 10}"))
     return charts
 
 

@@ -148,7 +148,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     The best of a row is marked with `*`.
     """
     rows = [
-        ["", *(run.name for run in runs)],
+        ["", *short_names(runs)],
         ["status", *(str(run.record.get("status", "unknown")) for run in runs)],
         ["took", *(_took(run.record) for run in runs)],
     ]
@@ -216,12 +216,21 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
         }
         for run in runs
     ]
-    rows = [["", *(run.name for run in runs)]]
+    rows = [["", *short_names(runs)]]
     for name in dict.fromkeys(name for values in made for name in values):
         values = [each.get(name, "-") for each in made]
         if len(set(values)) > 1:
             rows.append([name, *values])
     return rows
+
+
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """The names of runs without the folders that all are in."""
+    names = [os.path.abspath(run.name) for run in runs]
+    if len(set(names)) < max(len(names), 2):
+        return [run.name.rstrip("/") for run in runs]
+    common = os.path.commonpath([os.path.dirname(name) for name in names])
+    return [os.path.relpath(name, common) for name in names]
 
 
 def throughput_of(run: Run) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import re
 from pathlib import Path
 
@@ -186,11 +187,20 @@ def test_runs_are_compared(tmp_path):
     assert "model" not in differ
     loss = curves(metric_charts(runs))["loss"]
     assert {label: len(points) for label, points in loss.items()} == {
-        f"{tmp_path / 'a'}, validation": 1,
-        f"{tmp_path / 'b' / 'metrics'}, validation": 2,
+        "a, validation": 1,
+        "b/metrics, validation": 2,
     }
     page = Page(write_comparison(runs, tmp_path / "c.html"))
-    assert f" {tmp_path / 'a'}, validation " in page.text and " mine " in page.text
+    assert " a, validation " in page.text and " mine " in page.text
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["runs/a/", str(tmp_path / "runs" / "deep" / "b"), "runs/c"]
+    heads = comparison([Run(name, {}, {}) for name in names])[0]
+    assert heads == ["", "a", os.path.join("deep", "b"), "c"]
+    twice = comparison([Run("runs/a", {}, {}), Run("runs/a", {}, {})])[0]
+    assert twice == ["", "runs/a", "runs/a"]
 
 
 def test_what_is_no_run_is_refused(tmp_path):
