@@ -78,17 +78,18 @@ class Packer:
         A step has room for so many batches as there are slots; what the last one leaves
         over holds no real rows. Those of one form come together, others in turn.
         """
-        batches = [batch for window in windows for batch in window]
-        found = [self.forms.find(shown(batch)) for batch in batches]
-        counts = [
-            batch.counts if isinstance(batch, Portion) else (len(leaves[0]),)
-            for batch, (leaves, *_) in zip(batches, found, strict=True)
-        ]
+        # Most batches are full, and this is quick: small steps wait for it.
+        found, counts, are_alike = [], [], not self.rows_interact
+        for window in windows:
+            for batch in window:
+                is_portion = type(batch) is Portion
+                found.append(self.forms.find(batch.own if is_portion else batch))
+                leaves, _, form = found[-1]
+                counts.append(batch.counts if is_portion else (len(leaves[0]),))
+                are_alike = are_alike and form is found[0][2]
         steps = len(windows)
         form, count = found[0][2], steps * slots
-        is_full = counts == [form.full] * count and not self.rows_interact
-        if is_full and all([other is form for _, _, other in found]):
-            # Most batches, and as quick as can be: small steps wait for this.
+        if are_alike and counts == [form.full] * count:
             if (known := form.if_full.get((steps, slots))) is None:
                 known = _if_full(form, steps, slots, self._counts(counts))
                 form.if_full[steps, slots] = known

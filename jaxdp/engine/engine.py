@@ -42,6 +42,10 @@ wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_read
 """Waits for the device to be done with an array."""
 
 
+_OURS: Final = jax.stages.Compiled, Watched
+"""Compiled steps that are no strategy's own."""
+
+
 class InFlight:
     """Bounds how far the host runs ahead of the device."""
 
@@ -179,7 +183,7 @@ class Engine:
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
         is_shared = self.programs.options.donate != "all"
-        is_known = isinstance(compiled, jax.stages.Compiled | Watched)
+        is_known = isinstance(compiled, _OURS)
         if is_shared and is_known and type(groups[0].counts) is np.ndarray:
             return self._counts.placed(groups, compiled)
         return groups
@@ -303,8 +307,9 @@ class Engine:
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
         # What must hold, before the state is given away.
-        is_new = self.programs.find("train", dispatch) is None
-        compiled = self.compiled_for("train", dispatch)
+        compiled = self.programs.find("train", dispatch)
+        if is_new := compiled is None:
+            compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
         if is_new or steps == 1 or self._blocks.count > 1:  # others: when packed
             self._check_targets("train", dispatch)

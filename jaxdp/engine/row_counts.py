@@ -25,14 +25,17 @@ class Counts:
         self._placed: weakref.WeakKeyDictionary[Any, dict[Any, Array]] = (
             weakref.WeakKeyDictionary()
         )
+        self._last: Callable[[], Any] = lambda: None  # step, most often the next one
+        self._of_last: dict[Any, Array] = {}
 
     def placed(
         self, groups: Sequence[Group], step: Callable[..., Any]
     ) -> Sequence[Group]:
         """`groups` as `step` takes them last, with arrays that others may share."""
-        placed = self._placed.get(step)
-        if placed is None:
-            placed = self._placed[step] = {}
+        if self._last() is not step:
+            self._last = weakref.ref(step)
+            self._of_last = self._placed.setdefault(step, {})
+        placed = self._of_last
         if len(placed) > _MOST_COUNTS:
             placed.clear()
         found = []
