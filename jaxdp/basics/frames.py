@@ -6,7 +6,7 @@ from typing import Final
 
 OURS: Final = {"jaxdp", "jax", "jaxlib", "equinox"}
 BETWEEN: Final = {
-    *("beartype", "jaxtyping", "numpy", "optax", "torch", "tqdm"),
+    *("beartype", "jaxtyping", "numpy", "torch"),
     *sys.stdlib_module_names,
 }
 """Through which a user's code may be called."""

@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from toys import batches, make_small, quiet
 
@@ -185,3 +186,12 @@ def test_a_warning_shows_the_line_of_the_user_that_led_to_it(way):
     where = caught[-1]
     assert where.filename == __file__
     assert linecache.getline(where.filename, where.lineno).endswith("# the line\n")
+
+
+def test_a_mistake_that_optax_finds_shows_optax_and_little_else():
+    optimizer = optax.masked(optax.sgd(0.1), {"no": True})  # of another structure
+    with pytest.raises(ValueError) as caught:
+        make_small(optimizer=optimizer).fit(batches(8))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any("/optax/" in each.filename for each in frames)
+    assert len(frames) < 10
