@@ -159,7 +159,7 @@ class Packer:
         def forms(window: list[Batch]) -> Any:
             return {key_of(shown(batch)) for batch in window}
 
-        if len(windows) == 1 or _are_same(windows):
+        if _are_same(windows):
             return iter([windows])
         return (list(run) for _, run in itertools.groupby(windows, forms))
 
