@@ -19,7 +19,6 @@ from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .stall_watch import StallWatch
 from .tensorboard_logger import TensorBoardLogger
 from .throughput_monitor import ThroughputMonitor
-from .timer import Timer
 from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
 
@@ -43,7 +42,6 @@ __all__ = [
     "StallWatch",
     "TensorBoardLogger",
     "ThroughputMonitor",
-    "Timer",
     "WandbLogger",
     "WeightAveraging",
 ]

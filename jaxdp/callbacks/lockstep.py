@@ -15,7 +15,7 @@ from ..checkpoint import start_fingerprints
 from ..distributed import is_stop, meetings
 from ..step import IN_FLIGHT
 from .base import Callback, Trainer
-from .stall_watch import Onlooker
+from .onlooker import Onlooker
 
 _ARGUMENTS = (
     "strategy",

@@ -129,15 +129,6 @@ def here() -> Meetings:
     return _here
 
 
-def who_is_late() -> str:
-    """The processes that others wait for, as they have told; "" if there are none."""
-    if not coordination.is_there():
-        return ""
-    cards = coordination.read_all(_COME)
-    number = max((card["number"] for card in cards.values()), default=0)
-    return _excuses(set(range(coordination.count())), number)
-
-
 def _excuses(missing: set[int], number: int) -> str:
     """What those have told who are missing at that meeting."""
     return "; ".join(

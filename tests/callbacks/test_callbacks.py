@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import time
 
 import equinox as eqx
 import jax
@@ -22,7 +21,6 @@ from jaxdp.callbacks import (
     GradientMonitor,
     ModelCheckpoint,
     NanGuard,
-    Timer,
     WeightAveraging,
 )
 from jaxdp.callbacks.base import Hooks
@@ -176,8 +174,8 @@ def test_durations_are_read_in_every_form(duration, seconds):
 
 
 def test_durations_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match=r"`duration`='8h' must be 'DD:HH:MM:SS'"):
-        Timer("8h")
+    with pytest.raises(ValueError, match=r"`max_time`='8h' must be 'DD:HH:MM:SS'"):
+        parse_duration("8h", "max_time")
     with pytest.raises(ValueError, match="`max_time`={'hour': 1} must be .* hours"):
         parse_duration({"hour": 1}, "max_time")
     for wrong in (-1, float("inf"), datetime.timedelta(-1)):
@@ -186,68 +184,6 @@ def test_durations_that_make_no_sense_are_refused():
     for wrong in ([1], True):
         with pytest.raises(TypeError, match="of seconds; finite and not negative"):
             parse_duration(wrong)
-
-
-class Clock:
-    """In place of `time.monotonic`."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class Ticking(Callback):
-    """Every step takes a second, every validation ten."""
-
-    def __init__(self, clock):
-        self.clock = clock
-
-    def on_train_batch_start(self, trainer, batch, batch_idx):
-        self.clock.now += 1
-
-    def on_validation_batch_end(self, trainer, batch_idx):
-        self.clock.now += 10
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    return clock
-
-
-def test_timer_stops_the_fit_when_its_time_is_up(clock, caplog):
-    timer = Timer("00:00:00:05")
-    trainer = make_trainer(Ticking(clock), timer)
-    trainer.fit(batches(*[4] * 20), max_epochs=3)
-    assert 5 <= trainer.global_step <= 6
-    assert timer.time_elapsed() >= 5
-    assert "Timer: the 0:00:05 of `duration` are over" in caplog.text
-
-
-def test_timer_measures_training_and_validation(clock):
-    timer = Timer()
-    trainer = make_trainer(Ticking(clock), timer)
-    assert timer.time_elapsed() == 0
-    trainer.fit(batches(4, 4, 4), batches(4, 4), max_epochs=2)
-    assert timer.time_elapsed("train") == 2 * (3 + 20)
-    assert timer.time_elapsed("validate") == 40
-    assert timer.time_remaining() is None
-    with pytest.raises(ValueError, match="`stage` must be one of 'train', 'validate'"):
-        timer.time_elapsed("test")
-
-
-def test_timer_counts_the_time_of_earlier_runs(clock):
-    timer = Timer(30)
-    make_trainer(Ticking(clock), timer).fit(batches(4, 4, 4), max_epochs=4)
-    state = json.loads(json.dumps(timer.state_dict()))
-    resumed = Timer(14)
-    resumed.load_state_dict(state)
-    assert resumed.time_elapsed() == 12 and resumed.time_remaining() == 2
-    trainer = make_trainer(Ticking(clock), resumed)
-    trainer.fit(batches(*[4] * 20))
-    assert 2 <= trainer.global_step <= 3
 
 
 def poisoned(*bad, count=12, value=np.nan):

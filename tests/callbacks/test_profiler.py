@@ -33,23 +33,11 @@ def step_numbers(folder):
 
 
 @pytest.mark.parametrize("strategy", [SingleDevice(), Sharded(2)], ids=repr)
-def test_a_window_of_steps_is_traced_and_summed_up(tmp_path, caplog, strategy):
-    profiler = Profiler(tmp_path, start_step=3, num_steps=2, top=4)
+def test_a_window_of_steps_is_traced(tmp_path, caplog, strategy):
+    profiler = Profiler(tmp_path, start_step=3, num_steps=2)
     make_trainer(profiler, strategy=strategy).fit(batches(*[8] * 8))
     assert step_numbers(tmp_path) == [4, 5]
-    assert profiler.operations
-    seconds = [operation.seconds for operation in profiler.operations]
-    assert seconds == sorted(seconds, reverse=True)
-    # Every operation that runs once a step ran twice on each device.
-    devices = 2 if isinstance(strategy, Sharded) else 1
-    assert {o.calls % (2 * devices) for o in profiler.operations} == {0}
-    products = [o for o in profiler.operations if "dot_general" in o.source]
-    assert products
-    lines = (tmp_path / "summary.txt").read_text().splitlines()
-    assert lines[0].startswith("steps 4 to 5, traced in")
-    assert profiler.operations[0].source[:60] in lines[3]
-    assert lines[7].startswith("and ") and lines[7].endswith(" others")
-    assert "Profiler: steps 4 to 5" in caplog.text
+    assert "Profiler: steps 4 to 5 are traced in" in caplog.text
 
 
 def test_the_window_ends_with_the_fit(tmp_path):
@@ -66,7 +54,7 @@ def test_a_failing_fit_ends_the_window_too(tmp_path):
     profiler = Profiler(tmp_path, start_step=1)
     with pytest.raises(RuntimeError, match="the cable"):
         make_trainer(profiler, Fails()).fit(batches(*[8] * 5))
-    assert (tmp_path / "summary.txt").exists()
+    assert step_numbers(tmp_path) == [2, 3, 4]
     make_trainer(Profiler(tmp_path / "b", 1)).fit(batches(*[8] * 5))
     assert step_numbers(tmp_path / "b") == [2, 3, 4, 5]
 

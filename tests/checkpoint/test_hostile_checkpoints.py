@@ -20,7 +20,6 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     NanGuard,
     TensorBoardLogger,
-    Timer,
 )
 from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed, restoring
 from jaxdp.checkpoint.metadata import digest
@@ -67,7 +66,6 @@ class Run:
                 EarlyStopping("loss", patience=100, verbose=False),
                 GradientMonitor(check_steps=100),
                 NanGuard(),
-                Timer(),
                 ModelCheckpoint(self.steps, every_n_train_steps=2, save_top_k=2),
             ],
             enable_progress_bar=False,
@@ -158,9 +156,9 @@ def test_metadata_of_any_types_are_refused_whole_or_load(run, share):
 
 def test_auto_takes_the_next_one_where_callbacks_cannot_take_theirs_up(run):
     run.reset()
-    at = "callbacks", "Timer", "elapsed", "train"
+    at = "callbacks", "EarlyStopping", "wait_count"
     run.forge(with_value(run.meta, at, "long"))
-    match = "steps/8: ValueError: `state.elapsed.train` is 'long', and must"
+    match = "steps/8: ValueError: `state.wait_count` is 'long', and must"
     with pytest.warns(UserWarning, match=match):
         run.fit(max_steps=7, ckpt_path="auto")
     assert run.trainer.global_step == 7
@@ -180,7 +178,10 @@ def test_best_judges_by_the_next_one_where_scores_are_none(run):
 
 
 def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
-    class Mistaken(Timer):
+    class Mistaken(Callback):
+        def state_dict(self):
+            return {"seen": 1}
+
         def load_state_dict(self, state):
             self.seen.append(state)
 

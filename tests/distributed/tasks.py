@@ -131,7 +131,6 @@ def fit(
     epochs=2,
     lockstep=None,
     at=None,
-    stall=None,
     validates=False,
     **options,
 ):
@@ -150,7 +149,6 @@ def fit(
         seed=pick(0, other_seed),
         callbacks=[
             *([callbacks.Lockstep(**lockstep)] if lockstep else []),
-            *([callbacks.StallWatch(stall)] if stall else []),
             *([At(*at)] if at else [At(-1, -1, None)]),
         ],
         enable_progress_bar=False,

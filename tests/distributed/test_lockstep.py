@@ -86,15 +86,12 @@ def test_parameters_that_drift_apart_are_found(crew):
 @pytest.mark.slow
 def test_who_waits_for_whom_is_said(crew):
     codes, outputs = crew(
-        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}, stall=3.0
+        "fit", at=(1, 5, tasks.linger), lockstep={"warn_after": 3.0}
     ).join()
     assert codes == [0, 0]
     late = "process 1: step 5 of epoch 0, busy with the callback At, in on_boundary"
     # Process 0 may wait at the end of its step, or at the next one.
     told = r"process 0 \(step [56] of epoch 0\) has waited for 3 s for process 1"
-    assert "The fit waits for the other processes" in outputs[0]
-    assert f"StallWatch: the others wait for {late}" in outputs[0]
-    assert "The fit waits for the callback At" in outputs[1]
     assert re.search(told, outputs[0])
     assert f"({late} for " in outputs[0]
     assert "has waited" not in outputs[1]

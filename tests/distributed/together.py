@@ -43,7 +43,6 @@ from jaxdp.callbacks import (
     NanGuard,
     ProgressBar,
     ReduceLROnPlateau,
-    Timer,
 )
 from jaxdp.strategies import FSDP, ZeRO
 
@@ -398,10 +397,6 @@ def decisions():
         run = trainer(callbacks=[Slow()])
         fit(run, max_epochs=10_000, max_time=0.3)
         tell(max_time=run.global_step)
-        timer = [Timer(0.3)] if jax.process_index() else []
-        run = trainer(callbacks=[Slow(), *timer])
-        fit(run, max_epochs=10_000)
-        tell(timer_of_one=run.global_step)
         run = trainer(callbacks=[EarlyStopping("val_loss", patience=0, min_delta=9.0)])
         fit(run, max_epochs=100)
         tell(early_stopping=run.global_step)
