@@ -73,7 +73,7 @@ CASES = {
         {3, 6},
     ),
     "guards": (
-        {"cbs": [GradientMonitor, lambda: NanGuard(spike=6.0)]},
+        {"cbs": [GradientMonitor, NanGuard]},
         {"max_epochs": 2},
         {2},
     ),

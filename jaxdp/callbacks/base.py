@@ -17,20 +17,6 @@ _LAST_RITES: Final = ("on_exception", "on_fit_end")
 """Hooks that run for every callback, also when that of another one raises."""
 
 
-class RollBack(Exception):
-    """Raised by a callback: the fit goes on from a checkpoint, without some batches.
-
-    Args:
-        path: the folder of the checkpoint.
-        left_out: the batches that are not trained on, as `(epoch, batch_idx)`.
-    """
-
-    def __init__(self, path: str, left_out: Iterable[tuple[int, int]]):
-        super().__init__(f"roll back to {path}")
-        self.path = path
-        self.left_out = frozenset(left_out)
-
-
 class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 

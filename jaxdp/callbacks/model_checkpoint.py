@@ -410,24 +410,6 @@ def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
 
 
-def last_checkpoint(trainer: Trainer, before: int) -> str | None:
-    """The path of the newest checkpoint of fewer than `before` steps, if there is one.
-
-    Of those that the callbacks of `trainer` have saved.
-    """
-    savers = savers_of(trainer)
-    for saver in savers:
-        saver.finish_saving()  # it may remove older ones then
-    folders = [saver.folder(trainer) for saver in savers]
-
-    def newest() -> str | None:
-        found = [(step, each) for each in folders for step in each.steps()]
-        found = [(step, each.path_of(step)) for step, each in found if step < before]
-        return max(found)[1] if found else None
-
-    return trainer.run.processes.first("the last checkpoint", newest)
-
-
 def is_at_epoch_end(trainer: Trainer) -> bool:
     """Whether all steps of the epoch are done, and what ends it is still to come:
     validation, history, `on_train_epoch_end`."""

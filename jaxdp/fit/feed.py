@@ -64,10 +64,7 @@ class Feed:
     def epoch(self) -> Iterator[Dispatch]:
         """What is left of the present epoch."""
         begun, self._begun = self._begun, None
-        dispatches = self._dispatches() if begun is None else begun
-        if self._run.progress.left_out:
-            return self._without_left_out(dispatches)
-        return dispatches
+        return self._dispatches() if begun is None else begun
 
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
@@ -145,7 +142,7 @@ class Feed:
     def _room(self) -> int:
         """How many steps may run as one, before somebody must see the state."""
         most, progress = self._run.engine.steps_per_execution, self._run.progress
-        if most == 1 or progress.left_out or not self._source.may_read_ahead:
+        if most == 1 or not self._source.may_read_ahead:
             return 1
         stop = self._hooks.next_stop(self._trainer)
         rooms = [most] if stop is None else [most, stop - progress.global_step]
@@ -153,17 +150,6 @@ class Feed:
             left = self._limits.steps_until_stop(progress.global_step, progress.done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
-
-    def _without_left_out(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """All but the steps that a roll-back leaves out, each dispatched by itself."""
-        progress = self._run.progress
-        for dispatch in dispatches:
-            if (progress.epoch, self._run.batch_idx) not in progress.left_out:
-                yield dispatch
-                continue
-            for window in dispatch.windows:
-                progress.begin()
-                progress.pass_over(window)
 
 
 def place(run: "Run") -> str:

@@ -105,12 +105,6 @@ class Limits:
         """Whether so many batches are known to be a whole epoch."""
         return self._whole is not None and batches_done >= self._whole
 
-    def time_left(self) -> float | None:
-        """Seconds of `max_time` that are left, by this process's clock."""
-        if self.deadline is None:
-            return None
-        return max(0.0, self.deadline - time.monotonic())
-
     def time_is_up(self) -> bool:
         """Whether `max_time` is over, by this process's clock."""
         return self.deadline is not None and time.monotonic() >= self.deadline

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
-from ..callbacks.base import HOOKS, Hooks, RollBack
+from ..callbacks.base import HOOKS, Hooks
 from ..callbacks.stopwatch import NO_STOPWATCH
 from ..data import Dispatch, Source, read_only, shown
 from ..distributed import Preempted, is_stop, tell
@@ -29,31 +29,18 @@ def fit(
     wanted: Wanted,
     ckpt_path: Any,
 ) -> None:
-    """`Trainer.fit`: a fit, and another one from a checkpoint for each roll-back."""
-    left_out: frozenset[tuple[int, int]] = frozenset()
+    """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
     resume.check_supervised(ckpt_path)
     with UsersFramesFirst():
-        while True:
-            trainer.run.renew_hooks(trainer.callbacks)
-            if ckpt_path is not None:
-                resume.resume(trainer, ckpt_path)
-            trainer.run.progress.left_out |= left_out
+        trainer.run.renew_hooks(trainer.callbacks)
+        if ckpt_path is not None:
+            resume.resume(trainer, ckpt_path)
 
-            loop = Loop(trainer, train_loader, val_loader, wanted)
-            if loop.has_nothing_to_do():
-                return loop.clean_up() if ckpt_path is not None else None
-
-            rolled_back = loop.run()
-            if rolled_back is None:
-                return None
-            if hasattr(train_loader, "__next__"):
-                raise RuntimeError(
-                    "`train_loader` is an iterator, which can't go back to the batches"
-                    f" after {rolled_back.path}; pass an iterable that can start"
-                    " again, such as a DataLoader."
-                )
-            left_out, ckpt_path = rolled_back.left_out, rolled_back.path
-            wanted = wanted._replace(max_time=loop.limits.time_left())
+        loop = Loop(trainer, train_loader, val_loader, wanted)
+        if not loop.has_nothing_to_do():
+            loop.run()
+        elif ckpt_path is not None:
+            loop.clean_up()
 
 
 class Loop:
@@ -68,7 +55,6 @@ class Loop:
     ):
         self.trainer, self._run = trainer, trainer.run
         self.progress = trainer.run.progress
-        self._rolled_back: RollBack | None = None
 
         # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
@@ -96,8 +82,8 @@ class Loop:
         )
         self.feed: Feed
 
-    def run(self) -> RollBack | None:
-        """Trains until a limit is reached, or a callback asks for a roll-back."""
+    def run(self) -> None:
+        """Trains until a limit is reached, or a callback stops the fit."""
         self._announce()
         with self._ending_well():
             self._start()
@@ -116,7 +102,6 @@ class Loop:
                 self._end_epoch()
 
             self._run.engine.held.fetch()  # several processes: each gets the model
-        return self._rolled_back
 
     def has_nothing_to_do(self) -> bool:
         """Whether the limits, which are totals, were reached before; says so."""
@@ -272,10 +257,6 @@ class Loop:
             with run.interrupts:
                 yield
                 run.interrupts.check(now=True)
-        except RollBack as request:
-            # The fit ends here, and is resumed like any other.
-            self._end_fit(hooks)
-            self._rolled_back = request
         except BaseException as exception:
             with _noting(exception):
                 hooks.on_exception(trainer, exception)

@@ -29,7 +29,6 @@ class Progress:
         val_metrics: its last validation's.
         logged: the last values that callbacks have logged in it.
         validated_at: after which of its batches that was.
-        left_out: the epoch and `batch_idx` of steps that are not to be taken.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,6 @@ class Progress:
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
-        self.left_out: set[tuple[int, int]] = set()
         self._source: Source | None = None
         self._position = Position()  # in a source that is here no more
         self._start = Position()  # of the next pass over the source
@@ -130,10 +128,6 @@ class Progress:
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
-        self.pass_over(window)
-
-    def pass_over(self, window: list[Batch]) -> None:
-        """The batches of `window` are done with."""
         self._last = window[-1]
         self.done += len(window)
         self.seen += len(window)
@@ -164,7 +158,6 @@ class Progress:
             "current_epoch": self.epoch + self.is_whole,
             "batches_seen": self.seen,
             "examples_seen": self.examples,
-            "left_out": sorted(self.left_out),
             "source": share.states(state),
             "place": share.states(place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
@@ -191,7 +184,6 @@ class Progress:
         self.val_metrics = state["val_metrics"]
         self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
         self.validated_at = state["validated_at"]
-        self.left_out |= {(epoch, idx) for epoch, idx in state["left_out"]}
         self._source = self._taken_from = None
         place = share.state(state["place"])
         self._position = Position(

@@ -415,9 +415,8 @@ def bad_batches(into):
         timed = ModelCheckpoint(
             f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
         )
-        run = trainer(callbacks=[NanGuard("rollback"), saver(f"{into}/back"), timed])
-        run.fit(spoilt(5), max_epochs=1)
-        tell(rolled_back=run.global_step, timed=timed.last_model_path)
+        trainer(callbacks=[timed]).fit(arrays() * 4, max_epochs=1)
+        tell(timed=timed.last_model_path)
         error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
         tell(stopped=error)
 
