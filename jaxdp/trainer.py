@@ -232,24 +232,34 @@ class Trainer:
         self.run.check_is_free("steps")
         return loop.own_loop(self, train_loader)
 
-    def validate(self, loader: Iterable[Any]) -> dict[str, float]:
+    def validate(
+        self,
+        loader: Iterable[Any],
+        ckpt_path: str | os.PathLike[str] | None = None,
+        limit_batches: int | float | None = None,
+    ) -> dict[str, float]:
         """Exact means over the rows of `loader`, or of several: `{"val_loss": ...}`.
 
         The model is in inference mode: no dropout, running statistics in BatchNorm.
         The validation hooks of callbacks run, unless a fit is running.
+
+        Args:
+            loader: as for `fit`; several have names, `{"clean": a, "shifted": b}`.
+            ckpt_path: use the weights of a checkpoint: a path, or `"best"` or `"last"`
+                among those that the `ModelCheckpoint` callback has saved. The trainer
+                keeps its own weights; `load` replaces them.
+            limit_batches: how many of each loader; a float is a share of them.
         """
-        return evaluation.validate(self, loader)
+        return evaluation.validate(self, loader, ckpt_path, limit_batches)
 
     def test(
-        self, loader: Iterable[Any], ckpt_path: str | os.PathLike[str] | None = None
+        self,
+        loader: Iterable[Any],
+        ckpt_path: str | os.PathLike[str] | None = None,
+        limit_batches: int | float | None = None,
     ) -> dict[str, float]:
-        """Like `validate`, but with keys such as `test_loss`, and without hooks.
-
-        With `ckpt_path`, tests the weights of a checkpoint: a path, or `"best"` or
-        `"last"` among those that the `ModelCheckpoint` callback has saved. The trainer
-        keeps its own weights; `load` replaces them.
-        """
-        return evaluation.test(self, loader, ckpt_path)
+        """Like `validate`, with keys such as `test_loss` and hooks of its own."""
+        return evaluation.test(self, loader, ckpt_path, limit_batches)
 
     def plan(
         self,
@@ -288,11 +298,20 @@ class Trainer:
         """The plan of the step in use, or None before there is one; never compiles."""
         return self.run.plan()
 
-    def predict(self, loader: Iterable[Any], *, gather: bool = True) -> Any:
+    def predict(
+        self,
+        loader: Iterable[Any],
+        ckpt_path: str | os.PathLike[str] | None = None,
+        limit_batches: int | float | None = None,
+        *,
+        gather: bool = True,
+    ) -> Any:
         """Predictions of the model in inference mode.
 
         Args:
             loader: as for `fit`; of a tuple batch such as `(x, y)`, only `x` is used.
+            ckpt_path: as for `validate`.
+            limit_batches: as for `validate`.
             gather: with several processes, whether each gets the predictions for all
                 rows. If not, it gets those for the rows it loaded, and sends nothing.
 
@@ -300,7 +319,7 @@ class Trainer:
             NumPy arrays shaped `(rows, ...)`, in the structure that the model returns:
             one row for each row of the loader, in the same order.
         """
-        return evaluation.predict(self, loader, gather=gather)
+        return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
 
     def __repr__(self) -> str:
         return in_a_line(self)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
     Trainer = Any  # which imports this
 
-_LAST_RITES: Final = ("on_exception", "on_fit_end")
+_LAST_RITES: Final = ("on_exception", "on_fit_end", "teardown")
 """Hooks that run for every callback, also when that of another one raises."""
 
 
@@ -52,8 +52,13 @@ class Callback:
     """Whether `on_validation_end` and `on_train_epoch_end` run after those of all other
     callbacks, so that `metrics` have what these log by `trainer.log`."""
 
+    only_in_training: bool = False
+    """Whether `validate`, `test` and `predict` leave this callback out, unless they are
+    called while a training runs."""
+
     def setup(self, trainer: Trainer) -> None:
-        """Runs before placement and compilation; set options that they need here."""
+        """Runs first of all: before a fit, `validate`, `test` and `predict`. Options
+        that placement and compilation need are set here."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Runs after the step is compiled, so `trainer.run.logged_names` is known."""
@@ -93,14 +98,30 @@ class Callback:
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after a pass over the validation loader, with its `val_...` means."""
 
+    def on_test_start(self, trainer: Trainer) -> None:
+        """Runs before the passes of `test`."""
+
+    def on_test_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Runs after the passes of `test`, with their `test_...` means."""
+
+    def on_predict_start(self, trainer: Trainer) -> None:
+        """Runs before the pass of `predict`."""
+
+    def on_predict_end(self, trainer: Trainer) -> None:
+        """Runs after the pass of `predict`."""
+
     def on_save_checkpoint(self, trainer: Trainer, path: str) -> None:
         """Runs after a checkpoint was written to the folder `path`."""
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        """Runs when an exception or Ctrl-C ends a fit, before `fit` raises it."""
+        """Runs when an exception or Ctrl-C ends a fit, `validate`, `test` or `predict`,
+        before it is raised there."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Runs when a fit ends, also by an exception: close files here."""
+
+    def teardown(self, trainer: Trainer) -> None:
+        """Runs last of all, also after an exception, once for each `setup`."""
 
     def next_stop(self, trainer: Trainer) -> int | None:
         """A later `global_step` after which `on_boundary` must run, or None. With
@@ -157,7 +178,9 @@ class Callback:
 
 
 HOOKS: Final = tuple(
-    name for name in vars(Callback) if name == "setup" or name.startswith("on_")
+    name
+    for name in vars(Callback)
+    if name in ("setup", "teardown") or name.startswith("on_")
 )
 
 

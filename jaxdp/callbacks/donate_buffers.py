@@ -31,6 +31,7 @@ class DonateBuffers(Callback):
     """
 
     looks_inside_blocks = False
+    only_in_training = True
 
     def __init__(self, what: str = "state"):
         check_choice("what", what, ("state", "all", "none"))

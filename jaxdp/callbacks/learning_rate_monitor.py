@@ -31,6 +31,7 @@ class LearningRateMonitor(Callback):
     """
 
     looks_inside_blocks = False
+    only_in_training = True
 
     def __init__(
         self,

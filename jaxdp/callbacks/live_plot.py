@@ -37,6 +37,7 @@ class LivePlot(Callback):
     """
 
     looks_inside_blocks = False
+    only_in_training = True
     reads_logged = True
     skip_in_fast_dev_run = True
 

@@ -93,7 +93,7 @@ class Lockstep(Callback):
         if not self._has_compared_model:
             facts |= _facts_of_model(trainer.run.arguments["model"])
             self._has_compared_model = True
-        self._meet(trainer, "the start of a fit", facts)
+        self._meet(trainer, f"the start of {trainer.run.doing}", facts)
 
     def on_pass_start(self, trainer: Trainer) -> None:
         self._set_limits()
@@ -150,6 +150,8 @@ class Lockstep(Callback):
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
+        if not trainer.run.is_fitting:
+            return
         if (line := distributed.lifeline()) is not None:
             agreed = is_stop(exception)  # by a signal that all have heard
             line.end_fit(None if agreed else distributed.first_line(exception))

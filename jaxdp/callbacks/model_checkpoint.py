@@ -75,6 +75,7 @@ class ModelCheckpoint(Callback):
 
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
+    only_in_training = True
     reads_logged = True
 
     def __init__(

@@ -67,6 +67,7 @@ class MetricCheck(Callback):
     epoch that has; counts the checks without improvement."""
 
     skip_in_fast_dev_run = True
+    only_in_training = True
     reads_logged = True
 
     own_form: Mapping[str, Form] = {}

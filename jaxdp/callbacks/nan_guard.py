@@ -40,6 +40,7 @@ class NanGuard(Callback):
     """
 
     looks_inside_blocks = False
+    only_in_training = True
 
     def __init__(self, action: str = "stop", max_skips: int = 10):
         check_choice("action", action, ("stop", "skip"))

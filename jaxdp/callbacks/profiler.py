@@ -30,6 +30,7 @@ class Profiler(Callback):
 
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
+    only_in_training = True
 
     def __init__(
         self,

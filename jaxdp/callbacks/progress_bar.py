@@ -87,10 +87,7 @@ class ProgressBar(Callback):
             self._show_training(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        is_fitting = trainer.run.is_fitting
-        if not is_fitting:
-            self.setup(trainer)
-        total = trainer.run.num_val_batches if is_fitting else None
+        total = trainer.run.num_val_batches if trainer.run.is_fitting else None
         self._validation = _Pass("validating", total)
         self._begin(self._validation)
 

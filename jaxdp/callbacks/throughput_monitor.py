@@ -86,6 +86,7 @@ class ThroughputMonitor(Callback):
     """
 
     looks_inside_blocks = False
+    only_in_training = True
 
     fit_end_order = 1
 

@@ -381,12 +381,19 @@ class Engine:
             outputs.add(each, batch)
         return totals
 
-    def predict(self, inputs: Iterable[PyTree], *, gather: bool = True) -> PyTree:
+    def predict(
+        self,
+        inputs: Iterable[PyTree],
+        weights: list[Array] | None = None,
+        *,
+        gather: bool = True,
+    ) -> PyTree:
         """Predictions of `inputs` as NumPy arrays, without padding; None if no batches.
 
         With several processes of all their rows, or without `gather` of this one's.
         """
-        found, weights = self.fetching("predict", gather=gather), self.weights()
+        found = self.fetching("predict", gather=gather)
+        weights = self.weights() if weights is None else weights
         for number, x in enumerate(inputs):
             with noted(f"in batch {number}"):
                 dispatch, compiled = self.prepare("predict", x)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ from .. import distributed
 from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Source, inputs_of, shown
+from ..data import Source, capped, inputs_of, shown
 from ..engine import Fetching
 from ..step import Whole, means_of
 from ..supervisor import alive
+from .endings import doing, noting
 from .pass_metrics import add_pass_values
 from .resume import taken
 from .snapshot import weights_at
@@ -65,7 +66,9 @@ def evaluate(
     sources: Loaders,
     limits: Mapping[str, int | None],
     hooks: Hooks,
+    *,
     weights: list[Any] | None = None,
+    kind: str = "validation",
 ) -> dict[str, float]:
     """Exact means over the rows of a pass over each, as `{"val_loss": ..., ...}`.
 
@@ -74,12 +77,18 @@ def evaluate(
     """
     run, totals = trainer.run, {}
     with run.logged.into({}) as logged:
-        hooks.on_validation_start(trainer)
+        getattr(hooks, f"on_{kind}_start")(trainer)
+        after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
         done = itertools.count()
         for prefix, source in sources.items():
             limit = limits.get(prefix)
             totals[prefix] = _totals(
-                trainer, source, prefix, limit, hooks, done, weights
+                trainer,
+                source,
+                prefix,
+                limit,
+                lambda: after_batch(trainer, next(done)),
+                weights,
             )
 
     metrics, facts = {}, run.engine.facts["evaluate"]
@@ -91,7 +100,7 @@ def evaluate(
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
     metrics |= logged
     with run.logged.into(metrics):
-        hooks.on_validation_end(trainer, metrics)
+        getattr(hooks, f"on_{kind}_end")(trainer, metrics)
     return metrics
 
 
@@ -100,12 +109,10 @@ def _totals(
     source: Source,
     prefix: str,
     limit: int | None,
-    hooks: Hooks,
-    done: Iterator[int],
+    after_batch: Callable[[], None],
     weights: list[Any] | None,
 ) -> tuple[Any, Fetching]:
-    """The sums over a pass, and what is kept of its rows; `done` counts the batches of
-    all passes."""
+    """The sums over a pass, and what is kept of its rows."""
     run, batch_idx = trainer.run, -1
     totals = run.engine.programs.steps.new_totals()
     with (
@@ -120,49 +127,91 @@ def _totals(
         for batch_idx, batch in enumerate(_pass(trainer, source, prefix, limit)):
             run.engine_for(batch)
             totals = engine.evaluate(weights, batch, totals, batch_idx, outputs)
-            hooks.on_validation_batch_end(trainer, next(done))
+            after_batch()
 
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())
     return totals, outputs
 
 
-def validate(trainer: "Trainer", loader: Iterable[Any]) -> dict[str, float]:
+def validate(
+    trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any, limit: Any
+) -> dict[str, float]:
     """`Trainer.validate`; callbacks hear of it unless a fit is running."""
-    run = trainer.run
-    run.renew_hooks(trainer.callbacks)
-    hooks = Hooks(()) if run.is_fitting else run.hooks
-    return _evaluate(trainer, loader, "validate", "val", hooks)
+    return _evaluate(
+        trainer, loader, ("validate", "val", "validation"), ckpt_path, limit
+    )
 
 
-def test(trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any) -> dict[str, float]:
-    """`Trainer.test`, of the trainer's weights or of a checkpoint's."""
-    return _evaluate(trainer, loader, "test", "test", Hooks(()), ckpt_path)
+def test(
+    trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any, limit: Any
+) -> dict[str, float]:
+    """`Trainer.test`."""
+    return _evaluate(trainer, loader, ("test", "test", "test"), ckpt_path, limit)
 
 
 def _evaluate(
     trainer: "Trainer",
     loader: Any,
-    method: str,
-    prefix: str,
-    hooks: Hooks,
-    ckpt_path: Any = None,
+    names: tuple[str, str, str],
+    ckpt_path: Any,
+    limit: Any,
 ) -> dict[str, float]:
-    trainer.run.settled_engine(f"`{method}`")
-    with UsersFramesFirst(), contextlib.ExitStack() as stack:
+    """Means over a loader or several; `names` are of the method, keys and hooks."""
+    method, prefix, kind = names
+    with _asked_for(trainer, method) as hooks, contextlib.ExitStack() as stack:
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
-        weights = None
-        if ckpt_path is not None:
-            found = taken(trainer, ckpt_path, partial(weights_at, trainer))
-            assert found is not None  # as it is for "auto" alone
-            path, (step, weights) = found
-            say(f"`test` uses the weights of step {step}, from {path}")
-        return evaluate(trainer, sources, {}, hooks, weights)
+        limits = {
+            name: capped("limit_batches", limit, source.num_batches)
+            for name, source in sources.items()
+        }
+        weights = _weights(trainer, method, ckpt_path)
+        return evaluate(trainer, sources, limits, hooks, weights=weights, kind=kind)
 
 
-def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
+@contextlib.contextmanager
+def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
+    """Around a pass that a user asks for; gives the hooks of those who hear of it."""
+    run = trainer.run
+    run.renew_hooks(trainer.callbacks)
+    with UsersFramesFirst():
+        if run.doing:  # the callbacks are set up, and hear of what goes wrong
+            run.settled_engine(f"`{method}`")
+            yield Hooks(()) if run.is_fitting else run.hooks
+            return
+        hooks = Hooks(each for each in trainer.callbacks if not each.only_in_training)
+        with doing(trainer, method, hooks):
+            try:
+                hooks.setup(trainer)
+                run.settled_engine(f"`{method}`")
+                yield hooks
+            except BaseException as exception:
+                with noting(exception):
+                    hooks.on_exception(trainer, exception)
+                raise
+
+
+def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
+    """The weights of a checkpoint that a pass is to use, if one is named."""
+    if ckpt_path is None:
+        return None
+    found = taken(trainer, ckpt_path, partial(weights_at, trainer))
+    assert found is not None  # as it is for "auto" alone
+    path, (step, weights) = found
+    say(f"`{method}` uses the weights of step {step}, from {path}")
+    return weights
+
+
+def predict(
+    trainer: "Trainer",
+    loader: Iterable[Any],
+    ckpt_path: Any,
+    limit: Any,
+    *,
+    gather: bool,
+) -> Any:
     """`Trainer.predict`."""
     run = trainer.run
     if not callable(run.model):
@@ -171,23 +220,43 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
             f" {type(run.model).__name__} has no __call__. Give it one; or call a"
             " part of it, as in jax.vmap(trainer.model.generator)(x)."
         )
-    run.settled_engine("`predict`")
     with (
-        UsersFramesFirst(),
+        _asked_for(trainer, "predict") as hooks,
         contextlib.closing(run.open(loader, "loader", "predict")) as source,
+    ):
+        limit = capped("limit_batches", limit, source.num_batches)
+        weights = _weights(trainer, "predict", ckpt_path)
+        hooks.on_predict_start(trainer)
+        found = _predictions(trainer, source, limit, weights, gather)
+        if found is None:
+            raise ValueError(source.gave_nothing())
+        hooks.on_predict_end(trainer)
+    return found
+
+
+def _predictions(
+    trainer: "Trainer",
+    source: Source,
+    limit: int | None,
+    weights: list[Any] | None,
+    gather: bool,
+) -> Any:
+    """Those of a pass, or None of one without batches."""
+    run = trainer.run
+    given: list[Any] = []
+
+    def inputs() -> Iterator[Any]:
+        for batch in _pass(trainer, source, "predict", limit):
+            given[:] = shown(batch) if isinstance(shown(batch), tuple) else ()
+            yield inputs_of(batch)
+
+    with (
         run.interrupts,
         distributed.together("predict"),
         run.engine.as_settled(),
     ):
-        given: list[Any] = []
-
-        def inputs() -> Iterator[Any]:
-            for batch in _pass(trainer, source, "predict"):
-                given[:] = shown(batch) if isinstance(shown(batch), tuple) else ()
-                yield inputs_of(batch)
-
         try:
-            found = run.engine.predict(inputs(), gather=gather)
+            return run.engine.predict(inputs(), weights, gather=gather)
         except Exception as error:
             if any(isinstance(each, Whole) for each in given[1:]):
                 error.add_note(
@@ -195,10 +264,6 @@ def predict(trainer: "Trainer", loader: Iterable[Any], *, gather: bool) -> Any:
                     " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
                 )
             raise
-
-    if found is None:
-        raise ValueError(source.gave_nothing())
-    return found
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:

@@ -13,6 +13,7 @@ from ..data import Dispatch, Source, read_only, shown
 from ..distributed import Preempted, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
+from .endings import doing, noting
 from .feed import Feed, place
 from .limits import Limits, Wanted
 
@@ -85,7 +86,7 @@ class Loop:
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
         self._announce()
-        with self._ending_well():
+        with doing(self.trainer, "a fit", self.hooks), self._ending_well():
             self._start()
 
             while self._goes_on():
@@ -119,7 +120,7 @@ class Loop:
     def clean_up(self) -> None:
         """Removes what a kill at the very end of a fit may have left."""
         self.hooks = self._run.hooks
-        with self._ending_well():
+        with doing(self.trainer, "a fit", self.hooks), self._ending_well():
             self.hooks.setup(self.trainer)
 
     # The beginning.
@@ -258,9 +259,9 @@ class Loop:
                 yield
                 run.interrupts.check(now=True)
         except BaseException as exception:
-            with _noting(exception):
+            with noting(exception):
                 hooks.on_exception(trainer, exception)
-            with _noting(exception):
+            with noting(exception):
                 self._end_fit(hooks)
             tell(exception)
             if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
@@ -284,18 +285,6 @@ class Loop:
             history.append(history.epochs[-1], logged)
 
 
-@contextlib.contextmanager
-def _noting(exception: BaseException) -> Iterator[None]:
-    """Keeps a second exception from hiding the first."""
-    try:
-        yield
-    except Exception as second:
-        text = f"{type(second).__name__}: {second}"
-        exception.add_note(f"and after that: {text}")
-        if isinstance(exception, Preempted):  # whose notes nobody gets to see
-            say(f"{exception.signal}: {text}")
-
-
 def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
     """Calls `setup` of the callbacks; returns their hooks, timed if one has asked."""
     run = trainer.run
@@ -309,7 +298,12 @@ def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metric
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
-    with UsersFramesFirst(), contextlib.closing(source), run.logged.of_own_loop():
+    with (
+        UsersFramesFirst(),
+        contextlib.closing(source),
+        run.logged.of_own_loop(),
+        doing(trainer, "a fit", run.hooks),
+    ):
         run.progress.start_with(source)
         trainer.num_training_batches = run.padded_rows = None
         hooks = set_up(trainer, run.hooks)

@@ -67,6 +67,7 @@ class Run:
         optimizer: with what callbacks have put around it.
         ahead: how many steps of the present dispatch have no hooks called yet.
         is_fitting: whether `fit` is running.
+        doing: what callbacks were set up for and that still goes on; "" if nothing.
         epoch_is_over: whether no batch of the epoch is left, while it is being ended.
         stopwatch: measures the phases of a fit, if a callback has asked for it.
         last_values: what is logged once more at the end of a fit, by name.
@@ -102,7 +103,7 @@ class Run:
         self.logged = Logged(self.processes, self.progress)
 
         # Where a fit is.
-        self.ahead = 0
+        self.ahead, self.doing = 0, ""
         self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.last_values: dict[str, float] = {}

@@ -19,6 +19,7 @@ class Supervised(Callback):
 
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
+    only_in_training = True
     fit_end_order = 3
 
     def __init__(self, line: Channel):

@@ -1,0 +1,175 @@
+"""`validate`, `test` and `predict`: what they may be given, and who hears of them."""
+
+import numpy as np
+import pytest
+from toys import batches, make_small, mlp_trainer
+
+from jaxdp import Callback
+from jaxdp.callbacks import (
+    CSVLogger,
+    DonateBuffers,
+    ModelCheckpoint,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from jaxdp.callbacks.base import HOOKS
+
+METHODS = "validate", "test", "predict"
+
+
+class Hears(Callback):
+    """Writes down which hooks run, but for those of single batches."""
+
+    def __init__(self):
+        self.heard = []
+
+
+for _name in HOOKS:
+    if "batch" not in _name and _name not in ("on_pass_start", "on_boundary"):
+        setattr(Hears, _name, lambda self, *_, name=_name: self.heard.append(name))
+
+
+@pytest.mark.parametrize("method, doing", [
+    ("validate", "validation"), ("test", "test"), ("predict", "predict"),
+])  # fmt: skip
+def test_callbacks_are_set_up_and_hear_of_a_pass(method, doing):
+    trainer = make_small(callbacks=[hears := Hears()])
+    getattr(trainer, method)(batches(8))
+    around = [f"on_{doing}_start", f"on_{doing}_end"]
+    assert hears.heard == ["setup", *around, "teardown"]
+
+    # What goes wrong, wherever.
+    for loader, most in ((None, 1), ([], 2), ([(1, 2, 3)], 2)):
+        hears.heard.clear()
+        with pytest.raises((TypeError, ValueError)):
+            getattr(trainer, method)(loader)
+        before = ["setup", around[0]][:most]
+        assert hears.heard == [*before, "on_exception", "teardown"], loader
+
+
+def test_a_fit_ends_with_teardown_however_it_ends():
+    trainer = make_small(callbacks=[hears := Hears()])
+    trainer.fit(batches(8))
+    assert hears.heard[0] == "setup" and hears.heard[-2:] == ["on_fit_end", "teardown"]
+
+    hears.heard.clear()
+    with pytest.raises(ValueError):
+        trainer.fit([], max_epochs=2)
+    assert hears.heard == ["setup", "on_exception", "on_fit_end", "teardown"]
+
+    hears.heard.clear()
+    assert len([*trainer.steps(batches(8, 8))]) == 2
+    assert (hears.heard[0], hears.heard[-1]) == ("setup", "teardown")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_setup_that_fails_before_a_pass_reaches_on_exception(method):
+    class Fails(Callback):
+        def setup(self, trainer):
+            raise OSError("no such disk")
+
+        def on_exception(self, trainer, exception):
+            self.exception = exception
+
+    trainer = make_small(callbacks=[fails := Fails()])
+    with pytest.raises(OSError, match="no such disk") as caught:
+        getattr(trainer, method)(batches(8))
+    assert fails.exception is caught.value
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pass_inside_a_fit_sets_nothing_up_again(method):
+    class Passes(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            getattr(trainer, method)(batches(8))
+
+    trainer = make_small(callbacks=[hears := Hears(), Passes()])
+    trainer.fit(batches(8))
+    assert hears.heard == [
+        "setup", "on_fit_start", "on_train_epoch_start", "on_train_epoch_end",
+        "on_fit_end", "teardown",
+    ]  # fmt: skip
+
+
+def test_what_watches_training_is_left_alone_by_a_pass(tmp_path):
+    donated, speed = DonateBuffers(), ThroughputMonitor()
+    saver = ModelCheckpoint(tmp_path / "saved", monitor="val_loss")
+    trainer = mlp_trainer(CSVLogger(tmp_path / "log"), saver, donated, speed)
+    trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+    report, table = donated.report, (tmp_path / "log" / "metrics.csv").read_text()
+    seconds = speed._stopwatch
+    for method in METHODS:
+        getattr(trainer, method)(batches(8))
+    assert donated.report is report is not None
+    assert speed._stopwatch is seconds
+    assert (tmp_path / "log" / "metrics.csv").read_text() == table
+
+    # Nor does a pass lock folders, or tidy up in them.
+    other = mlp_trainer(ModelCheckpoint(tmp_path / "saved", monitor="val_loss"))
+    kept = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    other.validate(batches(8), ckpt_path="best")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == kept
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_pass_may_use_the_weights_of_a_checkpoint(tmp_path, averages):
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=3)
+    averaging = [WeightAveraging(0.9)] if averages else []
+    trainer = mlp_trainer(saver, *averaging)
+    data, val = batches(16, 16, 16, seed=1), batches(16, 5, seed=2)
+    scores, predicted = {}, {}
+
+    class Predicts(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            scores[trainer.global_step] = metrics["val_loss"]
+            predicted[trainer.global_step] = trainer.predict(val)
+
+    trainer.callbacks.append(Predicts())
+    trainer.fit(data, val, max_epochs=3)
+    own = trainer.validate(val)
+    for step, score in scores.items():
+        path = tmp_path / str(step)
+        assert trainer.validate(val, path)["val_loss"] == score
+        assert trainer.test(val, ckpt_path=path)["test_loss"] == score
+        np.testing.assert_array_equal(trainer.predict(val, path), predicted[step])
+    assert trainer.validate(val, "best")["val_loss"] == saver.best_model_score
+    assert trainer.validate(val) == own  # the trainer keeps its own
+
+
+@pytest.mark.parametrize(
+    "limit, rows", [(1, 16), (2, 32), (0.5, 32), (9, 53), (1.0, 53)]
+)
+def test_a_pass_may_be_limited(limit, rows):
+    data = batches(16, 16, 16, 5)
+    trainer = mlp_trainer()
+    assert len(trainer.predict(data, limit_batches=limit)) == rows
+    first = trainer.validate(
+        [tuple(np.concatenate(each)[:rows] for each in zip(*data, strict=True))]
+    )
+    for method, prefix in (("validate", "val"), ("test", "test")):
+        found = getattr(trainer, method)(data, limit_batches=limit)
+        np.testing.assert_allclose(
+            found[f"{prefix}_loss"], first["val_loss"], rtol=1e-6
+        )
+        named = getattr(trainer, method)({"a": data, "b": data}, limit_batches=limit)
+        assert named[f"{prefix}_a_loss"] == named[f"{prefix}_b_loss"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_limits_that_can_not_be_are_errors(method):
+    run = getattr(mlp_trainer(), method)
+    with pytest.raises(ValueError, match="`limit_batches` must be 0 or more"):
+        run(batches(8), limit_batches=-1)
+    with pytest.raises(ValueError, match="share of an epoch"):
+        run((b for b in batches(8)), limit_batches=0.5)
+    with pytest.raises(ValueError, match="gave no batches.*a limit 0"):
+        run(batches(8), limit_batches=0)
+
+
+def test_what_is_logged_in_a_test_is_among_its_values():
+    class Logs(Callback):
+        def on_test_end(self, trainer, metrics):
+            trainer.log("test_double", 2 * metrics["test_loss"])
+
+    found = make_small(callbacks=[Logs()]).test(batches(8))
+    assert found["test_double"] == 2 * found["test_loss"]
