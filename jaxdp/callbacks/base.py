@@ -134,7 +134,11 @@ class Callback:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint saves of this callback: JSON values only."""
+        """The state that a checkpoint saves of this callback: JSON values only.
+
+        A callback that a second trainer trains with gets the state back that it had
+        before the first one; what else it keeps is left alone.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -200,7 +204,7 @@ class Hooks:
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
             elif name in ("on_validation_end", "on_train_epoch_end"):
                 ordered = sorted(ordered, key=lambda callback: callback.reads_logged)
-            bound = (getattr(each, name) for each in ordered if _overrides(each, name))
+            bound = (getattr(each, name) for each in ordered if overrides(each, name))
             setattr(self, name, _sequence(name, tuple(bound)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -272,16 +276,17 @@ class Hooks:
 
     def _with(self, name: str) -> list[Callback]:
         """The callbacks that override the method `name`."""
-        return [each for each in self.callbacks if _overrides(each, name)]
+        return [each for each in self.callbacks if overrides(each, name)]
 
 
 def _has_part(callback: Callback) -> bool:
     """Whether a callback has a part in the compiled step."""
     names = "inside_step", "wrap_optimizer", "evaluated_state"
-    return any(_overrides(callback, name) for name in names)
+    return any(overrides(callback, name) for name in names)
 
 
-def _overrides(callback: Callback, name: str) -> bool:
+def overrides(callback: Callback, name: str) -> bool:
+    """Whether a callback has its own method `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name) or (
         name in vars(callback)
     )

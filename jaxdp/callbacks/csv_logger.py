@@ -87,7 +87,9 @@ class CSVLogger(Logger):
         self.path = self._table = path
         whose = _run_of(path)
         columns, rows, torn = [], [], False
-        if self._restored is not None and path.exists() and whose in (None, run.id):
+        knows_rows = self._restored is not None and self._restored["rows"] > 0
+        is_own = self._restored is not None and whose == run.id
+        if path.exists() and (is_own or (knows_rows and whose is None)):
             with contextlib.suppress(csv.Error):  # a damaged one is moved away below
                 columns, rows, torn = read_table(path)
 

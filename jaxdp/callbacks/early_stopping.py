@@ -125,6 +125,8 @@ class EarlyStopping(MetricCheck):
         self.stopped_epoch, last = state["stopped_epoch"], state["last"]
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
+        # Of steps that are undone, or another trainer's.
+        self.reason = self._best = None
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._reason(value, improved)

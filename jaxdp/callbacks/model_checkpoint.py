@@ -124,7 +124,6 @@ class ModelCheckpoint(Callback):
 
         # Known once a fit has begun.
         self._dir: CheckpointDir | None = None
-        self._run_id: str | None = None
         self._scores: dict[int, float] = {}  # of every step that is saved
         self._score = math.nan  # before the first: worse than anything that comes
         self._is_due = False
@@ -165,9 +164,6 @@ class ModelCheckpoint(Callback):
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone = False
-        if self._run_id not in (None, trainer.run.id) and not self._is_restored:
-            self._score, self._kept_for_resuming = math.nan, None
-        self._run_id = trainer.run.id
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))

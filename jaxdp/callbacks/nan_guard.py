@@ -104,6 +104,7 @@ class NanGuard(Callback):
         _SAVED(state, "state")
         self.skipped_steps = list(state["skipped_steps"])
         self._in_a_row = self._restored_in_a_row = state.get("in_a_row", 0)
+        self._late = LateReads()  # of steps that are undone, or another trainer's
 
     def _check_rest(self, trainer: Trainer) -> None:
         for where, past in self._late.drain():

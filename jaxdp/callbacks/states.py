@@ -1,10 +1,35 @@
-"""Which saved state is which callback's, in whatever order they are listed."""
+"""Whose state is whose: of callbacks in any order, and of several trainers'."""
 
+import copy
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
-from .base import Callback, Trainer
+from .base import Callback, Trainer, overrides
+
+_USED_BY: Final = "_used_by"
+"""Where a callback has the id of the trainer that uses it, and its first state."""
+
+
+def take_over(callbacks: Iterable[Callback], trainer_id: str) -> None:
+    """Gives callbacks that another trainer has used the state from before that."""
+    for callback in callbacks:
+        user, first = vars(callback).get(_USED_BY, (None, None))
+        if user == trainer_id:
+            continue
+        if user is None:
+            first = _first_state(callback)
+        elif first is not None:
+            try:
+                callback.load_state_dict(copy.deepcopy(first))
+            except Exception as error:
+                name = type(callback).__name__
+                error.add_note(
+                    f"while the callback {name}, which another trainer has used, loaded"
+                    " what its `state_dict()` was before that"
+                )
+                raise
+        vars(callback)[_USED_BY] = trainer_id, first
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
@@ -56,3 +81,12 @@ def name_of(trainer: Trainer, callback: Callback) -> str:
 
 def _class(name: str) -> str:
     return name.partition(":")[0]
+
+
+def _first_state(callback: Callback) -> dict[str, Any] | None:
+    if not overrides(callback, "state_dict"):
+        return None
+    try:
+        return copy.deepcopy(callback.state_dict())
+    except Exception:  # one that first gets its values when a fit begins
+        return None

@@ -33,7 +33,7 @@ def fit(
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
     resume.check_supervised(ckpt_path)
     with UsersFramesFirst():
-        trainer.run.renew_hooks(trainer.callbacks)
+        trainer.run.take_over(trainer.callbacks)
         if ckpt_path is not None:
             resume.resume(trainer, ckpt_path)
 
@@ -296,7 +296,7 @@ def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
 def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
     """`Trainer.steps`: one epoch, whose loop is the caller's."""
     run = trainer.run
-    run.renew_hooks(trainer.callbacks)
+    run.take_over(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
     with (
         UsersFramesFirst(),

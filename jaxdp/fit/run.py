@@ -13,6 +13,7 @@ from .. import losses
 from ..basics.console import say
 from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
+from ..callbacks.states import take_over
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from ..checkpoint import KeptPrograms
 from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
@@ -95,6 +96,7 @@ class Run:
         # Beside the other processes.
         self.processes = find_processes()
         self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self._trainer_id = self.id  # which no checkpoint changes
         self.kept_programs = KeptPrograms(self.processes)
         self.interrupts = Interrupts(self.processes)
         self.wishes = Pulse(self.processes, "whether to stop")
@@ -300,6 +302,11 @@ class Run:
         """Callbacks may have been added since the last time, or taken out."""
         checks.check_callbacks(callbacks)
         self.hooks = self.hooks.renewed(callbacks)
+
+    def take_over(self, callbacks: Sequence[Callback]) -> None:
+        """Renews the hooks; from now on, the state of callbacks is this trainer's."""
+        self.renew_hooks(callbacks)
+        take_over(callbacks, self._trainer_id)
 
     # For callbacks: what to set in `setup`, and what to ask for.
 

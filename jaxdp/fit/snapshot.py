@@ -28,7 +28,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
         run.hooks.on_save_checkpoint(trainer, path)
 
     with run.interrupts.whole():
-        run.renew_hooks(trainer.callbacks)
+        run.take_over(trainer.callbacks)
         state = run.settled_engine("`save`").state
         meta = all_but_arrays(trainer)
         with _waiting(run):
@@ -91,6 +91,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     run = trainer.run
     with run.interrupts.whole():
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
+            run.take_over(trainer.callbacks)
             strategy = run.engine.strategy
             is_snapshot = checkpoint.is_snapshot(path)
             restore = checkpoint.restore_snapshot if is_snapshot else checkpoint.restore
