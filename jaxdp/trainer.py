@@ -277,7 +277,7 @@ class Trainer:
             print(trainer.plan(loader, topology="h100x64"))  # by the compiler for them
 
         The step is compiled from shapes alone, and nothing runs. The model may be made
-        of shapes too. See also the plan's `to_html`, `scaling` and `largest_batch`.
+        of shapes too. See also the plan's `scaling` and `largest_batch`.
 
         Args:
             loader: as for `fit`; one batch is read, to learn the shapes.

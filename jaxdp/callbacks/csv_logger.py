@@ -13,9 +13,8 @@ from typing import Any
 
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
-from ..plan.page import SUFFIX
 from ..reports import read_table
-from ..reports.runs import EPOCH, VALIDATION
+from ..reports.runs import EPOCH, PLAN, VALIDATION
 from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce
@@ -35,8 +34,8 @@ class CSVLogger(Logger):
     another run keeps it as `metrics.1.csv` and so on, and says so.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
-    the run, the plan of its step, and how it ended; `metrics.plan.html` is the plan as
-    a page. `python -m jaxdp report <dirpath>` and `... compare` read them.
+    the run, the plan of its step, and how it ended; `metrics.plan.txt` has the plan in
+    words. `python -m jaxdp report <dirpath>` and `... compare` read them.
 
     Args:
         dirpath: folder of the table; None means `trainer.default_root_dir`.
@@ -127,9 +126,9 @@ class CSVLogger(Logger):
     def log_plan(self, plan: Any) -> None:
         self._record["plan"] = plan.to_dict()
         self._write_record()
-        page = self._table.with_suffix(SUFFIX)
-        with naming(page, "CSVLogger"):
-            plan.to_html(page)
+        path = self._table.with_suffix(PLAN)
+        with naming(path, "CSVLogger"):
+            write_whole(path, f"{plan}\n")
 
     def close(self) -> None:
         error = self._error
@@ -184,7 +183,7 @@ class CSVLogger(Logger):
 
 def _files_of(table: Path) -> list[Path]:
     """A table and what is written beside it."""
-    return [table, table.with_suffix(".json"), table.with_suffix(SUFFIX)]
+    return [table, table.with_suffix(".json"), table.with_suffix(PLAN)]
 
 
 def _text(

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
-from ..plan.page import page
 from .base import Trainer
 from .logger import Logger, Number
 from .monitor import announce
@@ -99,11 +98,6 @@ class MLFlowLogger(Logger):
             params=[entities.Param(k, str(v)[:500]) for k, v in new.items()],
             tags=[entities.RunTag(k, str(v)) for k, v in tags.items()],
         )
-
-    def log_plan(self, plan: Any) -> None:
-        """Keeps the plan as the page `plan.html` and as the text `plan.txt`."""
-        super().log_plan(plan)
-        self._client.log_text(self.run_id, page(plan), "plan.html")
 
     def log_text(self, name: str, text: str) -> None:
         """Keeps a text as the file `<name>.txt`; during a fit."""

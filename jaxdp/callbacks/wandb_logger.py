@@ -9,7 +9,6 @@ from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.json_checks import maybe, text
-from ..plan.page import page
 from ..reports import to_png
 from .base import Trainer
 from .logger import Logger, Number
@@ -82,11 +81,11 @@ class WandbLogger(Logger):
         self.run.config.update(flat(facts), allow_val_change=True)
 
     def log_plan(self, plan: Any) -> None:
-        """Shows the plan's page under `plan`, and its figures in the run's summary."""
+        """Shows the plan under `plan`, and its figures in the run's summary."""
         memory = plan.memory._asdict() | {"sent": round(plan.wire_bytes)}
         found = {f"plan/{name}_bytes": size for name, size in memory.items()}
         self.run.summary.update(found)
-        self.run.log({"plan": self._wandb.Html(page(plan))})
+        super().log_plan(plan)
 
     def log_text(self, name: str, text: str) -> None:
         """Shows a text under `name`; during a fit."""

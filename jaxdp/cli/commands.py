@@ -117,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
             "for hardware that you do not have: h100x64, v5p-2048, ...",
         ),
         ("--hardware", str, "NAME", "the hardware to estimate time for: h100, ..."),
-        ("--html", str, "FILE", "write the plan as a page too"),
         ("--json", str, "FILE", "write the plan as JSON too"),
     ):
         option(name, type=kind, metavar=metavar, help=help)
@@ -174,21 +173,17 @@ def _plan(options: argparse.Namespace) -> None:
     does before, it does. The options below may stand before or after SCRIPT; all others
     are handed to it, and so is whatever comes after `--`.
     """
-    for option in "html", "json":
-        path = getattr(options, option)
-        folder = os.path.dirname(os.path.abspath(path or __file__))
-        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            raise ValueError(
-                f"`--{option}`: {path} can't be written; pass a file in an existing"
-                " folder that can be written to."
-            )
+    path = options.json
+    folder = os.path.dirname(os.path.abspath(path or __file__))
+    if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"`--json`: {path} can't be written; pass a file in an existing folder that"
+            " can be written to."
+        )
     names = "devices", "hosts", "topology", "hardware"
     wanted = {name: getattr(options, name) for name in names}
     plan = _plan_script(options.script, options.arguments, **wanted)
     print(plan)
-    if options.html:
-        plan.to_html(options.html)
-        print(f"\nwritten to {options.html}")
     if options.json:
         Path(options.json).write_text(json.dumps(plan.to_dict(), indent=2))
 

@@ -105,14 +105,6 @@ class Bound(NamedTuple):
         return self.found / self.least if self.least else float(self.found == 0) or 1.0
 
 
-class Split(NamedTuple):
-    """A leaf that every device holds whole, but that could be split."""
-
-    path: str
-    axis: int
-    bytes_saved: int
-
-
 class Estimate(NamedTuple):
     """A roofline estimate: the seconds of a step at the hardware's peaks. Real steps
     take longer.
@@ -124,7 +116,7 @@ class Estimate(NamedTuple):
 
     hardware: str
     compute: float
-    """Time for matrix operations; for compiled operations if those are unknown."""
+    """Time for matrix operations; 0 if they are unknown."""
     memory: float
     """Time to read arguments, write results, and do both with temporary memory."""
     communication: float

@@ -11,9 +11,8 @@ import jax
 from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
-from ..basics.files import save_figure, write_whole
-from .page import page
-from .parts import Bound, Estimate, Leaf, Memory, Row, Split, Traffic
+from ..basics.files import save_figure
+from .parts import Bound, Estimate, Leaf, Memory, Row, Traffic
 from .text import in_bytes, scaling_table, text
 
 
@@ -21,8 +20,8 @@ from .text import in_bytes, scaling_table, text
 class Plan:
     """What a train step takes: memory, communication, operations, per device.
 
-    `str(plan)` is the report for people, `to_dict()` the same for programs, and
-    `to_html(path)` a page that needs no network.
+    `str(plan)` is the report for people, `to_dict()` the same for programs;
+    `trainer.report(path, plan)` puts it on the page of a run.
 
     Attributes:
         device: the devices it is for: `"8 x cpu"`.
@@ -38,16 +37,12 @@ class Plan:
         memory: bytes per device.
         flops: operations in the matrix products and convolutions of a step, summed over
             all devices, as traced; None if the strategy hides the traced step.
-        flops_compiled: all operations that the compiler counts in one device's program,
-            with each loop body counted once; None if the compiler does not tell.
         bubble: the share of the time in split layers that devices spend waiting for
             each other, by the strategy's schedule; `flops` counts it as work.
         traffic: the collectives, those with the most bytes first.
         leaves: every leaf of the state and of the batch.
         bounds: lower bounds, each with the value that was found.
         not_overwritten: paths of leaves that were donated but are copied anyway.
-        could_split: leaves that every device holds whole, and that could be split over
-            the devices that share the rows; the largest first.
         estimate: the time of a step in seconds, if the hardware is known.
         trace_seconds: time to trace the step; None if `compile_seconds` includes it.
         compile_seconds: time to compile it.
@@ -66,13 +61,11 @@ class Plan:
     steps: int
     memory: Memory
     flops: float | None
-    flops_compiled: float | None
     bubble: float
     traffic: tuple[Traffic, ...]
     leaves: tuple[Leaf, ...]
     bounds: tuple[Bound, ...]
     not_overwritten: tuple[str, ...]
-    could_split: tuple[Split, ...]
     estimate: Estimate | None
     trace_seconds: float | None
     compile_seconds: float
@@ -164,10 +157,6 @@ class Plan:
         for plain, bound in zip(found["bounds"], self.bounds, strict=True):
             plain["ratio"] = bound.ratio
         return found | {"wire_bytes": self.wire_bytes}
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file that needs no network."""
-        write_whole(path, page(self))
 
     def __str__(self) -> str:
         return text(self)

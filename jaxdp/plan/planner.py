@@ -172,11 +172,7 @@ def _planned(
     runs, count = engine.programs.of_training(), len(hosts)
     reading = Reading(engine, hosts)
 
-    # The compiler's count has what it made of the step; of loops one turn.
-    traced = reading.flops
-    compiled = (runs.compiled.cost_analysis() or {}).get("flops", 0)
-    operations = compiled if traced is None else traced / count
-
+    flops = reading.flops
     return Plan(
         planner=planner,
         device=devices.name,
@@ -189,15 +185,13 @@ def _planned(
         micro_batches=reading.micro_batches,
         steps=reading.steps,
         memory=reading.memory(),
-        flops=traced,
-        flops_compiled=float(compiled) if compiled > 0 else None,
+        flops=flops,
         bubble=engine.strategy.bubble,
         traffic=reading.traffic,
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,
-        could_split=reading.could_split(),
-        estimate=profile and estimate(profile, reading, operations),
+        estimate=profile and estimate(profile, reading, (flops or 0) / count),
         trace_seconds=runs.built and runs.built.trace_seconds,
         compile_seconds=runs.built.compile_seconds if runs.built else runs.seconds,
         notes=_notes(reading, devices, profile),
@@ -231,6 +225,8 @@ def _notes(
         )
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")
+    if reading.flops is None:
+        unknown.append("operations: this strategy hides the traced step")
     if any(each.times is None for each in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
 

@@ -12,7 +12,7 @@ from ..basics.tree import leaf_path
 from . import hlo
 from .hardware import Hardware, usable_memory
 from .leaves import leaves_of, nbytes
-from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Split, Traffic
+from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
 
 _MOST: Final = 3
 """How many places a collective names that moves arrays from several."""
@@ -175,19 +175,6 @@ class Reading:
                 memory.results - memory.overwritten,
             ),
         )
-
-    def could_split(self) -> tuple[Split, ...]:
-        """Leaves that no axis splits, though the shards divide one of theirs."""
-        n, found = self.num_shards, []
-        if n == 1 or self.is_whole:
-            return ()
-        for leaf in self.state:
-            axes = [axis for axis, size in enumerate(leaf.shape) if size % n == 0]
-            axes = [] if leaf.on_host else axes
-            if axes and leaf.parts == 1 and leaf.group != "other" and leaf.bytes >= n:
-                saved = leaf.bytes_per_device - leaf.bytes_per_device // n
-                found.append(Split(f"{leaf.group}: {leaf.path}", axes[0], saved))
-        return tuple(sorted(found, key=lambda each: -each.bytes_saved))
 
     def _gathered_in_calls(self, state: Any, strategy: Any) -> frozenset[str]:
         """The parameters that modules gather when they are called, and not the step.

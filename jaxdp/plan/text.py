@@ -1,10 +1,10 @@
-"""A plan in words: the sections that the report for a terminal and the page have."""
+"""A plan in words."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..basics.console import columns
-from .parts import GROUPS, Leaf, Memory, Row, Traffic
+from .parts import GROUPS, Memory, Row, Traffic
 
 _LABELS: Final = GROUPS | {"other": "step, key, sums"}
 _NOTES: Final = {"exact": "Exact", "indicative": "Indicative", "unknown": "Not known"}
@@ -19,8 +19,6 @@ class Section(NamedTuple):
     title: str
     rows: Sequence[Sequence[str]] = ()
     lines: Sequence[str] = ()
-    header: Sequence[str] = ()
-    """Of the columns, on the page."""
 
 
 def text(plan: Any) -> str:
@@ -49,7 +47,6 @@ def sections(plan: Any) -> Iterator[Section]:
         f"Communication: a device sends {in_bytes(plan.wire_bytes)} per step",
         [_traffic(each) for each in plan.traffic],
         ["Nothing is sent."] * (not plan.traffic),
-        ("collective", "over", "dtype", "times", "holds", "sends", "where"),
     )
     yield Section(
         "Lower bounds of this layout",
@@ -64,9 +61,6 @@ def sections(plan: Any) -> Iterator[Section]:
         ],
     )
     yield Section("Donation", lines=[_donation(plan)])
-    if plan.could_split:
-        title = "Whole on every device, though it could be split"
-        yield Section(title, lines=[_could_split(plan)])
 
     # What it computes, and how long that takes.
     yield Section("Operations", lines=_operations(plan))
@@ -78,27 +72,6 @@ def sections(plan: Any) -> Iterator[Section]:
     for kind, notes in plan.notes.items():
         if notes:
             yield Section(_NOTES[kind], lines=[f"- {note}" for note in notes])
-
-
-def leaves_section(leaves: Sequence[Leaf]) -> Section:
-    """Every leaf: how it is laid out."""
-    rows = [
-        (
-            each.path,
-            each.group,
-            each.dtype,
-            _shape(each.shape),
-            each.spec,
-            _shape(each.shard),
-            f"{each.bytes_per_device:,}",
-            ", ".join(
-                ["overwritten"] * each.overwritten + ["on the host"] * each.on_host
-            ),
-        )
-        for each in leaves
-    ]
-    names = "leaf", "", "dtype", "shape", "split", "on a device", "bytes on it", ""
-    return Section("Layout", rows, header=names)
 
 
 def scaling_table(scaling: Any) -> str:
@@ -158,7 +131,6 @@ def _memory(memory: Memory) -> Section:
             " includes them.",
             *moved,
         ],
-        ("", "", "bytes"),
     )
 
 
@@ -199,35 +171,17 @@ def _donation(plan: Any) -> str:
     return found
 
 
-def _could_split(plan: Any) -> str:
-    total = in_bytes(sum(each.bytes_saved for each in plan.could_split))
-    most = plan.could_split[0]
-    return (
-        f"{len(plan.could_split)} leaves; splitting them all saves {total} per device,"
-        f" of which {in_bytes(most.bytes_saved)} for {most.path}. ZeRO splits the"
-        " optimizer state, FSDP the parameters too."
-    )
-
-
 def _operations(plan: Any) -> list[str]:
-    compiled = plan.flops_compiled and plan.flops_compiled * plan.num_devices
-    lines = [
-        f"{kind} operations: {in_short(count)}FLOP per step,"
-        f" {in_short(count / plan.num_devices)}FLOP per device,"
-        f" {in_short(count / plan.rows)}FLOP per row; {words}."
-        for kind, count, words in (
-            ("Matrix", plan.flops, "of products and convolutions, as traced"),
-            (
-                "Compiled",
-                compiled,
-                "of all kinds, as the compiler counts: loop bodies once",
-            ),
-        )
-        if count is not None
-    ]
+    count, lines = plan.flops, []
+    if count is not None:
+        lines += [
+            f"{in_short(count)}FLOP per step in matrix products and convolutions, as"
+            f" traced: {in_short(count / plan.num_devices)}FLOP per device,"
+            f" {in_short(count / plan.rows)}FLOP per row."
+        ]
     if plan.bubble:
         lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
-    return lines or ["Not known for this strategy and compiler."]
+    return lines or ["Not known for this strategy."]
 
 
 def _estimate(plan: Any) -> Section:
@@ -256,7 +210,3 @@ def _scaling_row(row: Row) -> tuple[str, ...]:
         "-" if row.rows_per_second is None else in_short(row.rows_per_second),
         "-" if row.efficiency is None else f"{row.efficiency:.0%}",
     )
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

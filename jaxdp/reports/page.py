@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..basics.files import write_whole
-from ..plan.page import document, table
-from ..plan.page import page as plan_page
 from ..plan.text import in_seconds
 from .figures import Curve, draw, metric_curves, to_svg
+from .html import document, table
 from .runs import (
     EPOCH,
     PHASES,
@@ -33,11 +32,6 @@ _RATES: Final = {
 _MOST_CURVES: Final = 16
 """In a chart of layers."""
 
-_FRAME: Final = (  # as high as what is in it, which runs no scripts
-    '<iframe sandbox="allow-same-origin" srcdoc="{}" onload="this.style.height ='
-    " this.contentDocument.documentElement.scrollHeight + 40 + 'px'\"></iframe>"
-)
-
 
 def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Path:
     """Writes one self-contained HTML page about a run.
@@ -50,13 +44,13 @@ def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Pa
     Returns:
         The path.
     """
-    framed = run.plan if plan is None else plan_page(plan)
+    planned = run.plan if plan is None else str(plan)
     sections = {
         "Results": _with_head(comparison([run])),
         "Curves": _drawn(metric_charts([run]), run.xlabel),
         "Throughput": _throughput(run),
         "Other values": _drawn(other_charts(run), run.xlabel),
-        "Plan": _FRAME.format(escape(framed)) if framed else "",
+        "Plan": f"<pre>{escape(planned)}</pre>" if planned else "",
         "Made of": _facts(run.record),
     }
     return _write(path, run.name, _subtitle(run), sections)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..basics.json_checks import anything, by_name, fields, read_json
-from ..plan.page import SUFFIX
 from ..plan.text import in_seconds, in_short
 
+PLAN: Final = ".plan.txt"
+"""The end of the file that `CSVLogger` writes the plan to."""
 EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
 THROUGHPUT: Final = "throughput/"
@@ -45,7 +46,7 @@ class Run(NamedTuple):
     """Values by the name of their column, as `(step, value)`."""
     xlabel: str = "optimizer step"
     plan: str | None = None
-    """The page of the plan that was logged."""
+    """The plan that was logged, in words."""
 
     def last(self, name: str) -> float:
         """The latest value of a column; NaN if it has none."""
@@ -82,8 +83,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             _RECORD(record, "record")
 
     name = str(path if path.is_dir() else path.with_suffix(""))
-    page = table.with_suffix(SUFFIX)
-    plan = page.read_text(encoding="utf-8") if page.is_file() else None
+    text = table.with_suffix(PLAN)
+    plan = text.read_text(encoding="utf-8") if text.is_file() else None
     return Run(name, record, columns, plan=plan)
 
 

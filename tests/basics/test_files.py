@@ -79,7 +79,7 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     assert rows[-1] == ""
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.html"])
+@pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.txt"])
 def test_a_folder_in_place_of_a_file_is_found_before_training(tmp_path, name):
     (tmp_path / name).mkdir()
     trainer = linear_trainer(CSVLogger(tmp_path))

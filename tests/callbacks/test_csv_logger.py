@@ -169,9 +169,7 @@ def test_the_record_has_the_plan_of_the_program_that_ran(tmp_path):
     found = trainer.compiled_train_step().memory_analysis()
     assert plan["memory"]["temporary"] == found.temp_size_in_bytes
     assert plan["memory"]["arguments"] == found.argument_size_in_bytes
-    page = (tmp_path / "metrics.plan.html").read_text()
-    assert page.startswith("<!DOCTYPE html>") and "http" not in page
-    assert f"{plan['memory']['peak']:,}" in page
+    assert f"{plan['memory']['peak']:,}" in (tmp_path / "metrics.plan.txt").read_text()
 
 
 def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplog):
@@ -194,13 +192,13 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplo
     history = trainer.fit(batches(8, 8))
     assert len(history["loss"]) == 1
     assert "CSVLogger: the plan could not be read: " in caplog.text
-    assert not (tmp_path / "metrics.plan.html").exists()
+    assert not (tmp_path / "metrics.plan.txt").exists()
 
 
 def test_the_record_goes_with_its_table(tmp_path):
     for seed in range(2):
         linear_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
-    assert (tmp_path / "metrics.1.plan.html").exists()
+    assert (tmp_path / "metrics.1.plan.txt").exists()
     seeds = [
         json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
         for name in ("metrics.1.json", "metrics.json")

@@ -116,7 +116,7 @@ def test_the_default_folder_is_the_trainers(tmp_path, monkeypatch):
     trainer.fit(batches(8, 8))
     names = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
     assert names == {
-        *("metrics.csv", "metrics.json", "metrics.plan.html"),
+        *("metrics.csv", "metrics.json", "metrics.plan.txt"),
         "curves.png",
     }
 

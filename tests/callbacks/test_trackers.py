@@ -176,7 +176,7 @@ def test_mlflow_has_the_run(tmp_path, mlflow):
     assert val_loss.step == 4
     assert val_loss.value == pytest.approx(history["val_loss"][0])
     files = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert files == {"note.txt", "plan.txt", "plan.html", "history.png"}
+    assert files == {"note.txt", "plan.txt", "history.png"}
     (text,) = (tmp_path / "mlartifacts").rglob("plan.txt")
     assert text.read_text() == str(trainer.running_plan())
 

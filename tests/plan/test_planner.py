@@ -194,7 +194,7 @@ def test_a_strategy_of_ones_own_says_what_it_lacks():
 
     plan = trainer(Compiled()).plan([batch()])
     assert plan.flops is plan.trace_seconds is None
-    assert plan.flops_compiled > 0 and plan.compile_seconds > 0
+    assert plan.compile_seconds > 0
     assert "Traced and compiled in" in str(plan)
 
 

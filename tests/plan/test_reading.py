@@ -73,7 +73,6 @@ def test_the_step_that_runs_has_its_plan_without_another_compilation(name, monke
     assert running is trained.running_plan()
     assert running.memory == plan.memory
     assert running.leaves == plan.leaves
-    assert running.could_split == plan.could_split
     assert (running.rows, running.steps) == (plan.rows, 1)
     assert running.wire_bytes == plan.wire_bytes
     sent = [
@@ -82,7 +81,6 @@ def test_the_step_that_runs_has_its_plan_without_another_compilation(name, monke
     ]
     assert sent[0] == sent[1]
     assert [each.ratio for each in running.bounds[1:]] == [1, 1]
-    assert "as the compiler counts" in str(running)
     with pytest.raises(RuntimeError, match="make one with `trainer.plan"):
         running.largest_batch(1e9)
 
@@ -157,16 +155,6 @@ def test_nan_guards_are_planned_with():
     assert plan.memory.results > plain.plan([batch()]).memory.results
 
 
-def test_what_could_be_split_is_what_splitting_saves():
-    whole = whole_plan()
-    split = trainer(Split(8)).plan([batch()])
-    saved = sum(each.bytes_saved for each in whole.could_split)
-    held = [plan.memory.parameters + plan.memory.optimizer for plan in (whole, split)]
-    assert held[0] - held[1] == saved > 0
-    assert split.could_split == ()
-    assert trainer(SingleDevice()).plan([batch()]).could_split == ()
-
-
 def test_micro_batches_are_counted():
     accumulated = trainer(Pmap(4), accumulate_grad_batches=3).plan([batch(64)])
     single = trainer(Pmap(4)).plan([batch(64)])
@@ -230,7 +218,6 @@ def test_the_bitwise_step_is_planned_with_its_turns(devices):
     gradients = turns * (devices - 1) * PARAMS
     assert 0 < plan.wire_bytes - gradients <= turns * (devices - 1) * 64
     assert plan.notes["unknown"] == plain.notes["unknown"]
-    assert plan.could_split == ()
     assert trained.running_plan().wire_bytes == plan.wire_bytes
     predicted = trainer(Sharded(8), **bitwise).plan([batch()], devices=devices)
     assert comparable(predicted.to_dict()) == comparable(plan.to_dict())

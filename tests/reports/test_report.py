@@ -4,6 +4,7 @@ import html.parser
 import json
 import os
 import re
+from html import escape
 from pathlib import Path
 
 import jax
@@ -93,8 +94,7 @@ def test_the_page_has_the_curves_and_what_the_run_was_made_of(tmp_path):
         assert f" {name} " in page.text
     assert "scale_by_adam(b1=0.9" in page.text and jax.__version__ in page.text
     assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d UTC \| finished ", page.text)
-    plan = page.source  # of which the plan's page is in a frame
-    assert "Memory per device" in plan and "layers[1].weight" in plan
+    assert "Memory per device" in page.source
     assert page.loaded == [] and "@import" not in page.source
     assert page.tags.count("svg") == 3 and "script" not in page.tags
 
@@ -249,9 +249,9 @@ def test_times_read_as_people_write_them():
     assert in_seconds(2 * 3600 + 125) == "2 h 2 min"
 
 
-def test_a_plan_in_a_report_is_shown_whole_and_runs_nothing(tmp_path):
+def test_a_report_shows_the_plan_that_it_is_given(tmp_path):
     trainer, data = mlp_trainer(), batches(8, 8)
     trainer.fit(data)
-    page = Path(trainer.report(tmp_path, plan=trainer.plan(data))).read_text()
-    (frame,) = re.findall(r"<iframe [^>]*>", page)
-    assert 'sandbox="allow-same-origin"' in frame and "scrollHeight" in frame
+    plan = trainer.plan(data)
+    page = Path(trainer.report(tmp_path, plan=plan)).read_text()
+    assert f"<pre>{escape(str(plan))}</pre>" in page

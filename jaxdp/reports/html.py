@@ -6,12 +6,7 @@ What is too wide scrolls, with a shadow at the side where there is more.
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, Final
-
-from .text import headline, leaves_section, sections
-
-SUFFIX: Final = ".plan.html"
-"""Of the page that `CSVLogger` writes beside its table."""
+from typing import Final
 
 _PAGE: Final = string.Template("""\
 <!DOCTYPE html>
@@ -32,25 +27,14 @@ svg{max-width:100%;height:auto}
 table{border-collapse:collapse;font-size:.93em;margin:0 0 1em}
 th,td{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
 font-variant-numeric:tabular-nums;vertical-align:top;overflow-wrap:break-word}
-.plan td:not(:last-child){white-space:nowrap}
 th,header p{color:#888;font-weight:normal}
-iframe{width:100%;height:900px;border:1px solid #8886}
+pre{line-height:1.3}
 @media (prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}
 </style></head><body>
 <header><h1>$title</h1><p>$subtitle</p></header>
 $body
 </body></html>
 """)
-
-
-def page(plan: Any) -> str:
-    """The report of a `Plan` as HTML, and a table of every leaf."""
-    shown = {}
-    for section in (*sections(plan), leaves_section(plan.leaves)):
-        lines = "".join(f"<p>{escape(line)}</p>" for line in section.lines)
-        rows = f'<div class="plan">{table(section.rows, section.header)}</div>'
-        shown[section.title] = rows + lines
-    return document(f"Plan for {plan.device}", f"{headline(plan)}.", shown)
 
 
 def document(title: str, subtitle: str, sections: Mapping[str, str]) -> str:
