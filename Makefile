@@ -62,7 +62,6 @@ test-lowest:
 faults: $(READY)
 	JAXDP_FAULTS=long JAXDP_FAULTS_TABLE=docs/reliability.md \
 	  $(BIN)/python -m pytest tests/faults
-	$(BIN)/python tests/supervisor/kills.py 100 docs/reliability.md
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -2,12 +2,6 @@
 time, or CI runs them by `make test-guards`. `make test-all` runs all."""
 
 CASES = """
-supervisor/test_run.py::test_kills_of_all_kinds[1-100-5]
-supervisor/test_run.py::test_kills_of_all_kinds[8-12-17]
-supervisor/test_run.py::test_both_are_killed_and_the_next_start_goes_on
-supervisor/test_run.py::test_the_users_own_exception_at_the_same_step_twice
-checkpoint/test_snapshots.py::test_a_run_goes_on_from_a_snapshot_bit_for_bit[split]
-checkpoint/test_snapshots.py::test_a_run_goes_on_from_a_snapshot_bit_for_bit[offloaded]
 faults/test_kills.py::test_kills_at_random_moments[0]
 faults/test_kills.py::test_kills_while_a_checkpoint_is_written
 faults/test_kills.py::test_ctrl_c_is_answered_once_and_workers_keep_quiet
@@ -451,7 +445,6 @@ checkpoint/test_saving.py::test_a_loaded_trainer_goes_on_as_if_it_had_never_stop
 checkpoint/test_saving.py::test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped[Sharded]
 checkpoint/test_saving.py::test_a_checkpoint_inside_an_epoch_resumes_inside_it[loader-3]
 checkpoint/test_saving.py::test_a_checkpoint_inside_an_epoch_resumes_inside_it[list-3]
-checkpoint/test_snapshots.py::test_a_run_goes_on_from_a_snapshot_bit_for_bit[replicas]
 step/test_parts.py::test_resuming_inside_an_epoch_gives_the_same_bits[FSDP({'data': 8})]
 fit/test_bad_input.py::test_torch_and_flax_things_are_named
 fit/test_bad_input.py::test_what_to_write_for_dicts_does

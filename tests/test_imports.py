@@ -21,7 +21,7 @@ callbacks
 history
 reports comparison
 engine plan
-data strategies checkpoint supervisor
+data strategies checkpoint
 step distributed
 basics losses
 """

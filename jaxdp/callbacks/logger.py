@@ -11,7 +11,6 @@ import numpy as np
 from ..basics.console import warn
 from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
 from ..reports.runs import EPOCH, VALIDATION
-from ..supervisor import channel
 from .base import Callback, Trainer
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts
@@ -169,8 +168,6 @@ class Logger(Callback):
                 self._log_steps(self._late.drain())
                 self.flush()
         except OSError as error:  # a full disk of logs costs no checkpoint
-            if channel() is not None:
-                raise  # a run that is started again loses no rows either
             warn(f"{error}. These rows are missing.")
         return {"validation": self._validation, **self.own_state()}
 

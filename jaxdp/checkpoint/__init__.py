@@ -6,6 +6,5 @@ from .leaves import arrays_of, plain
 from .programs import KeptPrograms
 from .restoring import CheckpointCorrupt, read_meta, restore
 from .saving import SaveFailed, Saving, start_saving
-from .snapshots import Snapshots, is_snapshot, restore_snapshot
 from .undo import undone_if_it_fails
 from .weights import load_model, save_model

@@ -208,12 +208,6 @@ def start_saving(
     return saving
 
 
-def wait_for_savings() -> None:
-    """Waits until all that are under way have ended, well or not."""
-    if (latest := _latest) is not None:
-        latest.join()
-
-
 def _check_is_new(path: str) -> None:
     if os.path.lexists(path):
         raise FileExistsError(f"`path`: {path} exists already; pass a new folder.")

@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxdp run | doctor | plan | report | ...`."""
+"""The command line: `python -m jaxdp doctor | plan | report | ...`."""
 
 from .commands import main
 

@@ -26,7 +26,6 @@ from ..reports import (
     write_comparison,
     write_report,
 )
-from ..supervisor import Supervisor
 from ..trainer import Trainer
 from .doctor import examine
 
@@ -38,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns what the process is to exit with."""
     end_quietly()  # whoever reads the output may have read enough
     parser, given = _parser(), list(sys.argv[1:] if arguments is None else arguments)
-    is_ours = "--" in given and given[0] != "run"  # which hands on what follows SCRIPT
-    end = given.index("--") if is_ours else len(given)
+    end = given.index("--") if "--" in given else len(given)
     options, others = parser.parse_known_args(given[:end])
     others += given[end + 1 :]
     if options.command is None:
@@ -83,22 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--quick", action="store_true", help="leave out the checks that take seconds"
     )
-
-    option = add(
-        _run,
-        "run a script, and start it again after a fault",
-        usage="%(prog)s [options] SCRIPT [the script's own arguments]",
-        allow_abbrev=False,
-    )
-    option("script", metavar="SCRIPT", help="calls `fit(..., ckpt_path='auto')`")
-    option("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    for name, kind, metavar, default, help in (
-        ("--max-restarts", int, "N", 10, "at most so often; 10 by default"),
-        ("--deadman", float, "SECONDS", None, "also after so long a silence"),
-        ("--snapshot-every", int, "STEPS", None, "keep its state in memory so often"),
-        ("--snapshot-dir", str, "DIR", None, "where to; /dev/shm by default"),
-    ):
-        option(name, type=kind, metavar=metavar, default=default, help=help)
 
     option = add(
         _plan,
@@ -146,24 +128,6 @@ def _doctor(options: argparse.Namespace) -> int:
         print(finding, flush=True)
         found.append(finding.state)
     return int("problem" in found)
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Runs SCRIPT, and starts it again after a crash, a kill or an exception.
-
-    Not after an error that would come again: a wrong argument, or the same exception
-    twice at the same step. The script goes on by itself, if it calls
-    `fit(..., ckpt_path="auto")`. Signals are passed on to it, and its exit code comes
-    back. The options below stand before SCRIPT; what follows it is its own.
-    """
-    return Supervisor(
-        options.script,
-        options.arguments,
-        max_restarts=options.max_restarts,
-        deadman=options.deadman,
-        every=options.snapshot_every,
-        folder=options.snapshot_dir,
-    ).run()
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ import jax
 from ..basics.console import say, some_of, warn
 from ..data import Dispatch, leaf_name
 from ..step import joined, with_rows
-from ..supervisor import patience
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -63,8 +62,7 @@ class Compilations:
             timer.start()
         started = time.perf_counter()
         try:
-            with patience():
-                yield
+            yield
         finally:
             timer.cancel()
         seconds = time.perf_counter() - started

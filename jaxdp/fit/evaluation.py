@@ -15,7 +15,6 @@ from ..callbacks.base import Hooks
 from ..data import Source, capped, inputs_of, shown
 from ..engine import Fetching
 from ..step import Whole, means_of
-from ..supervisor import alive
 from .endings import doing, noting
 from .pass_metrics import add_pass_values
 from .resume import taken
@@ -285,6 +284,5 @@ def _pass(
     for number, batch in enumerate(itertools.islice(batches, limit)):
         run.processes.step(f"batch {number} of {doing}")
         yield batch
-        alive()
         run.interrupts.check()
     run.processes.all(f"the end of {doing}", None)

@@ -31,7 +31,6 @@ def fit(
     ckpt_path: Any,
 ) -> None:
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
-    resume.check_supervised(ckpt_path)
     with UsersFramesFirst():
         trainer.run.take_over(trainer.callbacks)
         if ckpt_path is not None:

@@ -10,7 +10,6 @@ from ..basics.console import say, warn
 from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
-from ..supervisor import channel, find_snapshots
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -25,16 +24,6 @@ _OF_CONTENTS: Final = (
     OverflowError,
 )
 """What comes of values that are not what was saved."""
-
-
-def check_supervised(ckpt_path: Any) -> None:
-    """Warns where a script that is started again would not go on."""
-    if channel() is not None and ckpt_path != "auto":
-        warn(
-            f"`ckpt_path`={ckpt_path!r}: after a fault `python -m jaxdp run`"
-            " starts the script again, but this fit would begin at the same place"
-            " as now; use fit(..., ckpt_path='auto')."
-        )
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
@@ -166,8 +155,6 @@ def _paths(
     And what stands among them that is no checkpoint.
     """
     folders = [saver.folder(trainer) for saver in savers]
-    if where == "auto":
-        folders = [*_snapshots(folders), *folders]
 
     # Of equal steps first the last saver's: it knows of those before it.
     found = sorted(
@@ -197,14 +184,6 @@ def _paths(
     for fault in faults:
         warn(f"`ckpt_path`={where!r}: {fault} Skipped.")
     return [[folder.path_of(step) for step, folder in found], faults]
-
-
-def _snapshots(folders: list[checkpoint.CheckpointDir]) -> list[checkpoint.Snapshots]:
-    """Those that belong to folders of checkpoints, in a supervised process."""
-    if (line := channel()) is None:
-        return []
-    found = [find_snapshots(line.snapshots, folder.path) for folder in folders]
-    return [checkpoint.Snapshots(path) for path in found if path is not None]
 
 
 def _first_whole(

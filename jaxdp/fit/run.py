@@ -33,8 +33,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.bitwise import Bitwise
-from ..strategies.compiler_options import ended_after, spelled_here
-from ..supervisor import channel
+from ..strategies.compiler_options import spelled_here
 from . import checks
 from .logged import Logged
 from .pass_metrics import split_metrics
@@ -237,9 +236,6 @@ class Run:
         if self.reproducible:
             strategy = Bitwise(strategy)
         options = self.compiler_options
-        line = channel()
-        if line is not None and line.deadman and jax.default_backend() == "gpu":
-            options = {**ended_after(line.deadman), **options}
         return strategy.with_compiler_options(options) if options else strategy
 
     def open(self, loader: Any, argument: str, kind: Kind) -> Source:

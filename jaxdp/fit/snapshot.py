@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
 from ..basics.console import say, warn
-from ..callbacks.model_checkpoint import savers_of
 from ..callbacks.states import identities, named, saved_states
 from ..checkpoint import undone_if_it_fails
-from ..supervisor import patience
 from .checks import check_json
 from .resume import taking_up
 
@@ -65,7 +63,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
 @contextlib.contextmanager
 def _waiting(run: "Run") -> Iterator[None]:
     """Where a fit waits for a disk."""
-    with run.stopwatch.phase("checkpoints"), patience():
+    with run.stopwatch.phase("checkpoints"):
         yield
 
 
@@ -93,19 +91,14 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
             run.take_over(trainer.callbacks)
             strategy = run.engine.strategy
-            is_snapshot = checkpoint.is_snapshot(path)
-            restore = checkpoint.restore_snapshot if is_snapshot else checkpoint.restore
-            state, meta = restore(
+            state, meta = checkpoint.restore(
                 path,
                 lambda shapes: strategy.as_saved(run.engine.state, shapes),
                 lambda meta: _take_up(trainer, path, meta),
             )
             state = strategy.place(state)
 
-        folder, savers = os.path.dirname(os.path.abspath(path)), savers_of(trainer)
-        if is_snapshot and savers:  # its programs are beside the checkpoints
-            folder = savers[0].folder(trainer).path
-        run.kept_programs.look_in(folder)
+        run.kept_programs.look_in(os.path.dirname(os.path.abspath(path)))
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
         run.id = meta["run_id"]

@@ -71,15 +71,6 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
     return dict(_spelled(name, value) for name, value in options.items())
 
 
-def ended_after(seconds: float) -> dict[str, Any]:
-    """The option that ends a process whose GPU does not get done with a program.
-
-    Empty where this version of XLA has none.
-    """
-    option = "xla_gpu_execution_terminate_timeout", f"{seconds:g}s"
-    return dict([option]) if refusal(*option) is None else {}
-
-
 def _spelled(name: str, value: Any) -> tuple[str, Any]:
     """An option as this version has it."""
     name = name.removeprefix("--")

@@ -124,18 +124,6 @@ def test_a_resumed_run_has_the_same_programs(strategy, options, compiled, tmp_pa
     assert {each: each.stat().st_mtime_ns for each in files(tmp_path / "run")} == kept
 
 
-def test_a_run_goes_on_from_a_snapshot_with_the_same_programs(
-    supervised, saved, compiled, tmp_path
-):
-    """Also where no checkpoint has been saved yet."""
-    run = tmp_path / "run"
-    fit(run, 3, saver=ModelCheckpoint(run, every_n_train_steps=100))
-    assert not (run / "2").exists()
-    compiled.clear()
-    again = fit(run, 4, saver=ModelCheckpoint(run, every_n_train_steps=100))
-    assert compiled == [] and bits(again) == saved[1]
-
-
 def test_it_overwrites_the_state_as_the_first_one_did(run, compiled):
     trainer = fit(run, 3)
     old = trainer.run.engine.held.arrays

@@ -334,8 +334,9 @@ def catch_it():
     say("went on to step", trainer.global_step)
 
 
-def survive(path, killed=None):
+def survive(path, killed=None, at=8, memory=None):
     """Trains from the last checkpoint on, if there is one; may be killed first."""
+    often = [callbacks.ModelCheckpoint(memory, every_n_train_steps=2)] if memory else []
     loader = torch.utils.data.DataLoader(rows(), 8, shuffle=True)
     trainer = jaxdp.Trainer(
         Net(),
@@ -343,7 +344,8 @@ def survive(path, killed=None):
         loss="cross_entropy",
         callbacks=[
             callbacks.ModelCheckpoint(path, every_n_train_steps=3),
-            At(-1 if killed is None else killed, 8, kill),
+            *often,
+            At(-1 if killed is None else killed, at, kill),
         ],
         enable_progress_bar=False,
     )

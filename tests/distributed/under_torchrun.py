@@ -1,4 +1,4 @@
-"""A script as a user would write it, for torchrun. Arguments: folder, who is killed."""
+"""A script as a user would write it, for torchrun. Arguments: folders, the killed."""
 
 import os
 import sys
@@ -8,5 +8,6 @@ import tasks
 import jaxdp
 
 jaxdp.distributed.initialize()
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-tasks.survive(sys.argv[1], killed=int(sys.argv[2]) if first else None)
+path, memory, killed = sys.argv[1:]
+at = {"0": 8, "1": 11}.get(os.environ["TORCHELASTIC_RESTART_COUNT"])
+tasks.survive(path, killed=None if at is None else int(killed), at=at, memory=memory)

@@ -116,6 +116,7 @@ def train(
     ckpt_path="auto",
     prepare=None,
     dirpath=None,
+    memory=None,
     preemption=None,
     **options,
 ):
@@ -146,12 +147,14 @@ def train(
         every_n_epochs=1,
         **options,
     )
+    often = [callbacks.ModelCheckpoint(memory, every_n_train_steps=1)] if memory else []
     trainer = jaxdp.Trainer(
         Net(width),
         optax.adam(1e-2),
         strategy=getattr(jaxdp, strategy)(),
         callbacks=[
             saver,
+            *often,
             callbacks.CSVLogger(root),
             callbacks.TensorBoardLogger(root / "events"),
             callbacks.EarlyStopping(patience=100),

@@ -1,12 +1,29 @@
 """Runs that are killed, by whomever and whenever, and started again."""
 
 import os
+import pathlib
 import random
+import shutil
 import signal
+import tempfile
 import time
 
 import pytest
 from how_long import LONG
+
+
+def listed(folder):
+    return os.listdir(folder) if folder.exists() else []
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder in memory, where there is such a place."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = pathlib.Path(tempfile.mkdtemp(prefix="jaxdp-test-", dir=shared))
+    yield path
+    shutil.rmtree(path)
+
 
 MID_SAVE = 12 if LONG else 2
 
@@ -37,6 +54,45 @@ def test_kills_at_random_moments(jobs, table, seed):
     jobs.assert_same(name, "whole")
     text = "`resumed step N`; ends with the bits of an unbroken run"
     table.add("kill -9 and SIGTERM at random moments", killed, killed, text)
+
+
+@pytest.mark.slow
+def test_kills_of_a_run_with_checkpoints_in_memory_too(jobs, table, memory):
+    """The newest whole one is gone on from, wherever it is, and however it was lost."""
+    generator, name = random.Random(0), "memory"
+    options = {"epochs": 6, "memory": memory, "pause": 0.05}
+    folders = [memory, jobs.folder / name / "checkpoints"]
+    for number in range(8):
+        process, root = jobs.start(name, **options)
+        jobs.wait_for_step(process, root, 0)
+        jobs.wait_for_step(process, root, jobs.step(root) + generator.randint(1, 4))
+        process.join(generator.uniform(0.0, 0.05))
+        process.kill()
+        process.join(120)
+        assert process.exitcode == -9, jobs.output(name)
+
+        if number % 4 == 2:  # the machine was started again
+            shutil.rmtree(memory)
+        steps = [(int(n), f) for f in folders for n in listed(f) if n.isdecimal()]
+        (newest, where), *_, (oldest, _) = sorted(steps, key=lambda s: -s[0])
+        if number % 4 == 3:  # the newest is damaged
+            (where / str(newest) / "files.json").unlink()
+            newest = max(step for step, folder in steps if folder != where)
+        before = len(jobs.output(name))
+        process, root = jobs.start(name, **options)
+        jobs.wait_for_step(process, root, oldest)
+        process.kill()
+        process.join(120)
+        assert f"resumed step {newest} " in jobs.output(name)[before:]
+    code, output = jobs.run(name, **options)
+    assert code == 0, output
+    jobs.assert_same(name, "whole")
+    table.add(
+        "kill -9 with a second `ModelCheckpoint` in memory",
+        16,
+        16,
+        "`resumed step N`, the newest whole one of both; the bits of an unbroken run",
+    )
 
 
 def test_kills_while_a_checkpoint_is_written(jobs, table):

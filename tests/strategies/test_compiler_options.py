@@ -7,7 +7,7 @@ from toys import batches, make_small
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice
 from jaxdp.strategies.base import DataParallel
-from jaxdp.strategies.compiler_options import ended_after, spelled_here
+from jaxdp.strategies.compiler_options import spelled_here
 
 FLAG = "xla_cpu_copy_insertion_use_region_analysis"
 
@@ -113,8 +113,3 @@ def test_an_effort_level_changes_no_losses():
         return trainer.fit(batches(8, 8, 5), max_epochs=3)["loss"]
 
     np.testing.assert_allclose(losses(compiler_options="O1"), losses(), rtol=1e-6)
-
-
-def test_the_option_that_ends_a_stuck_program_is_known_here():
-    option = {"xla_gpu_execution_terminate_timeout": "60s"}
-    assert ended_after(60.0) == option == spelled_here(option)
