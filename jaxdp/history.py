@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from .basics.arguments import check_choice
 from .basics.console import columns
 from .basics.files import naming, save_figure, write_whole
-from .reports import Curve, draw, larger_is_better, metric_curves
+from .basics.metric_names import larger_is_better
+from .reports import Curve, draw, metric_curves
 from .reports.runs import VALIDATION
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class History(Mapping[str, list[float]]):
         Args:
             name: the name of the mean over members, such as `"val_loss"`.
             mode: `"min"` if the smallest value is best, `"max"` if the largest is;
-                `"auto"` takes `"max"` for names like `accuracy`, `auroc` and `f1`.
+                `"auto"` takes `"max"` for names like `accuracy`, `auroc` and `f1`. Of
+                equal members it is the first.
 
         Raises:
             KeyError: if no values of members have that name.
@@ -99,7 +101,7 @@ class History(Mapping[str, list[float]]):
                 f"`history.best({name!r})`: there are no values of members; those of an"
                 f" ensemble are named {name!r} with a number: {name}[0]."
             )
-        return min(found, key=lambda i: rank(found[i], mode))
+        return min(sorted(found), key=lambda i: rank(found[i], mode))
 
     def _last(self, name: str) -> float:
         """The last value that was measured."""

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxdp.history import History
+from jaxdp.reports import run_of_history
 
 
 def make_history(epochs=3):
@@ -139,3 +140,22 @@ def test_the_best_member_is_the_largest_of_what_should_be_large():
     history.append(0, {name: 0.5 for name in rows} | members)
     assert [history.best(name) for name in rows] == [1, 0, 0]
     assert history.best("val_mse", mode="max") == 1
+
+
+def test_of_equal_values_the_older_is_the_best():
+    history = History()
+    history.append(
+        0, {"loss": 1.0, "acc[1]": 0.5, "acc[0]": 0.5, "mse[1]": 2.0, "mse[0]": 2.0}
+    )
+    history.append(1, {"loss": 1.0})
+    assert history.best("acc") == history.best("mse") == 0
+    assert [line.endswith("<- best") for line in repr(history).splitlines()[2:]] == [
+        True,
+        False,
+    ]
+    run = run_of_history("a", history, {})
+    assert run.best("epoch_loss") == (1.0, 1.0)
+    for name in ("acc", "loss"):
+        curve = [(1.0, 0.2), (2.0, 0.7), (3.0, 0.7), (4.0, 0.2)]
+        run = run._replace(columns={name: curve})
+        assert run.best(name)[1] == {"acc": 2.0, "loss": 1.0}[name]

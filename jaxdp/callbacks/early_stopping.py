@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ..basics.arguments import check_number
+from ..basics.arguments import by_name_after_first, check_number
 from ..basics.json_checks import maybe, number_text, row, truth, whole
 from .base import Trainer
 from .monitor import MetricCheck, announce, is_better
@@ -19,7 +19,8 @@ class EarlyStopping(MetricCheck):
         monitor: name of an epoch's value, such as `"val_loss"` or `"accuracy"`.
         patience: how many checks without improvement to allow; at least 1 is needed
             to stop, and 0 stops at the first.
-        min_delta: an improvement must be larger than this, in the unit of the value.
+        min_delta: an improvement must be larger than this, in the unit of the value; an
+            equal value is none.
         mode: `"min"` when smaller is better, `"max"` when larger is.
         check_finite: whether to stop at once when the value is NaN or infinite.
         stopping_threshold: stop at once when the value is better than this.
@@ -42,13 +43,14 @@ class EarlyStopping(MetricCheck):
         "last": maybe(row(number_text(), truth())),
     }
 
+    @by_name_after_first("min_delta", "patience", "verbose", "mode")
     def __init__(
         self,
         monitor: str = "val_loss",
+        *,
         patience: int = 3,
         min_delta: float = 0.0,
         mode: str = "min",
-        *,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,

@@ -4,8 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.arguments import (
+    by_name_after_first,
+    check_choice,
+    check_count,
+    check_number,
+)
 from ..basics.json_checks import whole
+from ..basics.metric_names import larger_is_better
 from .base import Trainer
 from .learning_rate_monitor import is_rate, no_rate
 from .monitor import MetricCheck, announce
@@ -29,7 +35,7 @@ class ReduceLROnPlateau(MetricCheck):
         patience: how many checks in a row without improvement to wait.
         verbose: whether to print each new rate.
         mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
-            `"max"` for names with `acc` in them, and `"min"` otherwise.
+            `"max"` for names like `accuracy`, `auroc` and `f1`, as `History.best`.
         min_delta: an improvement must be larger than this, in the unit of the value.
         cooldown: how many checks to skip after a reduction.
         min_lr: the lowest rate.
@@ -42,9 +48,13 @@ class ReduceLROnPlateau(MetricCheck):
 
     own_form = {"cooldown_count": whole()}
 
+    @by_name_after_first(
+        "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr"
+    )
     def __init__(
         self,
         monitor: str = "val_loss",
+        *,
         factor: float = 0.1,
         patience: int = 10,
         verbose: bool | int = False,
@@ -55,7 +65,7 @@ class ReduceLROnPlateau(MetricCheck):
     ):
         check_choice("mode", mode, ("auto", "min", "max"))
         if mode == "auto":
-            mode = "max" if "acc" in str(monitor) else "min"
+            mode = "max" if larger_is_better(str(monitor)) else "min"
         super().__init__(monitor, patience, min_delta, mode)
         check_number("factor", factor, above=0, below=1)
         check_count("cooldown", cooldown, least=0)

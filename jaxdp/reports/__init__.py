@@ -6,7 +6,6 @@ from .runs import (
     comparison,
     differences,
     in_words,
-    larger_is_better,
     read_run,
     read_table,
     run_of_history,

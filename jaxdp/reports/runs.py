@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..basics.json_checks import anything, by_name, fields, read_json
+from ..basics.metric_names import larger_is_better
 from ..plan.text import in_seconds, in_short
 
 PLAN: Final = ".plan.txt"
@@ -31,7 +32,6 @@ PHASES: Final = {
 _RECORD: Final = fields(
     {}, dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything))
 )
-_LARGER_IS_BETTER: Final = "acc", "top_", "auc", "auroc", "f1", "iou", "mfu", "per_s"
 
 Points = list[tuple[float, float]]
 
@@ -54,11 +54,12 @@ class Run(NamedTuple):
         return points[-1][1] if points else math.nan
 
     def best(self, name: str) -> tuple[float, float]:
-        """The best value of a column, and the step it belongs to."""
+        """The best value of a column, and the first step that had it."""
         points = [(v, x) for x, v in self.columns.get(name, []) if math.isfinite(v)]
         if not points:
             return math.nan, math.nan
-        return max(points) if larger_is_better(name) else min(points)
+        sign = -1 if larger_is_better(name) else 1
+        return min(points, key=lambda point: (sign * point[0], point[1]))
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -135,12 +136,6 @@ def run_of_history(name: str, history: Any, record: dict[str, Any]) -> Run:
         for key, values in history.items()
     }
     return Run(name, record, columns, "epoch")
-
-
-def larger_is_better(name: str) -> bool:
-    """Whether a metric of that name is one to be maximised, as far as names tell."""
-    is_loss = name.partition("[")[0].endswith("loss")
-    return not is_loss and any(word in name for word in _LARGER_IS_BETTER)
 
 
 def comparison(runs: Sequence[Run]) -> list[list[str]]:

@@ -52,6 +52,16 @@ def test_a_fit_whose_last_check_is_the_best_is_left_alone(caplog):
     assert "back to step" not in caplog.text
 
 
+def test_of_equal_checks_the_older_stays(caplog):
+    made_up = MadeUp()
+    made_up.left = [2.0, 1.0, 1.0, 1.0]
+    stopping = EarlyStopping(patience=2, restore_best=True)
+    trainer = make_small(None, optax.adam(0.1), callbacks=[made_up, stopping])
+    trainer.fit(batches(8, 8), batches(8), max_epochs=9)
+    assert trainer.global_step == 8
+    assert "back to step 4, where val_loss was 1" in caplog.text
+
+
 def test_a_fit_that_fails_keeps_what_it_has(caplog):
     class Fails(Callback):
         def on_train_epoch_start(self, trainer):

@@ -19,6 +19,7 @@ from jaxdp.callbacks import (
     WeightAveraging,
 )
 from jaxdp.engine import hyperparams
+from jaxdp.history import History
 
 DATA = batches(8, 8, 8, 8)
 
@@ -432,13 +433,31 @@ def test_the_rate_falls_where_keras_lowers_it(seed):
     np.testing.assert_allclose(plateau(scores, name, **options), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("monitor, mode", [
+    *[(name, "max") for name in (
+        "acc", "val_accuracy", "val_top_5", "f1", "val_f1_score", "val_macro_F1", "AUC",
+        "val_auc", "auroc", "val_precision", "recall", "val_Recall", "mean_iou",
+        "val_accuracy[1]", "dice", "val_r2", "val_map", "ssim",
+    )],
+    *[(name, "min") for name in (
+        "loss", "val_loss", "val_loss[0]", "accuracy_loss", "val_f1_loss", "dice_loss",
+        "val_top_5_error", "mae", "val_mape", "rmse", "perplexity", "nll", "kl",
+    )],
+])  # fmt: skip
+def test_auto_is_what_the_history_goes_by(monitor, mode):
+    assert ReduceLROnPlateau(monitor).mode == mode
+    history = History()
+    history.append(0, {f"{monitor}[0]": 1.0, f"{monitor}[1]": 2.0})
+    assert history.best(monitor) == (mode == "max")
+
+
 def test_nan_is_no_improvement_of_a_plateau():
     found = plateau([1.0, float("nan"), float("nan")], factor=0.5, patience=2)
     assert found == [1.0, 1.0, 0.5]
 
 
 def test_all_rates_of_an_optimizer_fall_together(capsys):
-    callback = ReduceLROnPlateau("val_loss", 0.5, 1, min_delta=1e9, verbose=True)
+    callback = ReduceLROnPlateau(factor=0.5, patience=1, min_delta=1e9, verbose=True)
     trainer = make_trainer(SEVERAL["partition"][0], callbacks=[callback])
     trainer.fit(DATA, DATA, max_epochs=2)
     expected = {"thin/learning_rate": 0.1, "wide/learning_rate": 0.05}
@@ -449,7 +468,9 @@ def test_all_rates_of_an_optimizer_fall_together(capsys):
 def test_a_plateau_goes_on_after_a_resume(tmp_path):
     def run(name, *fits):
         for epochs in fits:
-            callback = ReduceLROnPlateau("val_loss", 0.5, 2, min_delta=1e9, cooldown=1)
+            callback = ReduceLROnPlateau(
+                factor=0.5, patience=2, min_delta=1e9, cooldown=1
+            )
             saver = ModelCheckpoint(tmp_path / name)
             trainer = make_trainer(callbacks=[callback, saver])
             trainer.fit(DATA, DATA, max_epochs=epochs, ckpt_path="auto")
