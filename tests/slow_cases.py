@@ -392,10 +392,6 @@ step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[fsdp]
 step/test_parts.py::test_parts_have_the_numbers_of_a_loop_by_hand[pmap]
 engine/test_shapes.py::test_buckets_train_as_by_hand_with_a_program_for_each[Sharded]
 engine/test_shapes.py::test_buckets_train_as_by_hand_with_a_program_for_each[Pmap]
-checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[one device]
-checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[bitwise]
-checkpoint/test_programs.py::test_a_damaged_one_is_compiled_anew_and_replaced[half]
-checkpoint/test_programs.py::test_a_damaged_one_is_compiled_anew_and_replaced[empty]
 distributed/test_together.py::test_what_has_no_rows_is_whole_in_every_process[False]
 distributed/test_together.py::test_metrics_of_sets_and_own_values_are_those_of_one_process[False]
 distributed/test_lockstep.py::test_parameters_that_drift_apart_are_found
@@ -436,8 +432,6 @@ strategies/test_gathering.py::test_a_loss_that_uses_weights_by_themselves_has_wh
 strategies/test_offload.py::test_checkpoints_are_those_of_runs_without[None]
 strategies/test_layouts.py::test_randomness_is_that_of_one_device[threefry2x32-FSDP]
 strategies/test_split_optimizers.py::test_any_optimizer_gives_the_numbers_of_one_device[multi_steps]
-checkpoint/test_programs.py::test_a_resumed_run_has_the_same_programs[two in another order]
-checkpoint/test_programs.py::test_others_are_compiled_and_it_is_said
 checkpoint/test_hostile_checkpoints.py::test_metadata_of_any_types_are_refused_whole_or_load[8]
 checkpoint/test_savers.py::test_what_was_due_when_a_run_died_is_saved_when_it_goes_on
 checkpoint/test_savers.py::test_savers_may_change_places[False]

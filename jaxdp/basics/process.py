@@ -42,7 +42,9 @@ def keep_programs() -> None:
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        path = cache_home() / f"programs-{processor()}"  # homes are shared by machines
+        path = (
+            _cache_home() / f"programs-{_processor()}"
+        )  # homes are shared by machines
         # Who can write into it can have code run: it is the user's alone.
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(path)
@@ -118,14 +120,14 @@ def refuse_to_train_in_a_worker() -> None:
         )
 
 
-def cache_home() -> pathlib.Path:
+def _cache_home() -> pathlib.Path:
     """The folder for what jaxdp keeps for this user, which may not be there yet."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(home, "jaxdp")
 
 
 @functools.cache
-def processor() -> str:
+def _processor() -> str:
     """What processor this is: programs for one may not run on another."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -211,10 +211,6 @@ class ModelCheckpoint(Callback):
         self._settle()
         self._save_if_due(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, path: str) -> None:
-        if (folder := os.path.dirname(path)) == self.dirpath:
-            trainer.run.kept_programs.keep_in(folder)
-
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
         if is_stop(exception):  # at a boundary: the state is whole
@@ -230,7 +226,6 @@ class ModelCheckpoint(Callback):
             return
         try:
             self._settle(wait=True)
-            trainer.run.kept_programs.finish()
         finally:
             self._dir.close()
 

@@ -3,7 +3,6 @@
 from .fingerprints import start_fingerprints
 from .folder import CheckpointDir
 from .leaves import arrays_of, plain
-from .programs import KeptPrograms
 from .restoring import CheckpointCorrupt, read_meta, restore
 from .saving import SaveFailed, Saving, start_saving
 from .undo import undone_if_it_fails

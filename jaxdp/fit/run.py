@@ -15,7 +15,6 @@ from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.states import take_over
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
-from ..checkpoint import KeptPrograms
 from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
 from ..distributed import Interrupts, Pulse, find_processes
 from ..engine import Engine, Kind
@@ -59,7 +58,6 @@ class Run:
         arguments: as given.
         id: tells the checkpoints of this run, resumed or not, from those of others.
         processes: all of them.
-        kept_programs: compiles the steps, or has them from beside a checkpoint.
         interrupts: what signals wait in until a fit can answer them.
         hooks: those of the callbacks.
         progress: how far the run is.
@@ -96,7 +94,6 @@ class Run:
         self.processes = find_processes()
         self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
         self._trainer_id = self.id  # which no checkpoint changes
-        self.kept_programs = KeptPrograms(self.processes)
         self.interrupts = Interrupts(self.processes)
         self.wishes = Pulse(self.processes, "whether to stop")
         self.hooks = Hooks(callbacks)
@@ -144,9 +141,7 @@ class Run:
             is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:
-                strategy = self.as_asked(self.strategy)
-                strategy = strategy.with_compiler(self.kept_programs.compile)
-                self._engine = self.new_engine(strategy)
+                self._engine = self.new_engine(self.as_asked(self.strategy))
         return self._engine
 
     def engine_for(self, batch: Batch) -> Engine:

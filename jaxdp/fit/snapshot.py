@@ -98,7 +98,6 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
             )
             state = strategy.place(state)
 
-        run.kept_programs.look_in(os.path.dirname(os.path.abspath(path)))
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
         run.id = meta["run_id"]

@@ -98,14 +98,6 @@ class DataParallel(abc.ABC):
         """A copy of this strategy that compiles programs with these options of XLA."""
         return changed(self, compiler_options=options)
 
-    compiler: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
-    """Called by `build` instead of XLA, with the lowered program, the options and the
-    devices. Returns a `jax.stages.Compiled`, which it may have already."""
-
-    def with_compiler(self, compiler: Callable[..., Any]) -> "DataParallel":
-        """A copy of this strategy that gets its programs from `compiler`."""
-        return changed(self, compiler=compiler)
-
     offloads: bool = False
     """Whether large leaves of the optimizer's state wait in host memory for a step."""
 
@@ -208,10 +200,7 @@ class DataParallel(abc.ABC):
         lowered = self.lower(traced)
 
         begun = time.perf_counter()
-        if self.compiler is None:
-            compiled = lowered.compile(options)
-        else:
-            compiled = self.compiler(lowered, options, _devices_of(arguments))
+        compiled = lowered.compile(options)
         ended = time.perf_counter()
 
         flops = None
@@ -303,15 +292,6 @@ def changed(strategy: Strategy, **attributes: Any) -> Strategy:
     other = copy.copy(strategy)
     vars(other).update(attributes)
     return other
-
-
-def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:
-    """What a program runs on that takes these, in its order."""
-    leaves = jax.tree.leaves(arguments)
-    sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))
-    if isinstance(sharding, NamedSharding):
-        return np.asarray(sharding.mesh.devices).ravel().tolist()
-    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def find_devices(devices: Devices) -> list[Any]:

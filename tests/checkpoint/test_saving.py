@@ -146,7 +146,7 @@ def test_another_model_or_optimizer_is_shown_leaf_by_leaf(tmp_path):
 
 
 def folders(path):
-    names = {child.name for child in path.iterdir()} - {".lock", "programs"}
+    names = {child.name for child in path.iterdir()} - {".lock"}
     return sorted(int(name) for name in names)
 
 

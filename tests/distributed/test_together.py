@@ -42,7 +42,6 @@ def parts(shared_crew, folder):
         "decisions": {},
         "plateaus": {},
         "files": {"into": str(folder / "files")},
-        "programs": {"into": str(folder / "programs")},
     }
     tasks = {f"together.{name}": options for name, options in tasks.items()}
     job = shared_crew("in_turn", start={"devices": 2}, tasks=tasks)
@@ -380,11 +379,3 @@ def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, l
         if local:  # a process's rows come one behind the other
             given = [[sorted(rows) for rows in passes] for passes in given]
         assert given[0] == given[1]
-
-
-def test_a_resumed_job_takes_the_programs_of_the_first(parts, folder):
-    for first, again, whole in told(parts["programs"]):
-        assert first["steps"] == ["jit_train", "jit_evaluate"]
-        assert again["steps"] == []
-        assert again["weights"] == whole["weights"]
-    assert len(list((folder / "programs" / "programs").iterdir())) == 2

@@ -7,13 +7,11 @@ import json
 import multiprocessing
 import os
 import pathlib
-import re
 import shutil
 import signal
 import sys
 import time
 import warnings
-from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -458,7 +456,7 @@ def files(into):
     run.run.processes.all("the removal", None)
     run = trainer(callbacks=[ModelCheckpoint(folder, **often) for folder in both])
     found["nothing to do"] = refusal(fit, run, max_epochs=2, ckpt_path="auto")
-    found["due"] = sorted(set(os.listdir(f"{into}/b")) - {"programs"})
+    found["due"] = sorted(os.listdir(f"{into}/b"))
     found["SingleDevice"] = refusal(trainer, "SingleDevice")
     found["one process's devices"] = refusal(
         Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
@@ -475,20 +473,3 @@ def quiet(into):
     run = trainer(loss=None, callbacks=[CSVLogger(into), *bar])
     fit(run, max_epochs=1)
     run.report(into)
-
-
-def programs(into):
-    """A run, and one that goes on from it: which steps each compiles."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    for epochs in (1, 2):
-        watch = {"autospec": True, "side_effect": jax.stages.Lowered.compile}
-        with mock.patch.object(jax.stages.Lowered, "compile", **watch) as called:
-            run = trainer(callbacks=[ModelCheckpoint(into)])
-            fit(run, max_epochs=epochs, ckpt_path="auto")
-        texts = [call.args[0].as_text() for call in called.call_args_list]
-        steps = [re.findall("@(jit_train|jit_evaluate) ", text)[:1] for text in texts]
-        tell(steps=sum(steps, []), weights=weights_of(run))
-    run = trainer()
-    fit(run, max_epochs=2)
-    tell(weights=weights_of(run))
-    jax.config.update("jax_enable_compilation_cache", True)

@@ -78,8 +78,12 @@ def test_memory_of_temporaries_is_kept_for_the_next_step(tmp_path):
 
 def test_the_users_own_cache_and_a_read_only_home_are_left_alone(tmp_path):
     own = str(tmp_path / "own")
-    found, _ = train(tmp_path, JAX_COMPILATION_CACHE_DIR=own)
-    assert found["folder"] == own
+    settings = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    settings["JAX_COMPILATION_CACHE_DIR"] = own
+    first, _ = train(tmp_path, **settings)
+    assert first["folder"] == own and first["misses"] > 5
+    second, _ = train(tmp_path / "another home", **settings)
+    assert second["misses"] == 0 and second["loss"] == first["loss"]
     (tmp_path / "file").write_text("")
     found, _ = train(tmp_path / "file")
     assert found["folder"] is None
