@@ -1,7 +1,7 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from ..basics.console import listed
 from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback
+from ..callbacks.hook_checks import check_hooks
 from ..data import shown, to_host
 from ..distributed import find_processes
 from ..step import (
@@ -293,7 +294,10 @@ def check_strategy_argument(strategy: Any) -> None:
         )
 
 
-def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+def check_callbacks(
+    callbacks: Any, known: Sequence[Callback] = ()
+) -> tuple[Callback, ...]:
+    """The callbacks as a tuple; those that are `known` were checked before."""
     if callbacks is None or isinstance(callbacks, Callback):
         callbacks = () if callbacks is None else (callbacks,)
     if not isinstance(callbacks, Iterable):
@@ -308,6 +312,8 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
                 " element must be an instance of a jaxdp.callbacks.Callback subclass."
             )
+        if not any(callback is each for each in known):
+            check_hooks(callback)
     return callbacks
 
 

@@ -291,7 +291,7 @@ class Run:
 
     def renew_hooks(self, callbacks: Sequence[Callback]) -> None:
         """Callbacks may have been added since the last time, or taken out."""
-        checks.check_callbacks(callbacks)
+        checks.check_callbacks(callbacks, self.hooks.callbacks)
         self.hooks = self.hooks.renewed(callbacks)
 
     def take_over(self, callbacks: Sequence[Callback]) -> None:
