@@ -354,9 +354,7 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        if not self.run.has_engine:
-            return self.run.model
-        return self.run.settled_engine("`trainer.model`").held.gather()[0]
+        return self.run.whole_model("`trainer.model`")[0]
 
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
@@ -365,9 +363,7 @@ class Trainer:
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        if not self.run.has_engine:
-            return self.run.model_state
-        return self.run.settled_engine("`trainer.model_state`").held.gather()[1]
+        return self.run.whole_model("`trainer.model_state`")[1]
 
     @property
     def state(self) -> TrainState:
@@ -424,6 +420,7 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """How many optimizer steps were taken."""
+        self.run.progress.note_look("`trainer.global_step`")
         return self.run.progress.global_step
 
     @property

@@ -30,6 +30,8 @@ class Share:
 
     sampling: tuple[int, ...] = ()  # folded into the seed of what samplers draw
     drawing: tuple[int, ...] = ()  # and of what augmentations draw
+    looks = False
+    """Whether the loader, of any process, looks at what training changes."""
 
     def of(
         self, batches: Iterator[Batch], peek: Callable[[], Batch] | None
@@ -146,11 +148,13 @@ class LocalShare(Share):
                 list(map(shapes_of, taken)),
                 filler is not None,
                 list(map(_sum_of_whole, here)),
+                self.looks,
             ]
             told = self._processes.all("the next batches", mine)
+            self.looks = any(looks for *_, looks in told)
             if not any(any(sizes) for sizes, *_ in told):
                 return
-            if empty := [i for i, (*_, has_rows, _) in enumerate(told) if not has_rows]:
+            if empty := [i for i, each in enumerate(told) if not each[2]]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
                     f" {listed('process', empty)}, while others have some. Each"
@@ -161,12 +165,13 @@ class LocalShare(Share):
                 if not any(counts):
                     return
                 shapes = _only_shapes([each[place : place + 1] for _, each, *_ in told])
-                if len({each[place] for *_, each in told}) > 1:
+                if len({each[place] for *_, each, _ in told}) > 1:
                     raise ValueError(_WHOLES_DIFFER)
                 yield Portion(own if sizes[place] else _like(own, shapes), counts)
 
             # An iterator must not be asked for more than is trained on.
-            at_once = 1 if peek is None else min(2 * at_once, _AT_ONCE)
+            alone = peek is None or self.looks
+            at_once = 1 if alone else min(2 * at_once, _AT_ONCE)
 
     def length(self, argument: str, own: int | None) -> int | None:
         lengths = self._processes.all(f"the length of {argument}", own)

@@ -60,6 +60,7 @@ class Source:
         self.share = share
         self.begun: Position | None = None  # of the present epoch, with its state
         self.apart_from: Source | None = None  # whose generators are its own to save
+        self.looks_at = ""  # of the trainer, while it is asked for a batch
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
@@ -92,7 +93,23 @@ class Source:
     def may_read_ahead(self) -> bool:
         """Whether batches may be asked for before the steps that need them."""
         # An iterator that tells its position must not be further than the steps.
-        return self._own is None or not self.is_iterator
+        return not self.looks and (self._own is None or not self.is_iterator)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the loader is at work on a batch now."""
+        return any([each.gi_running for each in self._passes])  # pyright: ignore
+
+    @property
+    def looks(self) -> bool:
+        """Whether the loader, of any process, looks at what training changes."""
+        return bool(self.looks_at) or self.share.looks
+
+    def note_look(self, at: str) -> None:
+        """The loader looks at this; from now on batches are asked for one by one."""
+        self.looks_at = self.looks_at or at
+        if self.share is not ALL:
+            self.share.looks = True
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         """Host batches of an epoch from a position on, in order."""

@@ -116,6 +116,7 @@ def _totals(
     totals = run.engine.programs.steps.new_totals()
     with (
         source.a_pass(),
+        run.apart(),
         run.interrupts,
         distributed.together(prefix),
         run.engine.as_settled(),
@@ -250,6 +251,7 @@ def _predictions(
             yield inputs_of(batch)
 
     with (
+        run.apart(),
         run.interrupts,
         distributed.together("predict"),
         run.engine.as_settled(),

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..basics.console import say
+from ..basics.console import say, warn
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Position, Source
 from ..engine import wait
+from ..step import Batch
 from .limits import Limits
 
 if TYPE_CHECKING:
@@ -75,18 +76,20 @@ class Feed:
         engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
 
         who = self._hooks.who_looks_inside_blocks()
-        engine.one_by_one = limits is None or who is not None
-        if engine.one_by_one and self._run.steps_per_execution != 1:
-            engine.programs.tell(
-                "`steps_per_execution`: 1 at a time, because "
-                + (
-                    "the loop is the caller's"
-                    if who is None
-                    else f"{who} may look at the state after each. If it does not, set"
-                    " its `looks_inside_blocks = False`; `on_boundary` is the place to"
-                    " look"
-                )
+        engine.one_by_one = False
+        if limits is None:
+            self._take_one_by_one("the loop is the caller's")
+        elif who is not None:
+            self._take_one_by_one(
+                f"{who} may look at the state after each. If it does not, set its"
+                " `looks_inside_blocks = False`; `on_boundary` is the place to look"
             )
+
+    def _take_one_by_one(self, why: str) -> None:
+        engine = self._run.engine
+        engine.one_by_one = True
+        if self._run.steps_per_execution != 1:
+            engine.programs.tell(f"`steps_per_execution`: 1 at a time, because {why}")
 
     def _compile_at_end(self) -> bool:
         """Compiles for an epoch that was saved between its last step and its end.
@@ -128,9 +131,13 @@ class Feed:
         error = None
         while error is None:
             # Of a loader that fails, the batches before it are trained on first.
-            found, error = progress.take(steps, self._room())
+            room = self._room()
+            ready = steps if room == 1 else self._until_it_looks(steps)
+            found, error = progress.take(ready, room)
             if not found and error is None:
                 return
+            if self._source.looks and not engine.one_by_one:
+                self._follow(steps_before=len(found) - 1)
             try:
                 yield from engine.dispatches(found)
             except Exception as wrong:
@@ -150,6 +157,26 @@ class Feed:
             left = self._limits.steps_until_stop(progress.global_step, progress.done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
+
+    def _follow(self, steps_before: int) -> None:
+        """The loader looks at the trainer: from now on at one that is up to date."""
+        at = self._source.looks_at or "the trainer, in another process"
+        uses = f"`train_loader` uses {at}, and each step changes what that gives"
+        self._take_one_by_one(uses)
+        if steps_before:
+            warn(
+                f"{uses}. At its first use, {steps_before} of the steps before were"
+                f" still to be taken (`steps_per_execution`="
+                f"{self._run.steps_per_execution!r}); from now on, none are. Use it"
+                " for the first batch, too, or leave `steps_per_execution` out."
+            )
+
+    def _until_it_looks(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """The steps up to the one for which the loader first looks at the trainer."""
+        for window in steps:
+            yield window
+            if self._source.looks:
+                return
 
 
 def place(run: "Run") -> str:

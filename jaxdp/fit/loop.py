@@ -362,7 +362,8 @@ def take(
 def _dispatched(run: "Run", dispatch: Dispatch) -> list[Metrics]:
     """The lazy metrics of all the steps of a dispatch, which the device now has."""
     try:
-        return run.engine.train(dispatch)
+        with run.dispatching:
+            return run.engine.train(dispatch)
     except ValueError as wrong:
         wrong.add_note(place(run))
         raise

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ class Progress:
         self._taken: collections.deque[list[Batch]] = collections.deque()
         self._taken_from: Any = None
         self._last: Any = None  # the batch that was trained last
+        self._thread = threading.get_ident()  # that takes the steps
 
     def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
         """The next batch is one of `source`, after those of the epoch that are done."""
@@ -79,6 +81,17 @@ class Progress:
         name = next((name for name, val in self._vals.items() if val is source), None)
         is_saved = name is not None and source.begun is None
         return Position(state=self._val_states.get(name or "") if is_saved else None)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the caller is in another thread than the steps."""
+        return threading.get_ident() != self._thread
+
+    def note_look(self, at: str) -> None:
+        """Somebody looks at this; if it is the loader, that is noted."""
+        source = self._source
+        if source is not None and (source.is_asked or self.is_elsewhere):
+            source.note_look(at)
 
     def begin_epoch(self) -> None:
         """Its first step is about to be taken."""
@@ -212,7 +225,7 @@ class Progress:
 
     def _keep(self, source: Source) -> None:
         source.keep_places(lambda: self.done)
-        self._source = source
+        self._source, self._thread = source, threading.get_ident()
 
     def _left_over(self, source: Source) -> list[Batch]:
         """What an iterator has given for steps that were not begun, taken up now."""

@@ -1,8 +1,10 @@
 """What a trainer works with, made when it is first needed."""
 
+import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -63,6 +65,8 @@ class Run:
         progress: how far the run is.
         logged: where the values go that callbacks log.
         optimizer: with what callbacks have put around it.
+        dispatching: held while the state is given to a step, and by what other threads
+            make of it.
         ahead: how many steps of the present dispatch have no hooks called yet.
         is_fitting: whether `fit` is running.
         doing: what callbacks were set up for and that still goes on; "" if nothing.
@@ -101,6 +105,7 @@ class Run:
         self.logged = Logged(self.processes, self.progress)
 
         # Where a fit is.
+        self.dispatching = threading.RLock()
         self.ahead, self.doing = 0, ""
         self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
         self.stopwatch: Stopwatch = NO_STOPWATCH
@@ -251,6 +256,14 @@ class Run:
             return LocalShare(self.processes)
         return GlobalShare(self.processes, lambda: self.engine.packers[kind])
 
+    def whole_model(self, wanted: str) -> tuple[Any, Any]:
+        """The model as trained so far, and its `eqx.nn.State`: live copies."""
+        if not self.has_engine:
+            return self.model, self.model_state
+        engine = self.settled_engine(wanted)
+        with self.apart():
+            return engine.held.gather()
+
     def settled_engine(self, wanted: str) -> Engine:
         """The engine, whose state is that of the last step that hooks have seen.
 
@@ -261,6 +274,9 @@ class Run:
             RuntimeError: if steps that run as one are past that one already; or where
                 code has written into a state that it was handed.
         """
+        self.progress.note_look(wanted)
+        while self.ahead and self.progress.is_elsewhere:
+            time.sleep(1e-3)  # the steps are taken by another thread
         if self.ahead:
             raise RuntimeError(
                 f"{wanted} was used between steps that run in one call"
@@ -271,6 +287,13 @@ class Run:
             )
         self.engine.held.check_handed_out()
         return self.engine
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """Around what uses the state: no step takes it away, if this thread takes none.
+
+        A loader's thread may read ahead, and look at the model.
+        """
+        return self.dispatching if self.progress.is_elsewhere else nullcontext()
 
     def check_is_free(self, method: str) -> None:
         """Raises if a fit is running, of which another one would know nothing."""
