@@ -68,7 +68,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether all strategies gave the same bits in every step."""
-        return all(found.is_equal for _, _, found in self._differences())
+        return all(difference.is_equal for _, _, difference in self._differences())
 
     def assert_close(
         self, rtol: float = 1e-5, leaves_rtol: float | None = None
@@ -84,27 +84,27 @@ class Comparison:
         Raises:
             AssertionError: naming the strategy, the value and the first step.
         """
-        for run, name, found in self._differences():
+        for run, name, difference in self._differences():
             allowed = rtol if name == "loss" else leaves_rtol
-            assert allowed is None or found.largest <= allowed, (
+            assert allowed is None or difference.largest <= allowed, (
                 f"same numbers anywhere: {name} under {run.strategy} differs from"
-                f" that under {self.reference.strategy} by {found.largest:.3g}"
-                f" relative, from step {found.first_step} on; {allowed:g} is"
+                f" that under {self.reference.strategy} by {difference.largest:.3g}"
+                f" relative, from step {difference.first_step} on; {allowed:g} is"
                 f" allowed\n{self}"
             )
 
     def assert_equal(self) -> None:
         """Raises unless every strategy gave the reference's bits in every step."""
-        for run, name, found in self._differences():
-            assert found.is_equal, (
+        for run, name, difference in self._differences():
+            assert difference.is_equal, (
                 f"{name} has other bits under {run.strategy} than under"
-                f" {self.reference.strategy}: {found}\n{self}"
+                f" {self.reference.strategy}: {difference}\n{self}"
             )
 
     def _differences(self) -> Iterator[tuple[Run, str, Difference]]:
         for run in self.runs:
-            for name, found in {"loss": run.loss, **run.leaves}.items():
-                yield run, name, found
+            for name, difference in {"loss": run.loss, **run.leaves}.items():
+                yield run, name, difference
 
     def __str__(self) -> str:
         rows = [("strategy", "compiled in", "step", "last loss", "loss differs")]
@@ -179,10 +179,10 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
     """What differs between traces of the same steps."""
     expected = reference[1]
     runs = []
-    for run, found in (reference, *others):
+    for run, traced in (reference, *others):
         differences = {
             name: _difference(
-                [values[name] for values in found],
+                [values[name] for values in traced],
                 [values[name] for values in expected],
             )
             for name in expected[0]
@@ -205,17 +205,17 @@ def _difference(
     return Difference(largest, first)
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+def _relative(values: np.ndarray, expected: np.ndarray) -> float:
     if np.issubdtype(expected.dtype, np.integer) or expected.dtype == np.bool_:
         return float("inf")
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
-    found, expected = found.astype(wide), expected.astype(wide)
+    values, expected = values.astype(wide), expected.astype(wide)
     finite = np.isfinite(expected)
-    if not np.array_equal(finite, np.isfinite(found)):
+    if not np.array_equal(finite, np.isfinite(values)):
         return float("inf")
     if not finite.any():
         return 0.0
-    apart = np.abs(found[finite] - expected[finite]).max()
+    apart = np.abs(values[finite] - expected[finite]).max()
     size = np.abs(expected[finite]).max()
     return float(apart / size) if size else float(apart and np.inf)
 

@@ -123,11 +123,11 @@ def _doctor(options: argparse.Namespace) -> int:
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
     is a problem.
     """
-    found = []
+    states = []
     for finding in examine(quick=options.quick):
         print(finding, flush=True)
-        found.append(finding.state)
-    return int("problem" in found)
+        states.append(finding.state)
+    return int("problem" in states)
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -50,17 +50,17 @@ def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
     options = {"platform": "cuda", "target_config": target, "topology": shape}
     try:
         try:
-            found = topologies.get_topology_desc(**options)
+            topology = topologies.get_topology_desc(**options)
         except NotImplementedError:
             # JAX's plugin looks for CUDA's libraries when JAX starts, and does not
             # register without them, though to compile takes none.
             plugin = importlib.import_module(f"jax_plugins.xla_cuda{cuda}")
             with _environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
                 plugin.initialize()
-            found = topologies.get_topology_desc(**options)
+            topology = topologies.get_topology_desc(**options)
     except Exception as error:
         raise _unusable(name, "GPU", packages[:2], error) from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
             TPU_MIN_LOG_LEVEL="3",
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         ):
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 f"{kind}:{written}", platform="tpu", **host
             )
     except Exception as error:
@@ -104,7 +104,7 @@ def tpu_devices(name: str, kind: str, shape: Sequence[int]) -> tuple[Any, ...]:
                 f" {written}: {_line(error)}"
             ) from error
         raise _unusable(name, "TPU", ["libtpu"], error) from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def _unusable(
     """Of a compiler whose packages are missing, or does not start."""
     why = f"is not installed whole; missing: {', '.join(packages)}."
     if error is not None:
-        there = [f"{each} {_version(each)}" for each in (*packages, "jaxlib")]
+        there = [f"{package} {_version(package)}" for package in (*packages, "jaxlib")]
         why = f"is installed ({', '.join(there)}) and does not start: {_line(error)}"
     is_in_extra = what == "TPU" or _cuda() == "12"
     install = "'jaxdp[plan]'" if is_in_extra else " ".join(packages)

@@ -49,8 +49,8 @@ class Hardware(NamedTuple):
 # TPU: per chip, and one JAX device each; all links of a chip together.
 # https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e
 HARDWARE: Final = {
-    each.name: each
-    for each in (
+    profile.name: profile
+    for profile in (
         Hardware("a100", 312e12, 156e12, 80 * 10**9, 2.039e12, 300e9, 8, 25e9),
         Hardware("h100", 989e12, 494e12, 80 * 10**9, 3.35e12, 450e9, 8, 50e9),
         Hardware("h200", 989e12, 494e12, 141 * 10**9, 4.8e12, 450e9, 8, 50e9),
@@ -106,8 +106,8 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 def hardware_of(device: Any) -> Hardware | None:
     """The profile of a device that is here, if it is a known one."""
     kind = device.device_kind.lower()
-    found = (HARDWARE[name] for part, name in _KINDS.items() if part in kind)
-    return next(found, None)
+    profiles = (HARDWARE[name] for part, name in _KINDS.items() if part in kind)
+    return next(profiles, None)
 
 
 def memory_of(device: Any) -> int | None:

@@ -89,7 +89,7 @@ class Collective(NamedTuple):
     @property
     def dtype(self) -> str:
         """Of the operands; several are joined by `+`."""
-        return "+".join(dict.fromkeys(each.array.dtype for each in self.operands))
+        return "+".join(dict.fromkeys(operand.array.dtype for operand in self.operands))
 
     @property
     def group_size(self) -> int:
@@ -183,36 +183,36 @@ def _collectives(
         if _NOT_PLAIN.search(module.texts[called]):
             yield from _collectives(module, called, times, optional)
 
-    for each in module[computation].values():
-        if _kind(each) in KINDS:
-            if not _is_later_link(module[computation], each):
-                yield _collective(module, computation, each, times, optional)
-        elif each.opcode == "while":
-            trips = trip_count(module, computation, each)
+    for instruction in module[computation].values():
+        if _kind(instruction) in KINDS:
+            if not _is_later_link(module[computation], instruction):
+                yield _collective(module, computation, instruction, times, optional)
+        elif instruction.opcode == "while":
+            trips = trip_count(module, computation, instruction)
             turns = None if times is None or trips is None else times * trips
             # The condition is asked once more than the body runs.
             asked = None if times is None or turns is None else turns + times
-            yield from inside(each.body, turns, optional)
-            yield from inside(each.condition, asked, optional)
-        elif scatter := _all_reduce_scatter(module, computation, each):
+            yield from inside(instruction.body, turns, optional)
+            yield from inside(instruction.condition, asked, optional)
+        elif scatter := _all_reduce_scatter(module, computation, instruction):
             yield scatter._replace(times=times, optional=optional)
-        elif not each.opcode.endswith(("-done", "-update")):
-            for called in each.called:
+        elif not instruction.opcode.endswith(("-done", "-update")):
+            for called in instruction.called:
                 yield from inside(
-                    called, times, optional or each.opcode == "conditional"
+                    called, times, optional or instruction.opcode == "conditional"
                 )
 
 
 def _collective(
     module: Module,
     computation: str,
-    each: Instruction,
+    start: Instruction,
     times: int | None,
     optional: bool,
 ) -> Collective:
-    kind = _kind(each)
-    operands = _operands(module[computation], each)
-    groups = groups_in(each.attributes, module.num_devices)
+    kind = _kind(start)
+    operands = _operands(module[computation], start)
+    groups = groups_in(start.attributes, module.num_devices)
     size = max(map(len, groups), default=1)
 
     # The result of a start has the operands in it too, and so is no measure.
@@ -222,15 +222,15 @@ def _collective(
     elif kind == "reduce-scatter":
         result_bytes = operand_bytes // size
     elif kind == "ragged-all-to-all":
-        operand_bytes, result_bytes = (each.array.bytes for each in operands[:2])
+        operand_bytes, result_bytes = (operand.array.bytes for operand in operands[:2])
 
-    is_sync = '"is_sync":true' in each.attributes
-    overlapped = each.opcode.endswith("-start") and not is_sync
+    is_sync = '"is_sync":true' in start.attributes
+    overlapped = start.opcode.endswith("-start") and not is_sync
     for name in ("async_collective_name=", "chain_id="):
-        overlapped |= name in each.attributes
+        overlapped |= name in start.attributes
     return Collective(
         kind,
-        each.name,
+        start.name,
         computation,
         operands,
         operand_bytes,
@@ -239,8 +239,8 @@ def _collective(
         times,
         optional,
         overlapped,
-        overlapped and _is_hidden(module, computation, each),
-        each.path,
+        overlapped and _is_hidden(module, computation, start),
+        start.path,
     )
 
 
@@ -250,13 +250,13 @@ def _is_hidden(module: Module, computation: str, start: Instruction) -> bool:
         # Of a TPU, which fuses the links of a chain with the products they run beside.
         return "chain_id=" in start.attributes
     has_started = False
-    for each in module[computation].values():
-        if each.name == start.name:
+    for instruction in module[computation].values():
+        if instruction.name == start.name:
             has_started = True
-        elif has_started and each.opcode.endswith("-done"):
-            if start.name in each.operands:
+        elif has_started and instruction.opcode.endswith("-done"):
+            if start.name in instruction.operands:
                 return False
-        elif has_started and _multiplies(module, each):
+        elif has_started and _multiplies(module, instruction):
             return True
     return False
 
@@ -293,20 +293,20 @@ def _all_reduce_scatter(
         return None
     (called,) = fusion.called
     inside = [
-        _collective(module, called, each, 1, False)
-        for each in module[called].values()
-        if _kind(each) == "all-reduce"
+        _collective(module, called, instruction, 1, False)
+        for instruction in module[called].values()
+        if _kind(instruction) == "all-reduce"
     ]
     if len(inside) != 1:
         return None
-    (found,) = inside
-    return found._replace(
+    (reduction,) = inside
+    return reduction._replace(
         kind="reduce-scatter",
         name=fusion.name,
         computation=computation,
-        operands=_operands(module[computation], fusion) or found.operands,
-        result_bytes=found.operand_bytes // found.group_size,
-        path=fusion.path or found.path,
+        operands=_operands(module[computation], fusion) or reduction.operands,
+        result_bytes=reduction.operand_bytes // reduction.group_size,
+        path=fusion.path or reduction.path,
     )
 
 
@@ -325,17 +325,17 @@ def _kind(each: Instruction) -> str:
 
 def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
     """Where an array is computed: the nearest instructions of which the text tells."""
-    found, waiting, seen = [], [name], set()
+    paths, waiting, seen = [], [name], set()
     while waiting:
-        each = known.get(waiting.pop(0))
-        if each is None or each.name in seen:
+        instruction = known.get(waiting.pop(0))
+        if instruction is None or instruction.name in seen:
             continue
-        seen.add(each.name)
-        if each.path:
-            found.append(each.path)
+        seen.add(instruction.name)
+        if instruction.path:
+            paths.append(instruction.path)
         else:
-            waiting += each.operands
-    return tuple(dict.fromkeys(found))
+            waiting += instruction.operands
+    return tuple(dict.fromkeys(paths))
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
@@ -374,15 +374,15 @@ def _counted(module: Module, computation: str, loop: Instruction) -> int | None:
 
 def _made(module: Module, computation: str, name: str) -> Instruction | None:
     """The instruction that makes a value, behind copies of it."""
-    each = module[computation].get(name)
-    while each is not None and each.opcode in ("copy", "bitcast", "convert"):
-        each = module[computation].get(each.operands[0])
-    return each
+    maker = module[computation].get(name)
+    while maker is not None and maker.opcode in ("copy", "bitcast", "convert"):
+        maker = module[computation].get(maker.operands[0])
+    return maker
 
 
 def _number(module: Module, computation: str, name: str) -> int | None:
     """The value of an integer constant."""
-    found = _made(module, computation, name)
-    if found is None or found.opcode != "constant":
+    constant = _made(module, computation, name)
+    if constant is None or constant.opcode != "constant":
         return None
-    return int(found.literal) if re.match(r"[su]\d+\[\]", found.shape) else None
+    return int(constant.literal) if re.match(r"[su]\d+\[\]", constant.shape) else None

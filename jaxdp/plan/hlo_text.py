@@ -72,12 +72,12 @@ class Instruction(NamedTuple):
         """Computations that it runs; not those that combine two scalars."""
         if "=%" not in self.attributes and "={%" not in self.attributes:
             return []
-        found = _CALLED.findall(self.attributes)
+        names = _CALLED.findall(self.attributes)
         if self.opcode in ("call", "async-start"):
-            found += re.findall(r"\bto_apply=%([\w.\-]+)", self.attributes)
+            names += re.findall(r"\bto_apply=%([\w.\-]+)", self.attributes)
         for listed in _CALLED_LISTS.findall(self.attributes):
-            found += re.findall(r"%([\w.\-]+)", listed)
-        return list(dict.fromkeys(found))
+            names += re.findall(r"%([\w.\-]+)", listed)
+        return list(dict.fromkeys(names))
 
     def _attribute(self, name: str) -> str:
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
@@ -127,27 +127,33 @@ class Module:
     def __getitem__(self, computation: str) -> dict[str, Instruction]:
         """The instructions of a computation by name, in order."""
         if computation not in self._parsed:
-            found = [
+            instructions = [
                 _instruction(match, line)
                 for line in self.texts[computation].split("\n")
                 if (match := _INSTRUCTION.match(line))
             ]
-            self._parsed[computation] = {each.name: each for each in found}
+            self._parsed[computation] = {
+                instruction.name: instruction for instruction in instructions
+            }
         return self._parsed[computation]
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result is the computation's."""
-        return next(each for each in self[computation].values() if each.is_root)
+        return next(
+            instruction
+            for instruction in self[computation].values()
+            if instruction.is_root
+        )
 
 
 def arrays_in(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape as printed; of a tuple, all that are in it."""
-    found = []
+    arrays = []
     # Layouts have brackets of their own: f32[8,128]{1,0:T(8,128)S(1)}.
     for dtype, dims in re.findall(r"\b([a-z]+[a-z0-9]*)\[([^\]]*)\]", shape):
         sizes = [int(size.strip().lstrip("<=")) for size in dims.split(",") if size]
-        found.append(_array_of(dtype, tuple(sizes)))
-    return tuple(found)
+        arrays.append(_array_of(dtype, tuple(sizes)))
+    return tuple(arrays)
 
 
 def matched(text: str) -> str:
@@ -198,8 +204,8 @@ def _aliased(header: str) -> dict[int, str]:
     """From `input_output_alias={ {0}: (1, {}, may-alias), ... }`."""
     _, _, text = header.partition("input_output_alias=")
     inside = matched(text) if text else ""
-    found = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", inside)
-    return {int(parameter): out.replace(" ", "") for out, parameter in found}
+    pairs = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", inside)
+    return {int(parameter): out.replace(" ", "") for out, parameter in pairs}
 
 
 def groups_in(attributes: str, num_devices: int) -> Groups:
@@ -224,7 +230,7 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     text = text.lstrip()
     if text.startswith("{"):
         inner = matched(text)[1:-1]
-        groups = tuple(ints(found) for found in re.findall(r"\{([^{}]*)\}", inner))
+        groups = tuple(ints(group) for group in re.findall(r"\{([^{}]*)\}", inner))
         return groups or (tuple(range(num_devices)),)
     if text.startswith("["):
         return tuple(map(tuple, _iota(text).tolist()))

@@ -75,7 +75,7 @@ class Plan:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends per step."""
-        return sum(each.wire_bytes for each in self.traffic)
+        return sum(traffic.wire_bytes for traffic in self.traffic)
 
     def scaling(
         self,
@@ -92,10 +92,12 @@ class Plan:
         """
         check_choice("keep", keep, ("rows_per_device", "rows"))
         planner = self._compiling()
-        each = math.ceil(self._batch / planner.num_shards(self.num_devices))
-        found = []
+        per_shard = math.ceil(self._batch / planner.num_shards(self.num_devices))
+        lines = []
         for count in counts:
-            rows = self._batch if keep == "rows" else each * planner.num_shards(count)
+            rows = (
+                self._batch if keep == "rows" else per_shard * planner.num_shards(count)
+            )
             plan = planner.plan(count, rows)
             row = Row(count, plan.rows, plan.memory.peak, plan.wire_bytes)
             if (estimate := plan.estimate) is not None:
@@ -104,8 +106,8 @@ class Plan:
                     rows_per_second=plan.rows / estimate.worst,
                     efficiency=estimate.efficiency,
                 )
-            found.append(row)
-        return Scaling(tuple(found))
+            lines.append(row)
+        return Scaling(tuple(lines))
 
     def largest_batch(self, memory: int | float | None = None) -> int:
         """Finds the largest global batch that fits into memory, without running it.
@@ -153,10 +155,10 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
         names = [field.name for field in dataclasses.fields(self)]
-        found = {name: _plain(getattr(self, name)) for name in names[:-1]}
-        for plain, bound in zip(found["bounds"], self.bounds, strict=True):
+        values = {name: _plain(getattr(self, name)) for name in names[:-1]}
+        for plain, bound in zip(values["bounds"], self.bounds, strict=True):
             plain["ratio"] = bound.ratio
-        return found | {"wire_bytes": self.wire_bytes}
+        return values | {"wire_bytes": self.wire_bytes}
 
     def __str__(self) -> str:
         return text(self)
@@ -241,5 +243,5 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return _plain(value._asdict())
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(part) for key, part in value.items()}
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -40,8 +40,10 @@ class Planner:
         hardware: str | Hardware | None = None,
     ):
         mesh = getattr(strategy, "mesh", None)
-        own = [getattr(strategy, "device", None)] if mesh is None else mesh.devices.flat
-        self.here = devices_of.here([device or jax.devices()[0] for device in own])
+        devices = (
+            [getattr(strategy, "device", None)] if mesh is None else mesh.devices.flat
+        )
+        self.here = devices_of.here([device or jax.devices()[0] for device in devices])
         self.devices_per_host: int | None = None
         self.engine_on = engine_on
         self.strategy = strategy
@@ -71,9 +73,9 @@ class Planner:
     def limit(self, memory: int | float | None) -> int:
         """Bytes that a program may take."""
         if memory is None:
-            found = self._devices(None)
-            profile = self.hardware or found.hardware
-            has = found.are_here and devices_of.memory_of(found.devices[0])
+            devices = self._devices(None)
+            profile = self.hardware or devices.hardware
+            has = devices.are_here and devices_of.memory_of(devices.devices[0])
             has = has or profile and devices_of.usable_memory(profile)
             if not has:
                 raise ValueError(
@@ -114,11 +116,11 @@ class Planner:
                 " Return what `build` returns."
             )
 
-        each = self.devices_per_host
+        per_host = self.devices_per_host
         is_faked = not devices.are_here and self.topology is None
-        if each is None and is_faked and jax.process_count() > 1:
-            each = jax.local_device_count()
-        hosts = _hosts(devices.devices, each)
+        if per_host is None and is_faked and jax.process_count() > 1:
+            per_host = jax.local_device_count()
+        hosts = _hosts(devices.devices, per_host)
         return _planned(engine, devices, hosts, self.hardware or devices.hardware, self)
 
     def _devices(self, count: int | None) -> Devices:
@@ -227,7 +229,7 @@ def _notes(
         unknown.append("the time to move optimizer state between host and device")
     if reading.flops is None:
         unknown.append("operations: this strategy hides the traced step")
-    if any(each.times is None for each in reading.traffic):
+    if any(traffic.times is None for traffic in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
 
     # What its profile says.

@@ -73,10 +73,10 @@ class Reading:
             else:
                 held[leaf.group] += leaf.bytes_per_device
 
-        found = self.analysis
-        arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes
-        overwritten, temporary = found.alias_size_in_bytes, found.temp_size_in_bytes
-        if not found.host_argument_size_in_bytes:  # to a CPU it is one memory
+        sizes = self.analysis
+        arguments, results = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
+        overwritten, temporary = sizes.alias_size_in_bytes, sizes.temp_size_in_bytes
+        if not sizes.host_argument_size_in_bytes:  # to a CPU it is one memory
             arguments, results = arguments - host, results - host
             overwritten -= sum(
                 leaf.bytes_per_device * (leaf.on_host and leaf.overwritten)
@@ -89,7 +89,7 @@ class Reading:
             arguments=arguments,
             results=results,
             overwritten=overwritten,
-            program=found.generated_code_size_in_bytes,
+            program=sizes.generated_code_size_in_bytes,
             peak=arguments + results - overwritten + temporary,
             host=host,
         )
@@ -97,33 +97,33 @@ class Reading:
     @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Collectives alike in everything but their bytes, together."""
-        found: dict[Traffic, list[hlo.Collective]] = {}
-        for each in self.program.collectives:
-            if each.group_size > 1:
+        by_kind: dict[Traffic, list[hlo.Collective]] = {}
+        for collective in self.program.collectives:
+            if collective.group_size > 1:
                 alike = Traffic(
-                    each.kind,
-                    each.axes(self.mesh),
-                    each.group_size,
-                    each.dtype,
-                    place_of(each),
-                    times=each.times,
-                    overlapped=each.overlapped,
-                    hidden=each.hidden,
-                    optional=each.optional,
+                    collective.kind,
+                    collective.axes(self.mesh),
+                    collective.group_size,
+                    collective.dtype,
+                    place_of(collective),
+                    times=collective.times,
+                    overlapped=collective.overlapped,
+                    hidden=collective.hidden,
+                    optional=collective.optional,
                     crosses=any(
                         len({self.hosts[place] for place in group}) > 1
-                        for group in each.groups
+                        for group in collective.groups
                     ),
                 )
-                found.setdefault(alike, []).append(each)
+                by_kind.setdefault(alike, []).append(collective)
 
         # Bytes of a step, of which a dispatch may have several.
         traffic = []
-        for alike, listed in found.items():
+        for alike, listed in by_kind.items():
             times, steps = alike.times or 1, self.steps
             steps *= self.branch_every if alike.optional else 1
-            held = sum(each.operand_bytes for each in listed)
-            sent = sum(each.wire_bytes for each in listed)
+            held = sum(collective.operand_bytes for collective in listed)
+            sent = sum(collective.wire_bytes for collective in listed)
             total = alike._replace(
                 count=len(listed),
                 times=alike.times and math.ceil(alike.times / steps),
@@ -131,7 +131,7 @@ class Reading:
                 wire_bytes=sent * times / steps,
             )
             traffic.append(total)
-        return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
+        return tuple(sorted(traffic, key=lambda row: -row.wire_bytes))
 
     @property
     def not_overwritten(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Reading:
         shards = self.num_shards
         gradients = sum(map(self._gathered_bytes, self.params))
         state, batch = (
-            sum(each.bytes_per_device for each in leaves if not each.on_host)
+            sum(item.bytes_per_device for item in leaves if not item.on_host)
             for leaves in (self.state, self.batch)
         )
 
@@ -162,7 +162,7 @@ class Reading:
                 " over the devices that share the rows"
                 + (f", every {self.branch_every} steps" * (self.branch_every > 1)),
                 2 * (shards - 1) / shards * gradients / self.branch_every,
-                sum(each.wire_bytes for each in self.traffic),
+                sum(item.wire_bytes for item in self.traffic),
             ),
             Bound(
                 "bytes of arguments: the state and the batch, once",
@@ -183,8 +183,10 @@ class Reading:
         where rows interact say. Then nothing is gathered in a pass of the model.
         """
         gatherers = getattr(strategy, "gatherers", None)
-        places = [_place(each.path) for each in self.program.collectives]
-        in_calls = any(": " in each and each.endswith("parameters") for each in places)
+        places = [_place(moved.path) for moved in self.program.collectives]
+        in_calls = any(
+            ": " in place and place.endswith("parameters") for place in places
+        )
         if gatherers is None or not in_calls:
             return frozenset()
         named = jax.tree_util.tree_leaves_with_path(state.params)
@@ -223,14 +225,14 @@ def estimate(profile: Hardware, reading: Reading, flops: float) -> Estimate:
     touched = least / profile.memory_bandwidth
 
     communication = 0.0
-    for each in reading.traffic:
-        near = profile.domain is None or each.group_size <= profile.domain
+    for traffic in reading.traffic:
+        near = profile.domain is None or traffic.group_size <= profile.domain
         speed = profile.link_bandwidth if near else profile.far_bandwidth
         if not near and profile.domain:
             # Of a ring over nodes, one device per node sends to the next node; each
             # part of the data crosses once, over as many adapters as a node has.
             speed = min(profile.link_bandwidth, profile.far_bandwidth * profile.domain)
-        communication += each.wire_bytes / speed
+        communication += traffic.wire_bytes / speed
 
     busy = max(compute, touched)
     worst = busy + communication

@@ -45,19 +45,19 @@ def sections(plan: Any) -> Iterator[Section]:
 
     yield Section(
         f"Communication: a device sends {in_bytes(plan.wire_bytes)} per step",
-        [_traffic(each) for each in plan.traffic],
+        [_traffic(entry) for entry in plan.traffic],
         ["Nothing is sent."] * (not plan.traffic),
     )
     yield Section(
         "Lower bounds of this layout",
         [
             (
-                f"{each.ratio:.3f} x",
-                in_bytes(each.found),
-                f"of {in_bytes(each.least)}",
-                each.what,
+                f"{entry.ratio:.3f} x",
+                in_bytes(entry.found),
+                f"of {in_bytes(entry.least)}",
+                entry.what,
             )
-            for each in plan.bounds
+            for entry in plan.bounds
         ],
     )
     yield Section("Donation", lines=[_donation(plan)])
@@ -144,7 +144,7 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
         "in a branch": each.optional,
         "in a loop of unknown length": each.times is None,
     }
-    told = ", ".join(words for words, is_so in extras.items() if is_so)
+    remarks = ", ".join(words for words, is_so in extras.items() if is_so)
     return (
         each.kind,
         f"{axes} ({each.group_size})",
@@ -152,7 +152,7 @@ def _traffic(each: Traffic) -> tuple[str, ...]:
         f"{times} x",
         in_bytes(each.operand_bytes),
         in_bytes(each.wire_bytes),
-        each.part + (f" ({told})" if told else ""),
+        each.part + (f" ({remarks})" if remarks else ""),
     )
 
 
@@ -160,15 +160,17 @@ def _donation(plan: Any) -> str:
     state = [leaf for leaf in plan.leaves if leaf.group != "batch" and leaf.bytes]
     over = [leaf for leaf in state if leaf.overwritten]
     size = in_bytes(sum(leaf.bytes_per_device for leaf in over))
-    found = f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
+    sentence = (
+        f"{len(over)} of {len(state)} leaves of the state are overwritten, {size}."
+    )
     if plan.not_overwritten:
         listed = ", ".join(plan.not_overwritten[:_MOST])
         more = len(plan.not_overwritten) - _MOST
         listed += f" and {more} more" if more > 0 else ""
-        found += f" Donated but copied anyway: {listed}."
+        sentence += f" Donated but copied anyway: {listed}."
     elif not over:
-        found += " Nothing is donated, so a step needs the memory of two states."
-    return found
+        sentence += " Nothing is donated, so a step needs the memory of two states."
+    return sentence
 
 
 def _operations(plan: Any) -> list[str]:
@@ -185,16 +187,16 @@ def _operations(plan: Any) -> list[str]:
 
 
 def _estimate(plan: Any) -> Section:
-    found = plan.estimate
-    fits = "fits" if found.fits else "does NOT fit"
+    estimate = plan.estimate
+    fits = "fits" if estimate.fits else "does NOT fit"
     return Section(
-        f"Time on {found.hardware} at its peaks",
+        f"Time on {estimate.hardware} at its peaks",
         lines=[
-            f"{in_seconds(found.best)} to {in_seconds(found.worst)} per step,"
-            f" {in_short(plan.rows / found.worst)} rows/s: computing"
-            f" {in_seconds(found.compute)}, memory {in_seconds(found.memory)},"
-            f" communication {in_seconds(found.communication)}; efficiency"
-            f" {found.efficiency:.0%} or more of one device.",
+            f"{in_seconds(estimate.best)} to {in_seconds(estimate.worst)} per step,"
+            f" {in_short(plan.rows / estimate.worst)} rows/s: computing"
+            f" {in_seconds(estimate.compute)}, memory {in_seconds(estimate.memory)},"
+            f" communication {in_seconds(estimate.communication)}; efficiency"
+            f" {estimate.efficiency:.0%} or more of one device.",
             f"The peak {fits} into what JAX takes of its memory.",
         ],
     )

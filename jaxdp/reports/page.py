@@ -103,8 +103,8 @@ def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
 def _metrics(runs: Sequence[Run]) -> list[str]:
     names = [name for run in runs for name in run.columns]
     means = [name for name in names if name.startswith((EPOCH, VALIDATION))]
-    found = (name.removeprefix(EPOCH).removeprefix(VALIDATION) for name in means)
-    return list(dict.fromkeys(found))
+    metrics = (name.removeprefix(EPOCH).removeprefix(VALIDATION) for name in means)
+    return list(dict.fromkeys(metrics))
 
 
 def throughput_charts(run: Run) -> dict[str, list[Curve]]:
@@ -114,24 +114,24 @@ def throughput_charts(run: Run) -> dict[str, list[Curve]]:
         for name, title in _RATES.items()
         if THROUGHPUT + name in run.columns
     }
-    if found := throughput_of(run):
+    if totals := throughput_of(run):
         charts["share of the time"] = [
             Curve(name, run.columns[THROUGHPUT + name], f"C{index}")
             for index, name in enumerate(PHASES)
-            if found[name] >= 0.005
+            if totals[name] >= 0.005
         ]
     return charts
 
 
 def _throughput(run: Run) -> str:
-    found, drawn = throughput_of(run), _drawn(throughput_charts(run), run.xlabel)
-    if not found:
+    totals, drawn = throughput_of(run), _drawn(throughput_charts(run), run.xlabel)
+    if not totals:
         return drawn
     return (
-        f"<p>{found['examples']:,.0f} examples in {in_seconds(found['seconds'])}:"
-        f" {in_words(found['examples_per_s'])} per second. Shares are of the same time,"
-        " which runs from the first step to the end of each fit, without compilation"
-        f" before it.</p>{drawn}"
+        f"<p>{totals['examples']:,.0f} examples in {in_seconds(totals['seconds'])}:"
+        f" {in_words(totals['examples_per_s'])} per second. Shares are of the same"
+        " time, which runs from the first step to the end of each fit, without"
+        f" compilation before it.</p>{drawn}"
     )
 
 

@@ -183,12 +183,12 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
     # What it took.
     totals = [throughput_of(run) for run in runs]
     for name in ("examples", "seconds", "examples_per_s", "mfu"):
-        if any(name in each for each in totals):
+        if any(name in total for total in totals):
             shown = in_percent if name == "mfu" else in_words
             is_ranked = name not in ("examples", "seconds")
-            add(name, (each.get(name, math.nan) for each in totals), shown, is_ranked)
+            add(name, (total.get(name, math.nan) for total in totals), shown, is_ranked)
     for phase, label in PHASES.items() if any(totals) else ():
-        shares = (f"{each[phase]:.1%}" if each else "-" for each in totals)
+        shares = (f"{total[phase]:.1%}" if total else "-" for total in totals)
         rows.append([f"time: {label}", *shares])
     return rows
 
@@ -214,7 +214,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     ]
     rows = [["", *short_names(runs)]]
     for name in dict.fromkeys(name for values in made for name in values):
-        values = [each.get(name, "-") for each in made]
+        values = [facts.get(name, "-") for facts in made]
         if len(set(values)) > 1:
             rows.append([name, *values])
     return rows
@@ -245,14 +245,18 @@ def throughput_of(run: Run) -> dict[str, float]:
     if not total:
         return {}
     examples = sum(logged["examples"])
-    found = {"examples": examples, "seconds": total, "examples_per_s": examples / total}
+    totals = {
+        "examples": examples,
+        "seconds": total,
+        "examples_per_s": examples / total,
+    }
     for name in PHASES:
-        each = zip(logged[name], seconds, strict=True)
-        found[name] = sum(share * time for share, time in each) / total
+        fits = zip(logged[name], seconds, strict=True)
+        totals[name] = sum(share * time for share, time in fits) / total
     if "mfu" in logged:  # in proportion to the examples per second
         scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
-        found["mfu"] = found["examples_per_s"] * scale
-    return found
+        totals["mfu"] = totals["examples_per_s"] * scale
+    return totals
 
 
 def in_percent(share: float) -> str:

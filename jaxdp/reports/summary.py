@@ -81,8 +81,8 @@ class Summary:
         title = f"{self.name}: {_count(self.parameters)}, {in_bytes(self.bytes)}"
         if self.members is None:
             return title
-        each = self.parameters // self.members
-        return f"{title}, of {self.members} members with {each:,} each"
+        per_member = self.parameters // self.members
+        return f"{title}, of {self.members} members with {per_member:,} each"
 
     def _table(self) -> list[str]:
         heads = ("layer", "class", "arrays", "parameters", "bytes", "per device")
@@ -110,8 +110,10 @@ class Summary:
             numbers, size = self.state
             lines.append(f"state beside the model: {numbers:,} numbers, in {size:,} B")
         if self.devices > 1:
-            own = in_bytes(self.bytes_per_device)
-            lines.append(f"each of {self.devices} devices holds {own}: {self.strategy}")
+            held = in_bytes(self.bytes_per_device)
+            lines.append(
+                f"each of {self.devices} devices holds {held}: {self.strategy}"
+            )
         return lines
 
 
@@ -146,16 +148,16 @@ def summarize(
             kind = type(at_path(model, owner)).__name__
             layers[here] = Layer(here, kind, {}, 0, 0, 0, 0)
 
-        own = getattr(leaf, "sharding", None)
-        shard = leaf.shape if own is None else own.shard_shape(leaf.shape)
-        found = layers[here]
-        by = dict.fromkeys(filter(None, (*found.by.split(", "), trained.get(name))))
-        layers[here] = found._replace(
-            arrays=found.arrays | {_name_in(path[len(owner) :], leaf): leaf.shape},
-            parameters=found.parameters + math.prod(leaf.shape),
-            trained=found.trained + (name in trained) * math.prod(leaf.shape),
-            bytes=found.bytes + nbytes(leaf),
-            bytes_per_device=found.bytes_per_device + nbytes(leaf, shard),
+        sharding = getattr(leaf, "sharding", None)
+        shard = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        layer = layers[here]
+        by = dict.fromkeys(filter(None, (*layer.by.split(", "), trained.get(name))))
+        layers[here] = layer._replace(
+            arrays=layer.arrays | {_name_in(path[len(owner) :], leaf): leaf.shape},
+            parameters=layer.parameters + math.prod(leaf.shape),
+            trained=layer.trained + (name in trained) * math.prod(leaf.shape),
+            bytes=layer.bytes + nbytes(leaf),
+            bytes_per_device=layer.bytes_per_device + nbytes(leaf, shard),
             by=", ".join(by),
         )
 
