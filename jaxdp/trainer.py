@@ -9,12 +9,11 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from . import checkpoint, distributed, losses
-from .basics.console import warn
+from . import checkpoint, losses
 from .callbacks import Callback
-from .engine import hyperparams
-from .fit import Metric, Run, Wanted, checks, evaluation, leave_if_asked, loop, snapshot
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, snapshot
 from .fit.defaults import with_defaults
+from .fit.elsewhere import telling_where
 from .fit.report import in_a_line, report, summary
 from .history import History
 from .step import Ensemble, Metrics, Part, Remat, TrainState
@@ -90,6 +89,7 @@ class Trainer:
         default_root_dir: where callbacks write if they have no path of their own.
     """
 
+    @telling_where
     def __init__(
         self,
         model: PyTree,
@@ -118,14 +118,8 @@ class Trainer:
         default_root_dir: str = "runs",
     ):
         arguments = checks.checked({k: v for k, v in locals().items() if k != "self"})
-        several = jax.process_count() > 1
-        self.callbacks = with_defaults(
-            checks.check_callbacks(callbacks),
-            progress_bar=enable_progress_bar,
-            in_lockstep=several,
-        )
-        if not several and (warning := distributed.forgotten()):
-            warn(warning)
+        own = checks.check_callbacks(callbacks)
+        self.callbacks = with_defaults(own, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         """The engine, the counters and what else few callbacks need."""
@@ -138,12 +132,14 @@ class Trainer:
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.num_training_batches: int | None = None
+        """Batches of an epoch, None if not known."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
             self.run.check_may_be_set(name)
         super().__setattr__(name, value)
 
+    @telling_where
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -152,6 +148,8 @@ class Trainer:
         max_epochs: int | None = None,
         max_steps: int | None = None,
         max_time: Any = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
@@ -180,6 +178,9 @@ class Trainer:
             max_steps: total number of optimizer steps, including earlier fits.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, a dict of its arguments, or seconds.
+            min_epochs: until then nothing ends the fit early: not `max_time`, no
+                callback, and not `should_stop`, which then counts later.
+            min_steps: the same in optimizer steps. The fit goes on to both.
             ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
                 `"auto"` (the last, or a fresh start if there is none) among those that
                 the `ModelCheckpoint` callback has saved. These words skip damaged ones.
@@ -190,26 +191,15 @@ class Trainer:
                 float is a share of the epoch.
             fast_dev_run: run one batch (or this many) of training and validation to
                 find mistakes, without loggers and checkpoints. It counts as an epoch.
-            overfit_batches: train on the first batches only (this many, or this share),
-                again and again, to see whether the model can learn at all.
+            overfit_batches: train and validate on the first batches only (this many, or
+                this share), unshuffled, again and again, to see whether the model can
+                learn at all.
 
         Returns:
             The history of this trainer: means per epoch over real rows.
         """
-        leave_if_asked(self, train_loader)
-        self.run.check_is_free("fit")
-        wanted = Wanted(
-            max_epochs,
-            max_steps,
-            max_time,
-            limit_train_batches,
-            limit_val_batches,
-            check_val_every_n_epoch,
-            val_check_interval,
-            fast_dev_run,
-            overfit_batches,
-        )
-        loop.fit(self, train_loader, val_loader, wanted, ckpt_path)
+        wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
+        loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
         return self.history
 
     def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
@@ -228,8 +218,6 @@ class Trainer:
         Yields:
             The lazy metrics of each optimizer step.
         """
-        leave_if_asked(self, train_loader)
-        self.run.check_is_free("steps")
         return loop.own_loop(self, train_loader)
 
     def validate(
@@ -376,8 +364,7 @@ class Trainer:
     @property
     def hyperparams(self) -> Mapping[str, Any]:
         """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
-        engine = self.run.settled_engine("`trainer.hyperparams`")
-        return hyperparams.values_of(engine.state)
+        return self.run.hyperparams()
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -394,9 +381,7 @@ class Trainer:
         Args:
             values: of the same shape and dtype as now. Schedules can't be set.
         """
-        engine = self.run.settled_engine("`set_hyperparams`")
-        self.run.processes.same("values in `set_hyperparams`", values)
-        engine.held.write(hyperparams.to_set(engine.state, values))
+        self.run.set_hyperparams(values)
 
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
@@ -408,9 +393,13 @@ class Trainer:
         counts); batch hooks also add it to the row of the step. All processes must call
         it; the value of the first is taken. A value on the device is waited for.
         """
-        if not self.run.is_fitting and not self.run.logged.is_open:
-            raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
-        self.run.logged.log(name, value, self.run.logged_names)
+        self.run.log(name, value)
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The last value of everything logged, by name: of steps, epochs, passes and
+        `log`. Waits for the last step."""
+        return self.run.logged.last_values()
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -133,8 +133,8 @@ class EarlyStopping(MetricCheck):
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._reason(value, improved)
         if self.reason is not None:
-            trainer.should_stop = True
-            if self.verbose:
+            was_said, trainer.should_stop = trainer.should_stop, True
+            if self.verbose and not was_said:
                 announce(trainer, "EarlyStopping", self.reason)
 
     def _reason(self, value: float, improved: bool) -> str | None:

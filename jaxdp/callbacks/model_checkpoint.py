@@ -405,6 +405,6 @@ def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
 def is_at_epoch_end(trainer: Trainer) -> bool:
     """Whether all steps of the epoch are done, and what ends it is still to come:
     validation, history, `on_train_epoch_end`."""
-    total, done = trainer.num_training_batches, trainer.run.batch_idx
+    total, done = trainer.run.steps_per_epoch, trainer.run.batch_idx
     is_over = total is not None and 0 < total <= done
     return is_over and not trainer.run.progress.epoch_ended

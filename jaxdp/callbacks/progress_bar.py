@@ -246,8 +246,8 @@ def _notes(trainer: Trainer) -> list[str]:
 
 
 def _total(trainer: Trainer) -> int | None:
-    """Batches in this epoch, fewer when `max_steps` comes before its end."""
-    total, last = trainer.num_training_batches, trainer.max_steps
+    """Steps in this epoch, fewer when `max_steps` comes before its end."""
+    total, last = trainer.run.steps_per_epoch, trainer.max_steps
     if last is None:
         return total
     left = trainer.run.batch_idx + max(last - trainer.global_step, 0)

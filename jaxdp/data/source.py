@@ -166,7 +166,7 @@ class Source:
         return None if self._own is None else self._own.place(trained)
 
     def first(self, share: int | float) -> list[Batch]:
-        """The first batches of epoch 0: so many, or as a float such a share."""
+        """The first batches, unshuffled: so many, or as a float such a share."""
         count = capped("overfit_batches", share, self.num_batches)
         with contextlib.closing(self):
             return list(itertools.islice(self.epoch(), count))

@@ -130,6 +130,12 @@ class TorchSource(SeededSource):
         sampler = users[0] if users else type(loader.sampler)
         self._index_lists = IndexLists(argument, sampler.__name__)
 
+    def first(self, share: int | float) -> list[Batch]:
+        ordered = _unshuffled(self.loader)
+        if ordered is None:
+            return super().first(share)
+        return TorchSource(ordered, self.argument, self.seed, self.share).first(share)
+
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         position = self._begin(position)
         for each in (*self._samplers, self.loader.dataset):
@@ -301,6 +307,26 @@ class TorchSource(SeededSource):
         )
         with safe_workers(self._workers):
             return started(self._workers, self.argument)
+
+
+def _unshuffled(loader: Any) -> Any:
+    """A loader of the same rows in their order; None if it does not shuffle, or in a
+    way of the user's."""
+    from torch.utils.data import DataLoader, RandomSampler, Subset, SubsetRandomSampler
+
+    dataset, sampler = loader.dataset, loader.sampler
+    if loader.batch_size is None or not isinstance(
+        sampler, RandomSampler | SubsetRandomSampler
+    ):
+        return None
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, sampler.indices)
+    return DataLoader(
+        dataset,
+        loader.batch_size,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+    )
 
 
 def _samplers_of(loader: Any) -> list[Any]:

@@ -2,16 +2,22 @@
 
 from collections.abc import Iterable
 
+import jax
+
+from ..basics.console import warn
 from ..callbacks.base import Callback
 from ..callbacks.lockstep import Lockstep
 from ..callbacks.progress_bar import ProgressBar
+from ..distributed import forgotten
 
 
 def with_defaults(
-    callbacks: Iterable[Callback], *, progress_bar: bool, in_lockstep: bool
+    callbacks: Iterable[Callback], *, progress_bar: bool
 ) -> list[Callback]:
-    """The user's callbacks, and what they lack where processes train `in_lockstep`."""
-    found = list(callbacks)
+    """The user's callbacks, and what they lack, with several processes too."""
+    found, in_lockstep = list(callbacks), jax.process_count() > 1
+    if not in_lockstep and (warning := forgotten()):
+        warn(warning)
     if progress_bar and not any(isinstance(each, ProgressBar) for each in found):
         # First, so that it has cleared its line before the others print.
         found.insert(0, ProgressBar())

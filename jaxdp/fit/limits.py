@@ -15,6 +15,8 @@ class Wanted(NamedTuple):
     max_epochs: int | None = None
     max_steps: int | None = None
     max_time: Any = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     check_val_every_n_epoch: int = 1
@@ -28,6 +30,8 @@ class Wanted(NamedTuple):
         return self._replace(
             max_epochs=epoch + 1,
             max_steps=None,
+            min_epochs=None,
+            min_steps=None,
             limit_train_batches=batches,
             limit_val_batches=batches,
             check_val_every_n_epoch=1,
@@ -45,18 +49,30 @@ class Limits:
         wanted: Wanted,
         accumulate: int,
     ):
-        max_epochs, max_steps, max_time = wanted[:3]
+        max_epochs, max_steps, max_time, min_epochs, min_steps = wanted[:5]
         every_n_epoch = wanted.check_val_every_n_epoch
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None and value != -1:
                 check_count(name, value, least=0)
+        for name, least, most in (
+            ("epochs", min_epochs, max_epochs),
+            ("steps", min_steps, max_steps),
+        ):
+            if least is not None:
+                check_count(f"min_{name}", least, least=0)
+            if least is not None and most not in (None, -1) and least > most:
+                raise ValueError(
+                    f"`min_{name}`={least} is more than `max_{name}`={most}; pass a"
+                    f" larger `max_{name}`."
+                )
         check_count("check_val_every_n_epoch", every_n_epoch)
 
         # Totals of a run; -1 is none.
         self.max_epochs = None if max_epochs == -1 else max_epochs
         self.max_steps = None if max_steps == -1 else max_steps
+        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
         self.seconds: float | None = None
         if max_time is not None:
             self.seconds = parse_duration(max_time, "max_time")
@@ -79,6 +95,7 @@ class Limits:
             "limit_train_batches", wanted.limit_train_batches, train.num_batches
         )
         per_epoch = _least(train.num_batches, self.train_batches)
+        self._is_sized = train.num_batches is not None
         self._whole = _least(train.sure_batches, self.train_batches)
         self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
         self._periods = 0
@@ -90,6 +107,11 @@ class Limits:
         """Optimizer steps of an epoch, of so many batches each."""
         batches = self.batches_per_epoch
         return None if batches is None else -(-batches // accumulate)
+
+    def is_short(self, batches_done: int) -> bool:
+        """Whether an epoch of unknown length was to have more batches than these."""
+        limit = self.train_batches
+        return not self._is_sized and limit is not None and batches_done < limit
 
     def start_clock(self) -> None:
         """From now on `max_time` counts."""
@@ -115,9 +137,15 @@ class Limits:
             return True
         return self.max_epochs is not None and epoch >= self.max_epochs
 
+    def may_stop(self, step: int, epoch: int) -> bool:
+        """Whether so many steps and epochs are enough to end the fit early."""
+        return step >= self.min_steps and epoch >= self.min_epochs
+
     def steps_until_stop(self, step: int, batches_done: int) -> int | None:
-        """Steps until `max_steps` or a validation inside the epoch; None: no such."""
+        """Steps until `min_steps`, `max_steps` or a validation inside the epoch; None:
+        no such."""
         stops = [] if self.max_steps is None else [self.max_steps - step]
+        stops += [self.min_steps - step] if step < self.min_steps else []
         if self.val_interval is not None:
             left = self.val_interval - batches_done % self.val_interval
             stops.append(-(-left // self.accumulate))

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from ..basics.arguments import as_number
 from ..distributed import Processes
 from ..step import Metrics
@@ -28,6 +30,9 @@ class Logged:
         self._added: dict[str, float] = {}
         self._before_a_row: dict[str, float] = {}
         self._own: set[str] = set()
+        self._last_row: Metrics | None = None
+        self._older: dict[str, float] = {}  # than that row
+        self._newer: dict[str, float] = {}
         self._has_steps = False
 
     @property
@@ -48,6 +53,7 @@ class Logged:
             )
         number = self._processes.first(f"log({name!r})", lambda: _number(name, value))
         self._own.add(name)
+        self._newer[name] = number
 
         if self._values is not None:
             self._values[name] = self._added[name] = number
@@ -60,10 +66,21 @@ class Logged:
 
     def of_step(self, metrics: Metrics) -> None:
         """From now on hooks are those of the step with these metrics."""
-        self.row = metrics
+        self.row = self._last_row = metrics
+        if self._newer:
+            self._older |= self._newer
+            self._newer = {}
         if self._before_a_row:
             metrics.add(self._before_a_row)
             self._before_a_row = {}
+
+    def last_values(self) -> dict[str, float]:
+        """The last value of each name; waits for the device."""
+        row = {
+            name: np.asarray(value) for name, value in (self._last_row or {}).items()
+        }
+        of_step = {name: float(each) for name, each in row.items() if each.ndim == 0}
+        return {**self._older, **of_step, **self._newer}
 
     @contextlib.contextmanager
     def of_own_loop(self) -> Iterator[None]:
@@ -78,6 +95,7 @@ class Logged:
     def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
         """Inside, what is logged goes into `values`, and alone into what this gives."""
         outer = self._values, self._added
+        self._newer |= values
         self.row, self._values, self._added = None, values, {}
         try:
             yield self._added

@@ -15,6 +15,7 @@ from ..step import Batch, Metrics
 from . import evaluation, resume
 from .endings import doing, noting
 from .feed import Feed, place
+from .instead import leave_if_asked
 from .limits import Limits, Wanted
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def fit(
     ckpt_path: Any,
 ) -> None:
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
+    leave_if_asked(trainer, train_loader)
+    trainer.run.check_is_free("fit")
     with UsersFramesFirst():
         trainer.run.take_over(trainer.callbacks)
         if ckpt_path is not None:
@@ -55,6 +58,7 @@ class Loop:
     ):
         self.trainer, self._run = trainer, trainer.run
         self.progress = trainer.run.progress
+        self._told_of_minimum = self._told_of_few = False
 
         # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
@@ -71,7 +75,11 @@ class Loop:
                 self.progress.leave_epoch()
             wanted = wanted.of_fast_dev_run(self.progress.epoch)
         if wanted.overfit_batches:
-            train = Source(train.first(wanted.overfit_batches), train.argument)
+            train, *firsts = (
+                Source(source.first(wanted.overfit_batches), source.argument)
+                for source in (train, *vals.values())
+            )
+            vals = dict(zip(vals, firsts, strict=True))
 
         self.limits = Limits(train, vals, wanted, trainer.accumulate_grad_batches)
         self.train, self.vals = train, {} if self.limits.skips_validation else vals
@@ -151,7 +159,8 @@ class Loop:
             )
 
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
-        trainer.num_training_batches = limits.steps_per_epoch
+        trainer.num_training_batches = limits.batches_per_epoch
+        run.steps_per_epoch = limits.steps_per_epoch
         run.num_val_batches = limits.val_batches if self.vals else None
 
         if run.padded_rows is None:
@@ -200,6 +209,8 @@ class Loop:
             metrics = run.engine.epoch_means() | progress.val_metrics | progress.logged
         self.trainer.history.append(progress.epoch, metrics)
 
+        if run.epoch_is_over and self.limits.is_short(progress.done):
+            self._warn_of_few_batches()
         progress.is_whole = run.epoch_is_over or self.limits.is_whole(progress.done)
         progress.epoch_ended = True
         with run.logged.into(metrics) as logged:
@@ -224,12 +235,27 @@ class Loop:
         if self._run.ahead:
             return False  # not before the end of the dispatch
         stops = self.trainer.should_stop or self.limits.time_is_up()
+        stops = stops and self._may_stop()
         if self._run.processes.count > 1:
             # What one process wants, all do: at once between epochs, within them a
             # fraction of a second later.
             stops = bool(self._run.wishes.beat(stops or None, now=between_epochs))
             self.trainer.should_stop = stops or self.trainer.should_stop
         return stops or self.limits.done(self.progress.global_step, self._epoch)
+
+    def _may_stop(self) -> bool:
+        """Whether a fit that is to end early has done its minimum; says once if not."""
+        limits, step = self.limits, self.progress.global_step
+        is_over = limits.is_whole(self.progress.done)
+        may_stop = limits.may_stop(step, self._epoch + is_over)
+        if not (may_stop or self._told_of_minimum):
+            self._told_of_minimum = True
+            say(
+                f"the fit is to end after step {step}, and goes on until"
+                f" `min_epochs`={limits.min_epochs} and `min_steps`={limits.min_steps}"
+                " are done"
+            )
+        return may_stop
 
     def _lacks_its_end(self) -> bool:
         """Whether a killed run took the last step of an epoch, but did not end it."""
@@ -243,6 +269,15 @@ class Loop:
                 f"`train_loader` gave no batches in epoch {self._epoch}: a generator"
                 " can be iterated only once. The fit ends here."
             )
+
+    def _warn_of_few_batches(self) -> None:
+        if not self._told_of_few:
+            warn(
+                f"`train_loader` gave {self.progress.done} batches in epoch"
+                f" {self._epoch}, fewer than `limit_train_batches`"
+                f"={self.limits.train_batches}; the epoch ends there."
+            )
+        self._told_of_few = True
 
     @contextlib.contextmanager
     def _ending_well(self) -> Iterator[None]:
@@ -294,6 +329,12 @@ def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
 
 def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
     """`Trainer.steps`: one epoch, whose loop is the caller's."""
+    leave_if_asked(trainer, train_loader)
+    trainer.run.check_is_free("steps")
+    return _own_loop(trainer, train_loader)
+
+
+def _own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
     run = trainer.run
     run.take_over(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
@@ -304,7 +345,7 @@ def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metric
         doing(trainer, "a fit", run.hooks),
     ):
         run.progress.start_with(source)
-        trainer.num_training_batches = run.padded_rows = None
+        trainer.num_training_batches = run.steps_per_epoch = run.padded_rows = None
         hooks = set_up(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)

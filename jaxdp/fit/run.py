@@ -19,7 +19,7 @@ from ..callbacks.states import take_over
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
 from ..distributed import Interrupts, Pulse, find_processes
-from ..engine import Engine, Kind
+from ..engine import Engine, Kind, hyperparams
 from ..step import (
     Batch,
     CriterionObjective,
@@ -79,6 +79,7 @@ class Run:
         logged_names: these, and those of validation.
         parts: the model as (trained leaves, other arrays, the rest), as it was given.
         several: the parts in the place of the optimizer, if there are some.
+        steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
         num_val_batches: batches of a validation, None if not known.
     """
 
@@ -111,6 +112,7 @@ class Run:
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.last_values: dict[str, float] = {}
         self.padded_rows: Any = None
+        self.steps_per_epoch: int | None = None
         self.num_val_batches: int | None = None
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()
@@ -294,6 +296,22 @@ class Run:
         A loader's thread may read ahead, and look at the model.
         """
         return self.dispatching if self.progress.is_elsewhere else nullcontext()
+
+    def hyperparams(self) -> Mapping[str, Any]:
+        """`Trainer.hyperparams`."""
+        return hyperparams.values_of(self.settled_engine("`trainer.hyperparams`").state)
+
+    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
+        """`Trainer.set_hyperparams`."""
+        engine = self.settled_engine("`set_hyperparams`")
+        self.processes.same("values in `set_hyperparams`", values)
+        engine.held.write(hyperparams.to_set(engine.state, values))
+
+    def log(self, name: str, value: Any) -> None:
+        """`Trainer.log`."""
+        if not self.is_fitting and not self.logged.is_open:
+            raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
+        self.logged.log(name, value, self.logged_names)
 
     def check_is_free(self, method: str) -> None:
         """Raises if a fit is running, of which another one would know nothing."""

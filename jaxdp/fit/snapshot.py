@@ -50,7 +50,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
         "identities": identities(trainer),
         "padded_rows": run.padded_rows
         or [
-            trainer.num_training_batches,
+            run.steps_per_epoch,
             run.engine.padding,
             run.accumulate_grad_batches,
         ],

@@ -280,9 +280,9 @@ out = io.StringIO()
 bar = ProgressBar(file=out, refresh_per_second=1e9)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
-    num_training_batches=3, global_step=0, callbacks=[bar],
+    global_step=0, callbacks=[bar],
     run=SimpleNamespace(
-        num_val_batches=None, batch_idx=0, is_fitting=True,
+        steps_per_epoch=3, num_val_batches=None, batch_idx=0, is_fitting=True,
         progress=SimpleNamespace(examples=8),
     ),
 )

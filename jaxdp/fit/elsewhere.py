@@ -1,0 +1,91 @@
+"""Arguments that belong elsewhere, or are called otherwise: what to write instead."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Self = TypeVar("Self")
+
+_BATCHES: Final = "the loader makes batches, as jaxdp.Arrays(x, y, batch_size=32) does"
+_DEVICES: Final = "strategy=Sharded(2) takes two devices, SingleDevice() one"
+_WEIGHTS: Final = "batches may be (x, y, weight), with a weight for each row"
+_NOT_NEEDED: Final = "leave it out"
+
+OTHERS: Final = {
+    "__init__": {
+        # Lightning's.
+        "accelerator": "JAX takes what it finds; JAX_PLATFORMS=cpu hides the others",
+        "devices": _DEVICES,
+        "gpus": _DEVICES,
+        "num_nodes": "a launcher starts processes, distributed.initialize() joins them",
+        "logger": "loggers are callbacks: callbacks=[CSVLogger('runs/first')]",
+        "enable_checkpointing": "callbacks=[ModelCheckpoint('runs/first')] saves",
+        "enable_model_summary": "print(trainer.summary()) shows the layers",
+        "num_sanity_val_steps": "fit(..., fast_dev_run=True) tries a batch of each",
+        "limit_test_batches": "test(loader, limit_batches=...) has it",
+        "limit_predict_batches": "predict(loader, limit_batches=...) has it",
+        "deterministic": "see `reproducible`",
+        "benchmark": _NOT_NEEDED,
+        "inference_mode": f"{_NOT_NEEDED}: passes without training always use it",
+        "use_distributed_sampler": "data='global' shares rows out, data='local' not",
+        "profiler": "callbacks=[Profiler()] profiles",
+        "detect_anomaly": "callbacks=[NanGuard()] looks for NaN",
+        "sync_batchnorm": f"{_NOT_NEEDED}: BatchNorm sees the whole batch",
+        "plugins": "see `strategy` and `precision`",
+        "gradient_clip_algorithm": "optax.chain(optax.clip(1.0), ...) clips by value",
+        "reload_dataloaders_every_n_epochs": "a loader is iterated anew in every epoch",
+        "resume_from_checkpoint": "fit(..., ckpt_path='last') resumes",
+        "auto_lr_find": "jaxdp.lr_find does it",
+    },
+    "fit": {
+        # Lightning's.
+        "train_dataloaders": "it is called `train_loader`",
+        "val_dataloaders": "it is called `val_loader`",
+        "datamodule": "pass its loaders as `train_loader` and `val_loader`",
+        # Keras's.
+        "x": _BATCHES,
+        "y": _BATCHES,
+        "batch_size": _BATCHES,
+        "shuffle": _BATCHES,
+        "epochs": "it is called `max_epochs`, and includes those of earlier fits",
+        "initial_epoch": "`ckpt_path` resumes where a run had stopped",
+        "validation_data": "it is called `val_loader`",
+        "validation_split": "split the rows before, and pass the rest as `val_loader`",
+        "validation_freq": "it is called `check_val_every_n_epoch`",
+        "steps_per_epoch": "it is called `limit_train_batches`",
+        "validation_steps": "it is called `limit_val_batches`",
+        "validation_batch_size": _BATCHES,
+        "class_weight": _WEIGHTS,
+        "sample_weight": _WEIGHTS,
+        "verbose": "Trainer(enable_progress_bar=False) shows no bar",
+    },
+}
+"""What to write instead of arguments of Lightning's and Keras's, by method."""
+
+
+def telling_where(
+    method: Callable[Concatenate[Self, P], R],
+) -> Callable[Concatenate[Self, P], R]:
+    """`__init__` or `fit` of a class, with errors for what `OTHERS` and the other of
+    the two methods know."""
+    name = method.__name__
+    own, others = inspect.signature(method).parameters, OTHERS[name]
+    here, there = ("Trainer", "fit") if name == "__init__" else ("fit", "Trainer")
+
+    @functools.wraps(method)
+    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        for given in kwargs.keys() - own.keys():
+            belongs = getattr(type(self), "fit" if here == "Trainer" else "__init__")
+            if given in inspect.signature(belongs).parameters:
+                where = f"it belongs to `{there}`: {there}(..., {given}=...)"
+            elif given in others:
+                where = others[given]
+            else:
+                continue  # Python says what is wrong
+            raise TypeError(f"`{given}` is no argument of `{here}`: {where}.")
+        return method(self, *args, **kwargs)
+
+    return checked

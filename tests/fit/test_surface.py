@@ -1,0 +1,213 @@
+"""What users of Lightning and Keras type first."""
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from toys import batches, linear_trainer, make_small, mlp_trainer, rows
+
+from jaxdp import Callback, Trainer
+from jaxdp.callbacks import EarlyStopping
+from jaxdp.fit.elsewhere import OTHERS
+
+
+class Stops(Callback):
+    """Wants the fit to end after a step."""
+
+    looks_inside_blocks = False
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("minimum, steps", [
+    ({}, 2),
+    ({"min_steps": 1}, 2),
+    ({"min_steps": 5}, 5),
+    ({"min_epochs": 1}, 4),
+    ({"min_epochs": 2}, 8),
+    ({"min_epochs": 1, "min_steps": 6}, 6),
+    ({"min_epochs": 2, "min_steps": 6}, 8),
+    ({"min_epochs": 0, "min_steps": 0}, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("per_execution", [1, 4])
+def test_what_ends_a_fit_early_waits_for_the_minimum(
+    minimum, steps, per_execution, caplog
+):
+    trainer = mlp_trainer(Stops(2), steps_per_execution=per_execution)
+    trainer.fit(batches(8, 8, 8, 8), max_epochs=4, **minimum)
+    if per_execution == 1 or steps > 2:  # it asks after the dispatch
+        assert trainer.global_step == steps
+    told = [line for line in caplog.messages if "goes on until" in line]
+    assert len(told) == (steps > max(2, per_execution))
+
+
+def test_early_stopping_and_max_time_wait_for_the_minimum(caplog):
+    stopping = EarlyStopping("loss", patience=0, min_delta=100.0)
+    trainer = mlp_trainer(stopping)
+    trainer.fit(batches(8, 8), max_epochs=9, min_epochs=4)
+    assert trainer.current_epoch == 4
+    assert sum("EarlyStopping" in line for line in caplog.messages) == 1
+    trainer = mlp_trainer()
+    trainer.fit(batches(8, 8), max_epochs=9, max_time=0, min_steps=5)
+    assert trainer.global_step == 5
+
+
+@pytest.mark.parametrize("arguments, error", [
+    ({"min_epochs": 3, "max_epochs": 2}, "`min_epochs`=3 is more than `max_epochs`=2"),
+    ({"min_epochs": 3}, "`min_epochs`=3 is more than `max_epochs`=1"),
+    ({"min_steps": 3, "max_steps": 2}, "`min_steps`=3 is more than `max_steps`=2"),
+    ({"min_steps": -1}, "`min_steps` must be 0 or more|`min_steps`"),
+])  # fmt: skip
+def test_a_minimum_that_can_not_be_is_an_error(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        mlp_trainer().fit(batches(8), **arguments)
+
+
+def test_callback_metrics_are_the_last_values_of_everything_logged():
+    seen = {}
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            assert trainer.callback_metrics["loss"] == float(metrics["loss"])
+            trainer.log("own", batch_idx)
+            seen[trainer.global_step] = trainer.callback_metrics
+
+        def on_validation_end(self, trainer, metrics):
+            trainer.log("val_own", 7.0)
+            found = trainer.callback_metrics
+            assert {k: found[k] for k in metrics} == metrics
+            assert found["val_own"] == 7.0
+
+        def on_train_epoch_end(self, trainer, metrics):
+            assert trainer.callback_metrics == {**metrics, "val_own": 7.0}
+
+    trainer = mlp_trainer(Looks())
+    assert trainer.callback_metrics == {}
+    trainer.fit(batches(8, 8), batches(8), max_epochs=2)
+    last = {name: values[-1] for name, values in trainer.history.items()}
+    assert trainer.callback_metrics == last
+    assert all(type(value) is float for value in last.values())
+    assert set(seen[1]) == {"loss", "accuracy", "own"}
+    assert set(seen[3]) == {*last}  # those of the epoch before, and of the step
+    assert seen[3]["val_loss"] == trainer.history["val_loss"][0]
+
+    found = trainer.test(batches(8))
+    assert trainer.callback_metrics == {**last, **found}
+    for metrics in trainer.steps(batches(8)):
+        assert trainer.callback_metrics["loss"] == float(metrics["loss"])
+
+
+@pytest.mark.parametrize("batches_each, accumulate", [(1, 1), (2, 2), (5, 2)])
+def test_num_training_batches_counts_batches(batches_each, accumulate):
+    data = batches(*[8] * batches_each)
+    trainer = mlp_trainer(accumulate_grad_batches=accumulate)
+    assert trainer.num_training_batches is None
+    trainer.fit(data)
+    assert trainer.num_training_batches == batches_each
+    assert trainer.run.steps_per_epoch == -(-batches_each // accumulate)
+    trainer.fit(iter(data), max_epochs=2)
+    assert trainer.num_training_batches is None
+
+
+def loaders():
+    """Loaders of the same 32 rows, all of which shuffle if they can."""
+    x, y = map(torch.as_tensor, rows(32))
+    y = y.long()
+    both = TensorDataset(x, y)
+    more = TensorDataset(torch.cat([x + 9, x]), torch.cat([y, y]))
+    yield "list", [(x[i : i + 8].numpy(), y[i : i + 8].numpy()) for i in (0, 8, 16, 24)]
+    yield "shuffle", DataLoader(both, 8, shuffle=True)
+    yield "workers", DataLoader(both, 8, shuffle=True, num_workers=1)
+    yield "subset", DataLoader(more, 8, sampler=SubsetRandomSampler(range(32, 64)))
+
+
+@pytest.mark.parametrize("loader", [pytest.param(v, id=k) for k, v in loaders()])
+@pytest.mark.parametrize("share, count", [(2, 16), (0.25, 8), (1.0, 32)])
+def test_overfitting_takes_the_first_rows_of_both_loaders(loader, share, count):
+    x, y = rows(32)
+    taken = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            taken.append(batch[0])
+
+    trainer = linear_trainer(Looks())
+    trainer.fit(loader, loader, max_epochs=2, overfit_batches=share)
+    np.testing.assert_array_equal(np.concatenate(taken), np.tile(x[:count], (2, 1)))
+    mean = trainer.validate([(x[:count], y[:count])])["val_loss"]
+    np.testing.assert_allclose(trainer.history["val_loss"][-1], mean, rtol=1e-6)
+
+
+def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
+    data, trainer = batches(*[8] * 5), mlp_trainer()
+    with pytest.warns(UserWarning, match="gave 1 batches in epoch 2, fewer than"):
+        trainer.fit(iter(data), max_epochs=3, limit_train_batches=2)
+
+    class Anew:
+        def __iter__(self):
+            return iter(data)
+
+    with pytest.warns(UserWarning, match="`limit_train_batches`=9") as caught:
+        mlp_trainer().fit(Anew(), max_epochs=3, limit_train_batches=9)
+    assert len(caught) == 1
+    mlp_trainer().fit(data, max_epochs=2, limit_train_batches=9)  # its length is known
+    mlp_trainer().fit(Anew(), max_epochs=2, limit_train_batches=5)
+
+
+@pytest.mark.parametrize("argument, value, where", [
+    ("max_epochs", 3, r"it belongs to `fit`: fit\(..., max_epochs=...\)"),
+    ("limit_val_batches", 3, r"belongs to `fit`"),
+    ("ckpt_path", "last", r"belongs to `fit`"),
+    ("accelerator", "gpu", "JAX_PLATFORMS"),
+    ("devices", 2, r"strategy=Sharded\(2\)"),
+    ("logger", True, r"callbacks=\[CSVLogger\("),
+    ("num_sanity_val_steps", 0, "fast_dev_run"),
+    ("enable_checkpointing", False, "ModelCheckpoint"),
+    ("limit_test_batches", 3, "limit_batches"),
+])  # fmt: skip
+def test_arguments_of_lightnings_trainer_are_told_where_they_belong(
+    argument, value, where
+):
+    with pytest.raises(
+        TypeError, match=f"`{argument}` is no argument of `Trainer`: .*{where}"
+    ):
+        make_small(**{argument: value})
+
+
+@pytest.mark.parametrize("argument, value, where", [
+    ("callbacks", [], r"it belongs to `Trainer`: Trainer\(..., callbacks=...\)"),
+    ("accumulate_grad_batches", 2, "belongs to `Trainer`"),
+    ("epochs", 3, "`max_epochs`"),
+    ("batch_size", 32, r"jaxdp.Arrays\(x, y, batch_size=32\)"),
+    ("validation_data", (1, 2), "`val_loader`"),
+    ("val_dataloaders", [], "`val_loader`"),
+    ("datamodule", None, "`train_loader`"),
+])  # fmt: skip
+def test_arguments_of_other_fits_are_told_where_they_belong(argument, value, where):
+    with pytest.raises(
+        TypeError, match=f"`{argument}` is no argument of `fit`: .*{where}"
+    ):
+        make_small().fit(batches(8), **{argument: value})
+
+
+def test_other_arguments_are_pythons_to_refuse():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
+        make_small(max_epoch=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_epoch'"):
+        make_small().fit(batches(8), max_epoch=3)
+    assert "max_epochs" in inspect.signature(Trainer.fit).parameters
+    assert "strategy" in inspect.signature(Trainer).parameters
+
+
+def test_the_table_of_arguments_has_none_that_are_ours():
+    for method, others in OTHERS.items():
+        ours = [inspect.signature(getattr(Trainer, m)).parameters for m in OTHERS]
+        assert not others.keys() & set(itertools.chain(*ours)), method
