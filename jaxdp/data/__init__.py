@@ -1,7 +1,7 @@
 """From what a user passes as a loader to padded batches."""
 
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
-from .conversion import check_targets, to_host
+from .conversion import check_targets, to_host, without_ignored
 from .loader_state import checksum
 from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share, check_states

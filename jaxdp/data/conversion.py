@@ -102,6 +102,9 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
         return
     labels = batch[1]  # JAX would clamp and wrap them, silently
     low, high = labels.min(), labels.max()
+    if (low < 0 or high >= num_classes) and len(batch) == 3:
+        labels = labels[_counting(batch[2])]
+        low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         remedy = (
             "(Rows to be ignored can have any label and the weight 0: (x, y, weight).)"
@@ -113,6 +116,47 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
             f" {num_classes} logits; this batch has labels from {low} to {high}."
             f" {remedy}"
         )
+
+
+def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
+    """Stacked batches `(x, y, weight)` with other values in rows of weight 0.
+
+    NaN there would reach the gradient of all: 0 times NaN is NaN. As padding does, they
+    get a copy of a row that counts, or zeros if none does.
+
+    Args:
+        batch: leaves `(batches, rows, ...)`; of two elements it has no weights.
+        apart: whether rows are independent. If not, such rows have a part in others,
+            and nothing is replaced.
+        in_step: whether the step replaces predictions and targets.
+    """
+    if len(batch) != 3 or (counts := _counting(batch[2])).all():
+        return batch
+    if not apart:
+        for index, leaf in enumerate(jax.tree.leaves(batch[:1] if in_step else batch)):
+            if leaf.dtype.kind not in "iub" and not np.isfinite(leaf[~counts]).all():
+                raise ValueError(
+                    f"{leaf_name(batch, index)} has NaN or infinity in a row of weight"
+                    " 0. Such a row does not count, but in this step rows interact (as"
+                    " by BatchNorm, or a scalar metric), so that it reaches the others,"
+                    " and no other row can be put in its place. Give it finite values"
+                    " in the dataset or `collate_fn`."
+                )
+        return batch
+    first = np.arange(len(counts)), counts.argmax(axis=1)
+
+    def replaced(leaf: np.ndarray) -> np.ndarray:
+        rows = leaf[first]
+        rows[~counts.any(axis=1)] = 0
+        there = counts.reshape(*counts.shape, *[1] * (leaf.ndim - 2))
+        return np.where(there, leaf, rows[:, None])
+
+    return *jax.tree.map(replaced, batch[:2]), batch[2]
+
+
+def _counting(weight: np.ndarray) -> np.ndarray:
+    """Which rows of stacked batches `(batches, rows, ...)` have any weight."""
+    return (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
 
 
 def as_numpy(leaf: Any) -> np.ndarray | None:

@@ -1,6 +1,7 @@
 """The placed state of a run, and compiled steps taken on it."""
 
-from .engine import Engine, wait
+from .engine import Engine
 from .fetching import Fetching
 from .hyperparams import RATES
+from .in_flight import wait
 from .programs import Kind, StepOptions

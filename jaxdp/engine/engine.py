@@ -1,8 +1,6 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
-import collections
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,49 +13,34 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tracebacks import noted
-from ..data import Dispatch, Packer, check_targets
+from ..data import Dispatch, Packer, check_targets, without_ignored
 from ..distributed import RowBlocks
 from ..step import (
-    IN_FLIGHT,
     LONG_IN_FLIGHT,
     Batch,
     CriterionObjective,
+    Facts,
     Group,
     Metrics,
     Steps,
     TrainState,
+    check_gradients,
     has_convolutions,
     matmul_flops,
     means_of,
+    tells_of_gradients,
 )
 from ..strategies import DataParallel
 from .dispatch_size import DispatchSize
 from .eager import Debugging, Uncompiled, Watched, debugging
 from .fetching import Fetching
 from .held_state import HeldState, placed_first, shapes_of_first
+from .in_flight import InFlight
 from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
 from .row_counts import Counts
 
-wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
-"""Waits for the device to be done with an array."""
-
-
 _OURS: Final = jax.stages.Compiled, Watched
 """Compiled steps that are no strategy's own."""
-
-
-class InFlight:
-    """Bounds how far the host runs ahead of the device."""
-
-    def __init__(self) -> None:
-        self.wait: Callable[[Array], object] = wait
-        self._waiting: collections.deque[Array] = collections.deque()
-
-    def add(self, array: Array, most: int = IN_FLIGHT) -> None:
-        """Counts a dispatch by one of its results; waits for the one `most` ago."""
-        self._waiting.append(array)
-        while len(self._waiting) > most:
-            self.wait(self._waiting.popleft())
 
 
 class Engine:
@@ -321,6 +304,8 @@ class Engine:
             )
 
         # The steps. Nothing here waits for the device.
+        if facts.weighted:  # nothing to do for most
+            dispatch = self._without_ignored(dispatch, facts)
         groups = self._placed("train", dispatch, compiled)
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
@@ -330,10 +315,11 @@ class Engine:
         self.held.replace(arrays, kept=kept)
 
         # Not too many at once.
+        check = check_gradients if tells_of_gradients(facts, means) else None
         if steps > 1:
-            self.in_flight.add(means, LONG_IN_FLIGHT)
+            self.in_flight.add(means, LONG_IN_FLIGHT, check)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
-        self.in_flight.add(means)
+        self.in_flight.add(means, check=check)
         if started:
             means.block_until_ready()  # a wait for the device, in the trial only
             self._dispatch_size.time(
@@ -350,6 +336,7 @@ class Engine:
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
+        self.in_flight.wait_for_all()
         totals = self.held.flat.fetch(self.held.arrays, self.held.totals)
         return means_of(totals, self.facts["train"])
 
@@ -458,6 +445,20 @@ class Engine:
             except ValueError:
                 self._unpad(kind)
                 raise
+
+    def _without_ignored(self, dispatch: Dispatch, facts: Facts) -> Dispatch:
+        """The same with copies of real rows in the place of those of weight 0."""
+        objective = self.programs.steps.objective
+        if not isinstance(objective, CriterionObjective):
+            return dispatch  # only its author knows what in a batch is a weight
+        apart = not facts.rows_interact
+        groups = [
+            group._replace(
+                batch=without_ignored(group.batch, apart, objective.is_named)
+            )
+            for group in dispatch.groups
+        ]
+        return dispatch._replace(groups=groups)
 
     def _unpad(self, kind: Kind) -> None:
         """No batch is padded to the size of one that is refused."""

@@ -14,7 +14,15 @@ from .jaxprs import (
     repeated,
     times_of,
 )
-from .metrics import IN_FLIGHT, LONG_IN_FLIGHT, Facts, Metrics, means_of
+from .metrics import (
+    IN_FLIGHT,
+    LONG_IN_FLIGHT,
+    Facts,
+    Metrics,
+    check_gradients,
+    means_of,
+    tells_of_gradients,
+)
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call, without_call
 from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by

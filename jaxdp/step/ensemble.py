@@ -147,11 +147,12 @@ class OfMembers:
         def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
             found = self.objective(model, state, batch, own, bound_axes)
             traced[:] = [found]
-            return found.values, found.weights, found.model_state, found.outputs
+            kept = found.values, found.weights, found.model_state, found.outputs
+            return *kept, found.hidden
 
         try:
-            values, weights, new_state, outputs = over_members(
-                of_one, self.size, model, model_state, rows, (-1, None, 0, 1)
+            values, weights, new_state, outputs, hidden = over_members(
+                of_one, self.size, model, model_state, rows, (-1, None, 0, 1, 0)
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -174,6 +175,8 @@ class OfMembers:
             },
             model_state=new_state,
             outputs=outputs,
+            pairs={},  # weights of parameters differ by member
+            hidden=None if hidden is None else hidden.any(axis=0),
         )
 
     def _named(self, stacks: Mapping[str, Array]) -> dict[str, Array]:

@@ -26,13 +26,15 @@ class Sums:
 
     sums: Any
     weights: Any
+    hidden: Any
+    """How many rows' losses have NaN or infinity of weight 0; None without weights."""
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
         """Those over the rows of both, whose batches may be of other shapes."""
-        pairs = (self.sums, self.weights), (other.sums, other.weights)
-        sums, weights = jax.tree.map(jnp.add, *pairs)
-        return Sums(sums, weights, self.facts.joined(other.facts))
+        facts = self.facts.joined(other.facts)
+        own = dataclasses.replace(self, facts=facts)
+        return jax.tree.map(jnp.add, own, dataclasses.replace(other, facts=facts))
 
     def in_order(self) -> Array:
         """Those of the values, in the order of the names, then those of the weights."""
@@ -134,7 +136,9 @@ def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:
     sums = {name: over(value, mask) for name, value in values.items()}
     if found.members is not None:  # of sums: under Members no rows are exchanged
         sums = found.members(sums)
-    return Sums(sums, {n: _over_rows(w, mask) for n, w in weights.items()}, facts)
+    weights = {name: _over_rows(weight, mask) for name, weight in weights.items()}
+    hidden = None if found.hidden is None else _over_rows(found.hidden, mask)
+    return Sums(sums, weights, hidden, facts)
 
 
 def _over_rows(value: Array, mask: Array) -> Array:

@@ -62,7 +62,7 @@ class Metrics(Mapping[str, Any]):
 
     Args:
         facts: the names of `means`.
-        means: the values in their order.
+        means: the values in their order, and what is for `check_gradients`.
         inside: values from `Callback.inside_step`.
         index: which step of a dispatch of several this is.
     """
@@ -117,6 +117,27 @@ class Metrics(Mapping[str, Any]):
     def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
         means, inside = children
         return cls(facts, means, inside)
+
+
+def tells_of_gradients(facts: Facts, means: Any) -> bool:
+    """Whether the means of a step have what `check_gradients` reads."""
+    return bool(facts.weighted) and means.shape[-1] > len(facts.names)
+
+
+def check_gradients(means: Any) -> None:
+    """Raises if a gradient was NaN for the sake of what has no weight.
+
+    Args:
+        means: of a step, or of several, with weights. It must be done: else this waits.
+    """
+    if np.asarray(means)[..., -1].any():
+        raise ValueError(
+            "the gradient is NaN, though the loss is a number: values of weight 0 are"
+            " NaN or infinite. They are left out of the loss, but what computes"
+            " them has no finite gradient. Replace what leads to them before the"
+            " loss, in the data or by jnp.where(weight > 0, x, 0). (This was seen up to"
+            f" {IN_FLIGHT} steps after it happened.)"
+        )
 
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:

@@ -5,7 +5,6 @@
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,16 @@ from jaxtyping import Array, PyTree
 
 from .. import losses
 from .model_call import as_plain_state, call_loss_fn, call_model
+from .returned import (
+    UNWRAPPED,
+    Found,
+    checked,
+    describe,
+    is_pair,
+    notes_on_pairs,
+    weighing,
+    without_ignored,
+)
 from .row_keys import MaskAndKeys
 from .whole import is_whole, plain
 
@@ -34,10 +43,14 @@ class Values(NamedTuple):
     """The bound that integer labels must keep, where the loss implies one."""
     notes: tuple[str, ...] = ()
     """What the user is to be told of the values, once."""
-    weights: Mapping[str, Array] = {}
-    """`(rows,)`, of the values that have weights, which are multiplied by them."""
     outputs: PyTree = None
     """`(predictions, targets)` where they are kept, leaves `(rows, ...)`."""
+    weights: Mapping[str, Array] = {}
+    """`(rows,)`, of the values that have weights, which are multiplied by them."""
+    pairs: Mapping[str, Array] = {}
+    """The weights that values were returned with, as they were."""
+    hidden: Array | None = None
+    """`(rows,)`, of a loss with weights: whether NaN or infinity has a weight of 0."""
     members: Callable[[Mapping[str, Array]], dict[str, Array]] | None = None
     """Of an ensemble, each of whose `values` has an axis of members behind the rows:
     sums of them, `(members,)`, to those that are logged."""
@@ -54,6 +67,8 @@ class CriterionObjective:
 
     takes_key = False
     """Whether it draws for a whole batch at once, and not row by row."""
+    is_named: bool
+    """Whether all criteria are those that have names."""
 
     def __init__(
         self,
@@ -64,6 +79,7 @@ class CriterionObjective:
     ):
         self.loss, self.keeps_outputs = loss, keeps_outputs
         self.criteria = {"loss": loss, **metrics}
+        self.is_named = all(map(_is_named, self.criteria.values()))
 
     def __call__(
         self,
@@ -82,10 +98,10 @@ class CriterionObjective:
             )
             for name, criterion in self.criteria.items()
         }
-        values = {name: losses.per_row(value) for name, (value, _) in found.items()}
+        values = {name: losses.per_row(each.values) for name, each in found.items()}
 
         # What the user is to be told of them.
-        notes = _notes_on_scalars("`metrics`", values)
+        notes = *notes_on_pairs(found), *_notes_on_scalars("`metrics`", values)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
@@ -94,10 +110,11 @@ class CriterionObjective:
         of_labels = any(each in _OF_LABELS for each in self.criteria.values())
         labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
         num_classes = prediction.shape[-1] if labelled else None
-        weights, outputs = _weights_in(found), None
+        outputs = None
         if self.keeps_outputs:
             outputs = _checked_outputs((prediction, given), len(rows.mask))
-        return Values(values, model_state, num_classes, notes, weights, outputs)
+        others = model_state, num_classes, notes, outputs
+        return Values(values, *others, **weighing(found))
 
 
 class LossFnObjective:
@@ -154,7 +171,7 @@ class LossFnObjective:
             if not (isinstance(result, tuple) and len(result) in (2, 3)):
                 raise TypeError(
                     "`loss_fn` takes `state`, so it must return (loss, state) or"
-                    f" (loss, metrics, state); got {_describe(result)}."
+                    f" (loss, metrics, state); got {describe(result)}."
                 )
             *result, state = result
             model_state = as_plain_state(state)
@@ -166,14 +183,16 @@ class LossFnObjective:
         if self.keeps_outputs and not is_other_part:
             metrics, outputs = _outputs_in(metrics)
             outputs = _checked_outputs(outputs, num_rows)
-        found = {"loss": _checked("`loss_fn`: the loss", "loss", loss, num_rows)}
+        found = {"loss": checked("`loss_fn`: the loss", "loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
-            found[name] = _checked(argument, name, value, num_rows)
-        values = {name: value for name, (value, _) in found.items()}
-        notes = _notes_on_scalars("`loss_fn`: metric", values)
-        return Values(values, model_state, None, notes, _weights_in(found), outputs)
+            found[name] = checked(argument, name, value, num_rows)
+        values = {name: each.values for name, each in found.items()}
+        scalars = _notes_on_scalars("`loss_fn`: metric", values)
+        notes = *notes_on_pairs(found), *scalars
+        others = model_state, None, notes, outputs
+        return Values(values, *others, **weighing(found))
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]
@@ -242,7 +261,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         given = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {_describe(batch)}. {instead}; or, instead of `loss`, pass"
+            f" {describe(batch)}. {instead}; or, instead of `loss`, pass"
             f" `loss_fn(model, {given})`, which is given the whole batch."
         )
 
@@ -256,7 +275,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     if weight is not None and not eqx.is_array_like(weight):
         raise TypeError(
             "the third element of a batch (x, y, weight) must be an array (rows,) or"
-            f" (rows, ...); got {_describe(weight)}. For other batches pass"
+            f" (rows, ...); got {describe(weight)}. For other batches pass"
             " `loss_fn(model, *batch)`, which is given the whole batch."
         )
     return x, y, weight
@@ -264,13 +283,13 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
 
 def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """The two halves of what a `loss_fn` returned, its state taken off."""
-    if not isinstance(result, tuple) or _is_pair(result) and jnp.ndim(result[0]):
+    if not isinstance(result, tuple) or is_pair(result) and jnp.ndim(result[0]):
         result = result, {}
     if len(result) != 2 or not isinstance(result[1], Mapping):
         raise TypeError(
             "`loss_fn` must return the loss or (loss, metrics) with metrics a dict of"
             " named values, where each may be a pair (values, weights); got a tuple of"
-            f" {', '.join(map(_describe, result))}." + _UNWRAPPED
+            f" {', '.join(map(describe, result))}." + UNWRAPPED
         )
     return result
 
@@ -288,14 +307,9 @@ def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, 
     )
 
 
-_UNWRAPPED = (
-    " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
-    " unwrapped: the trainer takes the gradient.)"
-)
-
-
-_Found = tuple[Array, Array | None]
-"""Values `(rows, ...)` or `()`, and None; or `(rows,)` times weights, and these."""
+def _is_named(criterion: losses.Criterion) -> bool:
+    """Whether it is one of ours, which work on rows one by one."""
+    return criterion in losses.METRICS.values()
 
 
 def _of_criterion(
@@ -305,7 +319,7 @@ def _of_criterion(
     target: Any,
     weight: Array | None,
     rows: int,
-) -> _Found:
+) -> Found:
     """What a criterion gives, weighted if the batch is."""
     argument = "`loss`" if name == "loss" else f"`metrics`: {name!r}"
     if criterion not in losses.LOSSES.values():
@@ -317,87 +331,19 @@ def _of_criterion(
                 " row with every other. Make the shapes equal, for example with"
                 " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
             )
+    if weight is not None and _is_named(criterion):
+        # The gradient of NaN is NaN, also of one that nothing selects.
+        prediction, target = without_ignored(weight, prediction, target)
     try:
         value = criterion(prediction, target)
     except Exception as exception:
         exception.add_note(
-            f"in {argument}, called with predictions ({_describe(prediction)}) and"
-            f" targets ({_describe(target)})"
+            f"in {argument}, called with predictions ({describe(prediction)}) and"
+            f" targets ({describe(target)})"
         )
         raise
 
-    return _checked(argument, name, value, rows, weight=weight, is_criterion=True)
-
-
-def _checked(
-    argument: str,
-    name: str,
-    value: Any,
-    rows: int,
-    *,
-    weight: Array | None = None,
-    is_criterion: bool = False,
-) -> _Found:
-    """A floating array with the rows, or a scalar; or one that is weighted.
-
-    What a criterion gives for a row may have more axes.
-    """
-    if _is_pair(value):
-        value, own = map(jnp.asarray, value)
-        if weight is not None:
-            own = own * weight.reshape(*weight.shape, *[1] * (own.ndim - weight.ndim))
-        weight = own
-    else:
-        _check_shape(argument, name, value, rows, is_criterion)
-        value = jnp.asarray(value)
-    if weight is not None:
-        _check_weight(argument, value, weight, rows)
-    if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
-            " be floating point."
-        )
-    if weight is None:
-        return (value if name == "loss" else value.astype(jnp.float32)), None
-
-    # The sums over each row of values times weights, and of the weights.
-    if weight.ndim < value.ndim:
-        value = losses.per_row(value)
-    wide = jnp.promote_types(value.dtype, jnp.float32)
-    weight = jax.lax.stop_gradient(weight).astype(wide)
-    products = value.astype(wide) * weight
-    return products.reshape(rows, -1).sum(axis=1), weight.reshape(rows, -1).sum(axis=1)
-
-
-def _check_shape(
-    argument: str, name: str, value: Any, rows: int, is_criterion: bool
-) -> None:
-    is_array = eqx.is_array_like(value)
-    shape = jnp.shape(value) if is_array else None
-    if shape in ((), (rows,)):
-        return
-    hint = "" if is_array else _UNWRAPPED
-    if is_criterion:
-        if shape and shape[0] == rows and (name == "loss" or math.prod(shape) == rows):
-            return
-        hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
-    raise (ValueError if is_array else TypeError)(
-        f"{argument} is {_describe(value)} for a batch of {rows} rows; it must be"
-        f" one value per row, ({rows},), or a scalar mean, ().{hint}"
-    )
-
-
-def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> None:
-    is_fit = values.shape[:1] == (rows,) and weights.shape in (values.shape, (rows,))
-    if not is_fit or not jnp.isrealobj(weights):
-        raise ValueError(
-            f"{argument} has values of shape {values.shape} and weights of shape"
-            f" {weights.shape}, {weights.dtype}, for a batch of {rows} rows. Values"
-            f" must have the rows, ({rows}, ...), and weights the same shape or"
-            f" ({rows},): of ({rows}, 1) pass weights[:, 0], and return no mean, which"
-            " can't be weighted any more. (Named values beside the loss go into a dict:"
-            " (loss, {name: value}).)"
-        )
+    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
 
 
 _OUTPUTS = "predictions", "targets"
@@ -422,27 +368,7 @@ def _checked_outputs(outputs: PyTree, rows: int) -> PyTree:
             if is_whole(leaf) or jnp.shape(leaf)[:1] != (rows,):
                 raise ValueError(
                     f"`metrics` has a PassMetric, and the {name} have"
-                    f" {_describe(leaf)} for a batch of {rows} rows; it must have the"
+                    f" {describe(leaf)} for a batch of {rows} rows; it must have the"
                     f" rows, ({rows}, ...)."
                 )
     return outputs
-
-
-def _is_pair(value: Any) -> bool:
-    """Whether something is `(values, weights)`."""
-    is_two = isinstance(value, tuple) and len(value) == 2
-    return is_two and all(map(eqx.is_array_like, value))
-
-
-def _weights_in(found: Mapping[str, _Found]) -> dict[str, Array]:
-    return {name: weight for name, (_, weight) in found.items() if weight is not None}
-
-
-def _describe(value: Any) -> str:
-    if eqx.is_array(value):
-        return f"an array of shape {value.shape}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with keys {list(value)}"
-    return f"a {type(value).__name__}"

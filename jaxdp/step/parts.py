@@ -261,7 +261,8 @@ class StepsOfParts(Steps):
         taken = Taken(grads, updates, opt_state, model_state, joined)
         state, metrics = self.finished(collectives, state, groups, taken)
         if any(part.every > 1 for part in self.parts):
-            means = jnp.where(due, metrics.means, jnp.nan)
+            means = metrics.means
+            means = means.at[: len(due)].set(jnp.where(due, means[: len(due)], jnp.nan))
             metrics = Metrics(metrics.facts, means, metrics.inside)
         return state, metrics
 
@@ -325,7 +326,9 @@ class StepsOfParts(Steps):
         interact = any(each.rows_interact for each in facts)
         joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
         check_count(joined.names + joined.weighted, self.most_values)
-        return Sums(sums, weights, joined), jnp.stack(due)
+        hidden = [each.hidden for each in summed if each.hidden is not None]
+        of_all = functools.reduce(jnp.add, hidden) if hidden else None
+        return Sums(sums, weights, of_all, joined), jnp.stack(due)
 
     def _of(self, part: FoundPart) -> Steps:
         """The plain steps of a part."""

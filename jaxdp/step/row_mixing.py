@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .collectives import DATA
 from .jaxprs import opened, programs_in
@@ -57,6 +57,24 @@ def values_mix_rows(jaxpr: Any) -> bool:
     )
 
 
+def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> None:
+    """Raises if weights depend on `params`, but for what is under `stop_gradient`.
+
+    Integers and booleans of predictions have no gradient, and depend on them.
+    """
+    config: Any = jax.config
+    if config.jax_disable_jit:  # what a user debugs should not run twice
+        return
+    traced = opened(jax.make_jaxpr(weights_of)(params))
+    if _TRAINED in _follow(traced, [_TRAINED] * len(traced.invars)).results:
+        raise ValueError(
+            "the loss is a pair, whose second is the weight of the first, and this"
+            " weight depends on the model's parameters. If it is to be a metric, put it"
+            " into a dict: (loss, {'name': value}). If it is a weight, make it a"
+            " constant: jax.lax.stop_gradient(weight.astype(float))."
+        )
+
+
 class _Along(NamedTuple):
     """An array with rows along an axis, entry `i` of it belonging to row `i // each`.
 
@@ -69,6 +87,9 @@ class _Along(NamedTuple):
 
 _MIXED: Final = "rows were joined"
 """What is known of an array in which they were."""
+
+_TRAINED: Final = "from parameters"
+"""What is known of an array, where they are followed instead of rows."""
 
 _Known = _Along | str | None
 """None where that is nothing, as of parameters."""
@@ -134,6 +155,8 @@ def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
 
 def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
     name = equation.primitive.name
+    if name == "stop_gradient":
+        return [None if each == _TRAINED else each for each in operands]
     if name in _WITH_PROGRAMS:
         return _WITH_PROGRAMS[name](equation, operands)
 

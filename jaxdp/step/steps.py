@@ -38,7 +38,7 @@ from .precision import (
 )
 from .remat import Remat, remat_function, remat_submodules
 from .row_keys import key_outside_training, mask_and_keys
-from .row_mixing import mark_rows
+from .row_mixing import check_constant, mark_rows
 from .state import (
     Group,
     MicroBatch,
@@ -194,6 +194,10 @@ class Steps(NamedTuple):
                 inside = _with_names(inside, own, summed.facts)
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
             inside = _with_names(inside, {"skipped": ~finite}, summed.facts)
+        elif summed.hidden is not None:
+            # Behind the means, where names don't reach; see `check_gradients`.
+            spoilt = (summed.hidden > 0) & ~_all_finite(grads)
+            means = jnp.append(means, spoilt.astype(means.dtype))
         return new, Metrics(summed.facts, means, inside)
 
     def evaluate(
@@ -287,6 +291,15 @@ class Steps(NamedTuple):
                     model, model_state, batch, rows, collectives.axis_names
                 )
                 _check_depends(found.values["loss"], params)
+                if "loss" in found.pairs:
+
+                    def weights_of(params: PyTree) -> Array:
+                        model = self._model(params, buffers)
+                        there = computing(model, self.precision), model_state, batch
+                        of_rows = objective(*there, rows, collectives.axis_names)
+                        return of_rows.pairs["loss"]
+
+                    check_constant(weights_of, params)
 
                 # Whether rows may have been worked on apart.
                 facts = self._facts(found, stateful=model_state is not None)

@@ -1,0 +1,155 @@
+"""A loss or a metric as it was returned: checked, and multiplied by its weights."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .. import losses
+
+UNWRAPPED = (
+    " (A function wrapped in `filter_value_and_grad` or `filter_grad` must be passed"
+    " unwrapped: the trainer takes the gradient.)"
+)
+
+
+class Found(NamedTuple):
+    """A loss or a metric."""
+
+    values: Array
+    """`(rows, ...)` or `()`; with weights `(rows,)`, multiplied by them."""
+    weights: Array | None = None
+    own: Array | None = None
+    """The weights as they were returned beside the values."""
+    hidden: Array | None = None
+    """See `Values.hidden`."""
+
+
+def checked(
+    argument: str,
+    name: str,
+    value: Any,
+    rows: int,
+    *,
+    weight: Array | None = None,
+    is_criterion: bool = False,
+) -> Found:
+    """A floating array with the rows, or a scalar; or one that is weighted.
+
+    What a criterion gives for a row may have more axes.
+    """
+    own = None
+    if is_pair(value):
+        value, own = map(jnp.asarray, value)
+        if weight is None:
+            weight = own
+        else:
+            after = [1] * (own.ndim - weight.ndim)
+            weight = own * weight.reshape(*weight.shape, *after)
+    else:
+        _check_shape(argument, name, value, rows, is_criterion)
+        value = jnp.asarray(value)
+    if weight is not None:
+        _check_weight(argument, value, weight, rows)
+    if name == "loss" and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
+            " be floating point."
+        )
+    if weight is None:
+        return Found(value if name == "loss" else value.astype(jnp.float32))
+
+    # The sums over each row of values times weights, and of the weights.
+    if weight.ndim < value.ndim:
+        value = losses.per_row(value)
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    weight = jax.lax.stop_gradient(weight).astype(wide)
+    products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
+    hidden = (weight == 0) & ~jnp.isfinite(value)
+    return Found(
+        products.reshape(rows, -1).sum(axis=1),
+        weight.reshape(rows, -1).sum(axis=1),
+        own,
+        hidden.reshape(rows, -1).any(axis=1),
+    )
+
+
+def _check_shape(
+    argument: str, name: str, value: Any, rows: int, is_criterion: bool
+) -> None:
+    is_array = eqx.is_array_like(value)
+    shape = jnp.shape(value) if is_array else None
+    if shape in ((), (rows,)):
+        return
+    hint = "" if is_array else UNWRAPPED
+    if is_criterion:
+        if shape and shape[0] == rows and (name == "loss" or math.prod(shape) == rows):
+            return
+        hint = f" Average over other axes: values.reshape({rows}, -1).mean(axis=1)."
+    raise (ValueError if is_array else TypeError)(
+        f"{argument} is {describe(value)} for a batch of {rows} rows; it must be"
+        f" one value per row, ({rows},), or a scalar mean, ().{hint}"
+    )
+
+
+def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> None:
+    is_fit = values.shape[:1] == (rows,) and weights.shape in (values.shape, (rows,))
+    if not is_fit or not jnp.isrealobj(weights):
+        raise ValueError(
+            f"{argument} has values of shape {values.shape} and weights of shape"
+            f" {weights.shape}, {weights.dtype}, for a batch of {rows} rows. Values"
+            f" must have the rows, ({rows}, ...), and weights the same shape or"
+            f" ({rows},): of ({rows}, 1) pass weights[:, 0], and return no mean, which"
+            " can't be weighted any more. (Named values beside the loss go into a dict:"
+            " (loss, {name: value}).)"
+        )
+
+
+def weighing(found: Mapping[str, Found]) -> dict[str, Any]:
+    """Those fields of `Values` that are about weights."""
+    return {
+        "weights": {n: f.weights for n, f in found.items() if f.weights is not None},
+        "pairs": {n: each.own for n, each in found.items() if each.own is not None},
+        "hidden": found["loss"].hidden,
+    }
+
+
+def notes_on_pairs(found: Mapping[str, Found]) -> tuple[str, ...]:
+    """What else two arrays might mean: the loss, and a value to be shown beside it."""
+    names = [name for name, each in found.items() if each.own is not None]
+    return tuple(
+        f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
+        " weights): the second is the weight of the first"
+        for name in names
+    )
+
+
+def without_ignored(weight: Array, *trees: PyTree) -> tuple[PyTree, ...]:
+    """The trees with zeros in rows of weight 0."""
+    counts = (weight != 0).reshape(len(weight), -1).any(axis=1)
+
+    def zeroed(leaf: Array) -> Array:
+        there = counts.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(there, leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(zeroed, trees)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether something is `(values, weights)`."""
+    is_two = isinstance(value, tuple) and len(value) == 2
+    return is_two and all(map(eqx.is_array_like, value))
+
+
+def describe(value: Any) -> str:
+    if eqx.is_array(value):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with keys {list(value)}"
+    return f"a {type(value).__name__}"
