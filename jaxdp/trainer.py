@@ -16,7 +16,7 @@ from .fit.defaults import with_defaults
 from .fit.elsewhere import telling_where
 from .fit.report import in_a_line, report, summary
 from .history import History
-from .step import Ensemble, Metrics, Part, Remat, TrainState
+from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
 if TYPE_CHECKING:  # imported where they are used
@@ -30,7 +30,8 @@ class Trainer:
 
         trainer = Trainer(model, optax.adam(1e-3), metrics=["accuracy"])
         history = trainer.fit(train_loader, val_loader, max_epochs=10)
-        trainer.model                                # trained, ready to call
+        trainer.model                                # trained
+        infer = trainer.inference_model()            # to call on one example
 
     Args:
         model: a callable pytree (an Equinox module) that takes one example; the step
@@ -44,7 +45,7 @@ class Trainer:
             ones the mean squared error. If batches are `(x, y, weight)`, the loss and
             the metrics are weighted means, over each step and over the whole set.
         loss_fn: replaces `loss` by a computation of your own, `loss_fn(model, *batch)`;
-            a batch that is not a tuple is one argument. It may also have arguments
+            a batch that is no tuple or list is one argument. It may also have arguments
             named `keys` (a PRNG key per row), `key` (one per batch), `mask` (`(batch,)`
             bools, which rows are real), `state` (the `eqx.nn.State`), `step` (int32,
             how many are completed) and `training` (a bool). It returns the loss or
@@ -352,6 +353,17 @@ class Trainer:
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
         return self.run.whole_model("`trainer.model_state`")[1]
+
+    def inference_model(self, member: int | None = None) -> InferenceModel:
+        """The model in inference mode with its state inside, to call on one example.
+
+            infer = trainer.inference_model()
+            infer(x), jax.vmap(infer)(xs), eqx.filter_jit(infer)(x)
+
+        An Equinox module, which later steps do not change. Of an ensemble, without a
+        `member`, predictions are shaped `(members, ...)`.
+        """
+        return self.run.inference_model(member)
 
     @property
     def state(self) -> TrainState:

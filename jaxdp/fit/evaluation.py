@@ -214,12 +214,7 @@ def predict(
 ) -> Any:
     """`Trainer.predict`."""
     run = trainer.run
-    if not callable(run.model):
-        raise TypeError(
-            "`predict` calls the model on each row, and"
-            f" {type(run.model).__name__} has no __call__. Give it one; or call a"
-            " part of it, as in jax.vmap(trainer.model.generator)(x)."
-        )
+    run.check_callable("predict")
     with (
         _asked_for(trainer, "predict") as hooks,
         contextlib.closing(run.open(loader, "loader", "predict")) as source,

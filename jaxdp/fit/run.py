@@ -24,6 +24,7 @@ from ..step import (
     Batch,
     CriterionObjective,
     Ensemble,
+    InferenceModel,
     Objective,
     Steps,
     StepsOfParts,
@@ -208,6 +209,24 @@ class Run:
         are not those of `trainer.model`.
         """
         return self.engine.held.model_of(state)[0]
+
+    def inference_model(self, member: int | None) -> InferenceModel:
+        """`Trainer.inference_model`."""
+        self.check_callable("inference_model")
+        found = self.whole_model("`inference_model`")
+        if member is not None:
+            return InferenceModel(*self.member_of(found, member))
+        return InferenceModel(*found, is_ensemble=self.ensemble is not None)
+
+    def check_callable(self, method: str) -> None:
+        """Raises if the model can't be called on one example, as `method` does."""
+        if not callable(self.model):
+            name = type(self.model).__name__
+            raise TypeError(
+                f"`{method}` calls the model on one example, and {name} has no"
+                " __call__. Give it one; or call a part of `trainer.model`, as in"
+                " jax.vmap(trainer.model.generator)(x)."
+            )
 
     def member_of(self, model: Any, index: int) -> Any:
         """One model of those that `model` holds."""

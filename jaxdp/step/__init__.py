@@ -3,6 +3,7 @@
 from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
 from .each import init_each, update_each
 from .ensemble import Ensemble
+from .inference import InferenceModel
 from .jaxprs import (
     OWN_LOOP,
     equations_in,

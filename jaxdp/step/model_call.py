@@ -37,8 +37,8 @@ def call_model(
     axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
     own = next((name for name in names if name not in bound_axes), None)
     others = [name for name in names if name not in (own, *bound_axes)]
-    given_state = _as_given(model_state)
-    keyed = _takes_key(model)
+    given_state = as_given(model_state)
+    keyed = takes_key(model)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = {"key": key} if keyed else {}
@@ -87,7 +87,7 @@ def call_loss_fn(
     unbound = [name for name in names if name not in bound_axes]
 
     def result(names: list[str]) -> Any:
-        return _with_axes(names, lambda: call(_as_given(model_state)))
+        return _with_axes(names, lambda: call(as_given(model_state)))
 
     try:
         return result(unbound)
@@ -124,7 +124,7 @@ def _axis_names(model: PyTree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _takes_key(model: Any) -> bool:
+def takes_key(model: Any) -> bool:
     while isinstance(model, functools.partial | eqx.Partial):
         if "key" in model.keywords:
             return False
@@ -158,7 +158,7 @@ class _TakesConstants(eqx.nn.State):
         return _of_class(_TakesConstants, super().update(plain))
 
 
-def _as_given(model_state: PyTree) -> PyTree:
+def as_given(model_state: PyTree) -> PyTree:
     """The state as a model is given it: a copy, since a State may be used only once."""
     is_manual = jax.sharding.get_abstract_mesh().manual_axes
     return _of_class(_TakesConstants if is_manual else eqx.nn.State, model_state)
