@@ -17,6 +17,7 @@ from .history import History
 from .step import Ensemble, Part, TrainState, Whole
 from .strategies import (
     FSDP,
+    Bitwise,
     DataParallel,
     LocalSGD,
     Members,
@@ -38,6 +39,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "FSDP",
+    "Bitwise",
     "Callback",
     "DataParallel",
     "Ensemble",

@@ -268,7 +268,7 @@ strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_a
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[ZeRO-{}]
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[<lambda>-{}]
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[<lambda>-{'accumulate_grad_batches': 2}]
-strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[Pmap-{'reproducible': 'bitwise'}]
+strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[<lambda>-{'steps_per_execution': 1}]
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[SingleDevice-{'steps_per_execution': 2}]
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[SingleDevice-{'accumulate_grad_batches': 2}]
 strategies/test_rows_that_interact.py::test_values_of_rows_that_interact_train_as_their_mean[Sharded-{'remat': True}]
@@ -347,7 +347,7 @@ step/test_weighted_means.py::test_a_third_element_weighs_rows_in_the_loss_and_th
 step/test_weighted_means.py::test_a_third_element_weighs_rows_in_the_loss_and_the_metrics[pmap]
 step/test_weighted_means.py::test_values_with_masks_are_means_over_tokens[fsdp]
 strategies/test_rows_that_interact.py::test_what_is_drawn_for_a_batch_is_drawn_over_its_rows
-strategies/test_rows_that_interact.py::test_one_row_for_each_device[bitwise]
+strategies/test_rows_that_interact.py::test_one_row_for_each_device[Bitwise(Sharded({'data': 8}))]
 data/test_whole.py::test_stages_of_a_pipeline_have_it_whole
 data/test_whole.py::test_a_growing_horizon_is_resumed_bit_for_bit
 data/test_whole.py::test_times_without_rows_train_as_by_hand_with_a_program_for_each[Sharded]

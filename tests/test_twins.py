@@ -9,7 +9,7 @@ import pytest
 from toys import NormNet, batches
 from twins import check_twins
 
-from jaxdp import FSDP, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import (
     EarlyStopping,
     GradientMonitor,
@@ -81,7 +81,7 @@ CASES = {
     "bf16-true": ({"precision": "bf16-true"}, {"max_epochs": 2}, {2}),
     "FSDP": ({"strategy": FSDP(min_size=1)}, {"max_epochs": 2}, {2}),
     "bitwise": (
-        {"reproducible": "bitwise", "strategy": Sharded(4)},
+        {"strategy": Bitwise(Sharded(4))},
         {"max_epochs": 2},
         {2},
     ),

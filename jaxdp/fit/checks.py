@@ -31,8 +31,7 @@ from ..step import (
     find_parts,
     split_batch,
 )
-from ..strategies import DataParallel, Members, Pipeline, Sharded
-from ..strategies.bitwise import Bitwise
+from ..strategies import DataParallel, Sharded
 from .pass_metrics import split_metrics
 
 
@@ -57,7 +56,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     check_state(found["model"], found["state"])
     found["ensemble"] = checked_ensemble(found)
     check_strategy_argument(found["strategy"])
-    check_choice("reproducible", found["reproducible"], (None, "bitwise"))
+    _check_reproducible(found["reproducible"])
     check_choice("offload", found["offload"], (None, "optimizer"))
     check_choice("data", found["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps"):
@@ -74,12 +73,20 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     strategy = found["strategy"]
     if found["offload"]:
         strategy = strategy.with_offload()  # each refuses now what it can't do
-    if found["reproducible"]:
-        strategy = Bitwise(strategy)
-    check_processes(strategy, found["data"], found["reproducible"])
+    check_processes(strategy, found["data"])
     if several:
         check_parts(found)
+    strategy.check(found)
     return found
+
+
+def _check_reproducible(reproducible: Any) -> None:
+    if reproducible == "bitwise":
+        raise ValueError(
+            "`reproducible`='bitwise' is a strategy now: pass"
+            " `strategy=jaxdp.Bitwise(Sharded())`."
+        )
+    check_choice("reproducible", reproducible, (None, "run"))
 
 
 _SEVERAL: Final = (
@@ -144,13 +151,6 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
             " one optimizer, but `optimizer` is a list of parts; use another"
             " strategy."
         )
-    if arguments["reproducible"]:
-        raise ValueError(
-            f"`reproducible`={arguments['reproducible']!r} does not work with a"
-            " list of parts, whose programs round differently on other device"
-            " counts; leave it out: on the same devices the bits are the same"
-            " anyway."
-        )
 
 
 def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
@@ -165,30 +165,13 @@ def parts_of(arguments: Mapping[str, Any]) -> tuple[FoundPart, ...]:
 
 def checked_ensemble(arguments: Mapping[str, Any]) -> Ensemble | None:
     """What `ensemble` means, if the model is one."""
-    ensemble, strategy = arguments["ensemble"], arguments["strategy"]
+    ensemble = arguments["ensemble"]
     if ensemble is None:
-        if isinstance(strategy, Members):
-            raise ValueError(
-                "`strategy`: Members splits the models of an ensemble, but"
-                " `ensemble` was not given; pass it, or use Sharded()."
-            )
         return None
     if not isinstance(ensemble, Ensemble):
         check_count("ensemble", ensemble, or_else=" (members) or a jaxdp.Ensemble")
         ensemble = Ensemble(ensemble)
 
-    # What members can't share.
-    if isinstance(strategy, Pipeline):
-        raise ValueError(
-            "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which are"
-            " its blocks and, in an ensemble, the members. Use Members() or Sharded()."
-        )
-    if isinstance(strategy, Members) and ensemble.size % strategy.mesh.size:
-        raise ValueError(
-            f"`ensemble`: {ensemble.size} members can't be split over the"
-            f" {strategy.mesh.size} devices of Members(); pass a number of devices that"
-            " divides them."
-        )
     if arguments["precision"] == "16-mixed":
         raise ValueError(
             "`precision`='16-mixed' scales the loss of all members alike, so that one"
@@ -317,7 +300,7 @@ def check_callbacks(
     return callbacks
 
 
-def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> None:
+def check_processes(strategy: DataParallel, data: str) -> None:
     """Raises if several processes can't train together like this."""
     processes = find_processes()
     if processes.count == 1:
@@ -325,12 +308,6 @@ def check_processes(strategy: DataParallel, data: str, reproducible: Any) -> Non
     blocks = strategy.row_blocks()
     if data == "global":
         return
-    if reproducible:
-        raise ValueError(
-            "`data`='local' with `reproducible`='bitwise': the order of the rows would"
-            " depend on the number of processes, and the bits on the order. Use"
-            " data='global', where every process is given the same loader."
-        )
     if blocks.count != processes.count or blocks.own != (processes.index,):
         raise ValueError(
             "`data`='local' needs a strategy under which the devices of each process"

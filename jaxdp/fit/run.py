@@ -34,8 +34,7 @@ from ..step import (
     trained_by,
 )
 from ..strategies import DataParallel
-from ..strategies.bitwise import Bitwise
-from ..strategies.compiler_options import spelled_here
+from ..strategies.compiler_options import DETERMINISTIC, spelled_here
 from . import checks
 from .logged import Logged
 from .pass_metrics import split_metrics
@@ -89,9 +88,10 @@ class Run:
         self.arguments = arguments
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
-        self.reproducible = arguments["reproducible"]
         self.ensemble: Ensemble | None = arguments["ensemble"]
         self.compiler_options = spelled_here(arguments["compiler_options"])
+        if arguments["reproducible"]:
+            self.compiler_options = {**DETERMINISTIC, **self.compiler_options}
         self.seed, self.data = int(arguments["seed"]), arguments["data"]
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
@@ -254,8 +254,6 @@ class Run:
         """`strategy` as the trainer's arguments want it to compile."""
         if self.arguments["offload"]:
             strategy = strategy.with_offload()
-        if self.reproducible:
-            strategy = Bitwise(strategy)
         options = self.compiler_options
         return strategy.with_compiler_options(options) if options else strategy
 

@@ -42,7 +42,6 @@ class Reading:
         self.branch_every: int = strategy.branch_every
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
-        self.is_whole: bool = getattr(strategy, "state_is_whole", False)
 
         # What it was compiled for.
         self.steps: int = runs.steps

@@ -2,6 +2,7 @@
 
 from ..step import Collectives
 from .base import DataParallel
+from .bitwise import Bitwise
 from .fsdp import FSDP, ZeRO
 from .local_sgd import LocalSGD
 from .members import Members
@@ -13,6 +14,7 @@ from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [
     "FSDP",
+    "Bitwise",
     "Collectives",
     "DataParallel",
     "Layout",

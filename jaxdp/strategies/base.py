@@ -113,6 +113,12 @@ class DataParallel(abc.ABC):
             " Take one of those, or leave `offload` out."
         )
 
+    def check(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raises for arguments of `Trainer`, by name, that it can't train with.
+
+        Called with all of them, in `Trainer(...)`, after each was checked by itself.
+        """
+
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformation:

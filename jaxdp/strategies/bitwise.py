@@ -8,12 +8,13 @@ device computes whole.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,6 +24,7 @@ from ..basics.console import say
 from ..distributed import RowBlocks, row_blocks
 from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
 from .base import DataParallel, Role, laid_out, put_rows
+from .compiler_options import DETERMINISTIC
 from .offload import jitted
 from .pmap import Pmap
 from .sharded import Sharded, shardings_of
@@ -36,15 +38,16 @@ _OPTIONS: Final[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
 """XLA merges equal operations at other times in programs for several devices, and then
 fuses others: with 2 devices a LayerNorm had other bits than with 1."""
 
-_ON_GPUS: Final[dict[str, Any]] = {"xla_gpu_deterministic_ops": True}
-"""No atomic sums, and no kernels that are chosen by timing them."""
-
 _SMALL: Final = 4096
 """Elements up to which a sum is gathered by every device, not shared out."""
 
 
 class Bitwise(DataParallel):
-    """A strategy's devices and layout, with steps of the same bits on any number.
+    """The same bits on 1, 2, 4 and 8 devices, on those of another strategy.
+
+        Trainer(model, strategy=Bitwise(Sharded()))
+
+    See docs/reproducibility.md.
 
     Args:
         strategy: `SingleDevice`, `Sharded` or `Pmap`, which hold the state whole on
@@ -53,8 +56,6 @@ class Bitwise(DataParallel):
 
     num_shards = SHARDS
     row_axes = (_AXIS,)
-    state_is_whole = True
-    """And stays so: plans need not ask for another layout."""
 
     def __init__(self, strategy: DataParallel):
         if isinstance(strategy, SingleDevice):
@@ -63,19 +64,36 @@ class Bitwise(DataParallel):
             devices = np.asarray(strategy.mesh.devices).ravel()  # pyright: ignore
         else:
             raise ValueError(
-                "`reproducible`='bitwise' needs the state whole on every device, as"
-                f" SingleDevice, Sharded and Pmap hold it; `strategy` is {strategy!r}."
-                " Take one of those, or leave `reproducible` out."
+                "`Bitwise` needs the state whole on every device, as SingleDevice,"
+                f" Sharded and Pmap hold it; got {strategy!r}. Take one of those."
             )
         if SHARDS % devices.size:
             raise ValueError(
-                f"`reproducible`='bitwise' cuts each batch into {SHARDS} virtual"
-                " shards and gives every device the same number; the"
-                f" {devices.size} devices of {strategy!r} do not divide {SHARDS}."
-                " Use 1, 2, 4 or 8 devices."
+                f"`Bitwise` cuts each batch into {SHARDS} virtual shards and gives"
+                f" every device the same number; the {devices.size} devices of"
+                f" {strategy!r} do not divide {SHARDS}. Use 1, 2, 4 or 8 devices."
             )
         self.strategy = strategy
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        if isinstance(arguments["optimizer"], list | tuple) and not isinstance(
+            arguments["optimizer"], optax.GradientTransformation
+        ):
+            raise ValueError(
+                "`strategy`: Bitwise does not work with a list of parts, whose programs"
+                f" round differently on other device counts; use {self.strategy!r}: on"
+                " the same devices the bits are the same anyway."
+            )
+        if arguments["data"] == "local" and jax.process_count() > 1:
+            raise ValueError(
+                "`data`='local' with Bitwise: the order of the rows would depend on the"
+                " number of processes, and the bits on the order. Use data='global',"
+                " where every process is given the same loader."
+            )
+
+    def with_offload(self) -> "Bitwise":
+        return Bitwise(self.strategy.with_offload())
 
     def place(self, state: TrainState) -> TrainState:
         return self.strategy.place(state)
@@ -212,9 +230,9 @@ class VirtualShards(Collectives):
             return self._in_turns(function, inputs, groups, results)
         except RowsInteract:
             say(
-                "`reproducible`='bitwise': the rows of a batch interact (a scalar loss,"
-                " BatchNorm, or one `key` for all), so every device computes the whole"
-                " batch: the same bits, and no time saved by more devices"
+                "`Bitwise`: the rows of a batch interact (a scalar loss, BatchNorm, or"
+                " one `key` for all), so every device computes the whole batch: the"
+                " same bits, and no time saved by more devices"
             )
             return self._whole(function, inputs, groups, results)
 
@@ -393,7 +411,7 @@ def _of_rows(
 
 def _options_on(device: Any) -> dict[str, Any]:
     """What XLA is told so that equal work has equal bits on a device."""
-    return _OPTIONS | (_ON_GPUS if device.platform == "gpu" else {})
+    return _OPTIONS | (DETERMINISTIC if device.platform == "gpu" else {})
 
 
 def _merge_equal_operations(lowered: jax.stages.Lowered) -> None:

@@ -10,6 +10,10 @@ from jaxlib.version import __version__ as jaxlib_version
 CompilerOptions = Mapping[str, Any] | str | None
 """Options of XLA by name, as `jax.jit` takes them, or an effort level."""
 
+DETERMINISTIC: Final = {"xla_gpu_deterministic_ops": True}
+"""On GPUs no atomic sums, and no kernels that are chosen by timing them; elsewhere no
+change."""
+
 _LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """Effort levels, as XLA numbers them. From `"O1"` on it has on GPUs the latency-hiding
 scheduler, pipelined collectives, and loops of which two turns are one."""

@@ -91,9 +91,6 @@ class LocalSGD(Sharded):
         devices: how many, or which; all by default.
     """
 
-    state_is_whole = True
-    """Plans don't say what could be split: the strategies that split it are others."""
-
     def __init__(
         self,
         every: int,

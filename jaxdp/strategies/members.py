@@ -1,6 +1,6 @@
 """The members of an ensemble on devices of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -33,6 +33,20 @@ class Members(Sharded):
         found = find_devices(devices)
         self.mesh = mesh_on(found, {MEMBERS: len(found)})
         self.num_shards = 1
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        ensemble = arguments["ensemble"]
+        if ensemble is None:
+            raise ValueError(
+                "`strategy`: Members splits the models of an ensemble, but"
+                " `ensemble` was not given; pass it, or use Sharded()."
+            )
+        if ensemble.size % self.mesh.size:
+            raise ValueError(
+                f"`ensemble`: {ensemble.size} members can't be split over the"
+                f" {self.mesh.size} devices of Members(); pass a number of devices that"
+                " divides them."
+            )
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         return PartitionSpec(MEMBERS)

@@ -1,6 +1,7 @@
 """Layers split over the devices in stages, which work on parts of a batch in turn."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -59,6 +60,14 @@ class Pipeline(Sharded):
         self.microbatches = microbatches
         self.bubble = (stages - 1) / (microbatches + stages - 1)
         self._stacks: tuple[str, ...] = ()
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        if arguments["ensemble"] is not None:
+            raise ValueError(
+                "`ensemble`: Pipeline splits the first axis of a Stack's arrays, which"
+                " are its blocks and, in an ensemble, the members. Use Members() or"
+                " Sharded()."
+            )
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         return PartitionSpec(_STAGE if path.startswith(self._stacks) else None)

@@ -11,6 +11,7 @@ from toys import Deep, Recorder, bits, counting, hand_written, quiet
 
 from jaxdp import (
     FSDP,
+    Bitwise,
     PassMetric,
     Pipeline,
     Pmap,
@@ -194,7 +195,7 @@ def test_draws_by_rows_are_the_same_on_any_devices_and_in_blocks():
 
 def test_the_bits_are_the_same_on_any_number_of_devices():
     def train(strategy):
-        trainer = make(strategy=strategy, model=Ode(0.3), reproducible="bitwise")
+        trainer = make(strategy=Bitwise(strategy), model=Ode(0.3))
         trainer.fit(DATA[:3])
         return bits(trainer.state)
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
 from jaxdp import (
+    Bitwise,
     LocalSGD,
     Pipeline,
     Pmap,
@@ -66,6 +67,8 @@ def strategies():
         "Pipeline": lambda: Pipeline(devices, 3),
         "LocalSGD": lambda: LocalSGD(every=3, devices=4),
         "SingleDevice": SingleDevice,
+        "Bitwise": lambda: Bitwise(Sharded()),
+        "Bitwise Pmap": lambda: Bitwise(Pmap()),
     }
 
 
@@ -461,7 +464,7 @@ def files(into):
     found["one process's devices"] = refusal(
         Trainer, Mlp(jax.random.key(0)), strategy=Sharded(1)
     )
-    found["local, bitwise"] = refusal(trainer, data="local", reproducible="bitwise")
+    found["local, bitwise"] = refusal(trainer, "Bitwise", data="local")
     found["local, across"] = refusal(trainer, "across", data="local")
     found["compare"] = refusal(run.compare, arrays())
     tell(**found)

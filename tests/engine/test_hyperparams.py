@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import batches
 
-from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
@@ -100,7 +100,7 @@ WAYS = {
     "fsdp": {"strategy": FSDP()},
     "blocks": {"steps_per_execution": 4},
     "clipped": {"gradient_clip_val": 1e6},
-    "bitwise": {"reproducible": "bitwise"},
+    "bitwise": {"strategy": Bitwise(Sharded())},
     "averaged": {"callbacks": [WeightAveraging(evaluate=False)]},
 }
 

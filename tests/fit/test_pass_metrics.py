@@ -9,7 +9,7 @@ import optax
 import pytest
 from toys import batches
 
-from jaxdp import FSDP, PassMetric, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, PassMetric, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
@@ -57,8 +57,8 @@ LAYOUTS = {
     "jit": lambda: (Sharded(), {}),
     "pmap": lambda: (Pmap(), {}),
     "fsdp": lambda: (FSDP(min_size=1), {"accumulate_grad_batches": 2}),
-    "bits": lambda: (Sharded(2), {"reproducible": "bitwise"}),
-    "scalar": lambda: (Sharded(), {"reproducible": "bitwise", "loss": mean_loss}),
+    "bits": lambda: (Bitwise(Sharded(2)), {}),
+    "scalar": lambda: (Bitwise(Sharded()), {"loss": mean_loss}),
 }
 
 

@@ -6,6 +6,7 @@ from toys import Deep, batches
 
 from jaxdp import (
     FSDP,
+    Bitwise,
     Pipeline,
     Pmap,
     Sharded,
@@ -28,7 +29,7 @@ WHOLE_WORK = {
     "SingleDevice": (SingleDevice, {}),
     "Sharded": (Sharded, {}),
     "Pmap": (Pmap, {}),
-    "Bitwise": (Sharded, {"reproducible": "bitwise"}),
+    "Bitwise": (lambda: Bitwise(Sharded()), {}),
     "ZeRO": (ZeRO, {}),
     "FSDP": (FSDP, {}),
     "TensorParallel 4x2": (lambda: TensorParallel({"data": 4, "model": 2}, HALVES), {}),

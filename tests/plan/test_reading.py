@@ -11,6 +11,7 @@ from toys import NormNet
 
 from jaxdp import (
     FSDP,
+    Bitwise,
     Pmap,
     Sharded,
     SingleDevice,
@@ -202,8 +203,7 @@ def test_frozen_leaves_and_odd_ones_are_shown():
 
 @pytest.mark.parametrize("devices", [2, 8])
 def test_the_bitwise_step_is_planned_with_its_turns(devices):
-    bitwise = {"reproducible": "bitwise"}
-    trained = trainer(Sharded(devices), **bitwise)
+    trained = trainer(Bitwise(Sharded(devices)))
     plan = trained.plan([batch()])
     trained.fit([batch()])
     found = trained.compiled_train_step().memory_analysis()
@@ -219,7 +219,7 @@ def test_the_bitwise_step_is_planned_with_its_turns(devices):
     assert 0 < plan.wire_bytes - gradients <= turns * (devices - 1) * 64
     assert plan.notes["unknown"] == plain.notes["unknown"]
     assert trained.running_plan().wire_bytes == plan.wire_bytes
-    predicted = trainer(Sharded(8), **bitwise).plan([batch()], devices=devices)
+    predicted = trainer(Bitwise(Sharded(8))).plan([batch()], devices=devices)
     assert comparable(predicted.to_dict()) == comparable(plan.to_dict())
     with pytest.raises(ValueError, match="Use 1, 2, 4 or 8 devices"):
         trained.plan([batch()], devices=16)

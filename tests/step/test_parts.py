@@ -10,6 +10,7 @@ from toys import NormNet, batches
 
 from jaxdp import (
     FSDP,
+    Bitwise,
     Callback,
     LocalSGD,
     Part,
@@ -363,7 +364,11 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
             "`filter_spec` can't be combined with",
         ),
         ([one()], {"gradient_clip_val": 1.0}, "`gradient_clip_val` can't be combined"),
-        ([one()], {"reproducible": "bitwise"}, "does not work with a list of parts"),
+        (
+            [one()],
+            {"strategy": Bitwise(Sharded())},
+            "does not work with a list of parts",
+        ),
         ([one()], {"strategy": LocalSGD(every=2)}, "LocalSGD keeps its state inside"),
     ],
 )

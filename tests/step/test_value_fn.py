@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Mlp, Recorder, batches
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import WeightAveraging
 
@@ -116,7 +116,7 @@ def comparing():
         {"strategy": FSDP(8, min_size=1), "precision": "16-mixed"},
         {"strategy": Pmap(8), "remat": True},
         {"strategy": SingleDevice(), "callbacks": [WeightAveraging()]},
-        {"strategy": Sharded(2), "reproducible": "bitwise"},
+        {"strategy": Bitwise(Sharded(2))},
     ],
 )
 def test_functions_see_the_rows_and_keys_of_the_step(options):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Recorder, batches
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
 SIZES = 16, 11, 16, 3
@@ -70,7 +70,7 @@ LAYOUTS = {
     "jit": lambda: (Sharded(), {"steps_per_execution": 2}),
     "pmap": lambda: (Pmap(), {"accumulate_grad_batches": 3}),
     "fsdp": lambda: (FSDP(min_size=1), {"accumulate_grad_batches": 2}),
-    "bits": lambda: (Sharded(), {"reproducible": "bitwise"}),
+    "bits": lambda: (Bitwise(Sharded()), {}),
 }
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, make_small
 
-from jaxdp import LocalSGD, Sharded, SingleDevice, Trainer
+from jaxdp import Bitwise, LocalSGD, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
 from jaxdp.strategies.local_sgd import LocalState
 
@@ -369,8 +369,8 @@ def test_an_optimizer_that_evaluates_the_loss_is_refused():
 
 
 def test_bitwise_is_refused():
-    with pytest.raises(ValueError, match=r"`reproducible`='bitwise'.*LocalSGD"):
-        fitted(LocalSGD(2), optax.sgd(0.1), reproducible="bitwise")
+    with pytest.raises(ValueError, match=r"`Bitwise` needs the state whole.*LocalSGD"):
+        Bitwise(LocalSGD(2))
 
 
 def test_changes_in_half_precision_are_averaged_in_float32():

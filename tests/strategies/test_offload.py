@@ -9,7 +9,7 @@ import optax
 import pytest
 from toys import batches, make_small
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, ZeRO
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
 from jaxdp.checkpoint.restoring import read_meta
 from jaxdp.strategies.base import DataParallel
@@ -54,7 +54,7 @@ CASES = {
     "Pmap": lambda: {"strategy": Pmap()},
     "ZeRO": lambda: {"strategy": ZeRO(), "steps_per_execution": 2},
     "FSDP": lambda: {"strategy": FSDP()},
-    "bitwise": lambda: {"reproducible": "bitwise"},
+    "bitwise": lambda: {"strategy": Bitwise(Sharded())},
 }
 
 

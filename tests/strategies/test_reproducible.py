@@ -1,4 +1,4 @@
-"""`reproducible="bitwise"`: hashes on 1, 2, 4 and 8 devices."""
+"""`Bitwise`: hashes on 1, 2, 4 and 8 devices."""
 
 import hashlib
 import types
@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.strategies.bitwise import _options_on
 
 EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
@@ -116,7 +116,7 @@ def make(model, strategy, **options):
         options.setdefault("loss", "cross_entropy")
     optimizer = options.pop("optimizer", optax.adam(1e-2))
     trainer = Trainer(
-        model, optimizer, strategy=strategy, reproducible="bitwise",
+        model, optimizer, strategy=Bitwise(strategy),
         callbacks=[recorder], enable_progress_bar=False, **options,
     )  # fmt: skip
     return trainer, recorder
@@ -298,7 +298,9 @@ def test_what_cannot_be_kept_is_refused():
         make(model, Sharded(3))
     with pytest.raises(ValueError, match=r"needs the state whole on every device"):
         make(model, FSDP())
-    with pytest.raises(ValueError, match=r"`reproducible` must be one of None, 'bitwi"):
+    with pytest.raises(ValueError, match=r"`strategy=jaxdp.Bitwise\(Sharded\(\)\)`"):
+        Trainer(model, reproducible="bitwise")
+    with pytest.raises(ValueError, match=r"`reproducible` must be one of None, 'run'"):
         Trainer(model, reproducible=True)
 
 
@@ -311,8 +313,7 @@ def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows(
             Mlp(jax.random.key(0)),
             loss="cross_entropy",
             metrics=["accuracy"],
-            strategy=strategy,
-            reproducible="bitwise",
+            strategy=Bitwise(strategy),
             callbacks=[recorder],
             enable_progress_bar=False,
         ).fit(batches(16, 5, 7, 3, 11, 13, 9, 15, 6, 10, 12, 14))
@@ -327,3 +328,18 @@ def test_gpus_are_told_to_be_deterministic():
     )
     assert own == cpus | {"xla_gpu_deterministic_ops": True}
     jax.jit(lambda: 0).lower().compile(own)  # a name that this XLA knows
+
+
+def test_a_run_that_is_to_repeat_itself_is_compiled_so():
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        loss="cross_entropy",
+        reproducible="run",
+        compiler_options={"xla_gpu_autotune_level": 0},
+        enable_progress_bar=False,
+    )
+    trainer.fit(batches(8))
+    assert trainer.run.compiler_options == {
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+    }

@@ -10,7 +10,16 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, TensorParallel, Trainer, ZeRO
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Trainer,
+    ZeRO,
+)
 from jaxdp.step import DATA
 from jaxdp.strategies import Collectives, DataParallel
 
@@ -99,12 +108,12 @@ class Bare(DataParallel):
         (lambda: TensorParallel({"data": 4, "model": 2}, HALVES), {}),
         (Pmap, {}),
         (lambda: Pmap(4), {"accumulate_grad_batches": 2}),
-        (Pmap, {"reproducible": "bitwise"}),
+        (lambda: Bitwise(Pmap()), {"steps_per_execution": 1}),
         (Bare, {}),
         (SingleDevice, {"steps_per_execution": 2}),
         (SingleDevice, {"accumulate_grad_batches": 2}),
         (Sharded, {"remat": True}),
-        (Sharded, {"reproducible": "bitwise"}),
+        (lambda: Bitwise(Sharded()), {"steps_per_execution": 2}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -182,9 +191,9 @@ def test_validation_alone_finds_out(caplog):
     assert caplog.text.count("depend on other rows") == 1
 
 
-@pytest.mark.parametrize("reproducible", [None, "bitwise"])
-def test_one_row_for_each_device(reproducible):
-    losses, _ = run(contrastive, Sharded(), batches(8), reproducible=reproducible)
+@pytest.mark.parametrize("strategy", [Sharded(), Bitwise(Sharded())], ids=repr)
+def test_one_row_for_each_device(strategy):
+    losses, _ = run(contrastive, strategy, batches(8))
     expected, _ = run(mean_of_contrastive, SingleDevice(), batches(8))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
