@@ -1,9 +1,10 @@
 """How long until the first loss: importing, and compiling with a cold and a warm cache.
 
-python -m benchmarks.start [--only W1,W2] [--repeats 3]
+python -m benchmarks.start [--only W1,W2] [--depths 60,300] [--repeats 3]
 
 Each measurement is a process of its own, in turns; the caches of compiled programs are
-in a folder that is empty before a cold start.
+in a folder that is empty before a cold start. A deep model of many small arrays is
+compared with a loop by hand, both with a cold cache.
 """
 
 import argparse
@@ -42,6 +43,38 @@ Trainer(
 ).fit(loader, max_steps=1)
 """
 
+DEEP = """
+import time
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+from jaxdp import Trainer
+model = eqx.nn.MLP(8, "scalar", 16, depth={}, key=jax.random.key(0))
+x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+batch, optimizer = (x, x.sum(1)), optax.adam(1e-3)
+begin = time.perf_counter()
+{}
+print(time.perf_counter() - begin)
+"""
+
+BY_HAND = """
+params, static = eqx.partition(jax.tree.map(
+    lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, model
+), eqx.is_inexact_array)
+def loss(params, x, y):
+    return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - y) ** 2)
+def step(state, x, y):
+    params, opt_state = state
+    value, grads = jax.value_and_grad(loss)(params, x, y)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return (eqx.apply_updates(params, updates), opt_state), value
+state = params, jax.jit(optimizer.init)(params)
+float(jax.jit(step, donate_argnums=0)(state, *batch)[1])
+"""
+
+BY_JAXDP = """
+trainer = Trainer(model, optimizer, loss="mse", enable_progress_bar=False)
+float(next(trainer.steps([batch]))["loss"])
+"""
+
 
 def seconds(code: str, folder: str) -> list[float]:
     """What `code` prints last, in a new process that keeps its caches in `folder`."""
@@ -73,6 +106,7 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
         prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--only", default="W1,W2", help="works for the first loss")
+    parser.add_argument("--depths", default="60,300", help="of an MLP of width 16")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     for name in filter(None, args.only.split(",")):
@@ -95,6 +129,13 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, float]]:
             for since, first, second in zip(("import", "fit"), cold, warm, strict=True):
                 row = f"{name}, {since} to first loss: cold; warm cache"
                 times.setdefault(row, []).append((first, second))
+        for depth in filter(None, args.depths.split(",")):
+            pair: list[float] = []
+            for loop in (BY_HAND, BY_JAXDP):
+                with tempfile.TemporaryDirectory() as folder:
+                    pair += seconds(DEEP.format(depth, loop), folder)
+            row = f"MLP of depth {depth}, first loss: by hand; with jaxdp"
+            times.setdefault(row, []).append((pair[0], pair[1]))
 
     print("| | s | s | ratio |\n|---|---|---|---|")
     found = {}

@@ -210,10 +210,11 @@ def test_the_quick_watch_flags_what_became_slower(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_time_to_the_first_loss_is_measured(capsys):
-    found = start.main(["--only", "W1", "--repeats", "1"])
+    found = start.main(["--only", "W1", "--depths", "4", "--repeats", "1"])
     assert all(0 < first and 0 < second for first, second in found.values())
     printed = capsys.readouterr().out
     assert "| W1, import to first loss: cold; warm cache |" in printed
+    assert "| MLP of depth 4, first loss: by hand; with jaxdp |" in printed
     cold, warm = found["W1, fit to first loss: cold; warm cache"]
     assert warm < cold < found["W1, import to first loss: cold; warm cache"][0]
 

@@ -149,7 +149,7 @@ class Engine:
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self.held.put(state, self.strategy, join=not any(self._mode))
+        self.held.put(state, self.strategy)
 
     @property
     def steps_per_execution(self) -> int:
@@ -311,8 +311,7 @@ class Engine:
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
         arrays, (means, inside) = compiled(self.held.arrays, groups)
-        kept = self.programs.options.donate == "none" or not self.strategy.compiles
-        self.held.replace(arrays, kept=kept)
+        self.held.replace(arrays)
 
         # Not too many at once.
         check = check_gradients if tells_of_gradients(facts, means) else None
@@ -337,8 +336,7 @@ class Engine:
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
         self.in_flight.wait_for_all()
-        totals = self.held.flat.fetch(self.held.arrays, self.held.totals)
-        return means_of(totals, self.facts["train"])
+        return means_of(self.held.fetch_totals(), self.facts["train"])
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, asked for once per pass: they may be many."""
@@ -418,10 +416,8 @@ class Engine:
         compiled = self.programs.find(kind, dispatch)
         if compiled is not None:
             return compiled
-        if kind == "train":
-            inputs = self.held.flat, list(self.held.arrays)
-        else:
-            inputs = self.held.evaluated.weights
+        held = self.held
+        inputs = held.state if kind == "train" else held.evaluated.weights
         try:
             return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
         except Exception as error:

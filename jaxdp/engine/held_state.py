@@ -1,9 +1,10 @@
-"""The state between steps: a flat list of few arrays, and what users see of it.
+"""The state between steps: a flat list of its leaves, and what users see of it.
 
 It crosses into the compiled step like this, because to flatten a model's tree in Python
 costs more than a small step.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,10 +17,10 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.tree import leaf_path
+from ..distributed import put
 from ..step import Steps, TrainState, as_own, as_stored, first_state
 from ..strategies import DataParallel
 from ..strategies.base import with_auto_axes
-from .state_arrays import Flat
 
 
 class HeldState:
@@ -34,11 +35,9 @@ class HeldState:
     """
 
     arrays: list[Array]
-    """What crosses into the compiled step."""
-    flat: Flat
-    """How the leaves of the state are in them."""
-    totals: int
-    """Which of the leaves has the epoch's sums."""
+    """The leaves of the state, which cross into the compiled step."""
+    treedef: Any
+    """How they make a `TrainState`."""
 
     def __init__(
         self,
@@ -51,17 +50,14 @@ class HeldState:
         self._strategy: DataParallel
         self._made: dict[str, Any] = {}
         """What was made of `arrays`; of the state handed out, its leaves besides."""
-        self._wholes: list[TrainState] = []
-        """States made since the last step; the next one takes their arrays."""
 
-    def put(self, state: TrainState, strategy: DataParallel, *, join: bool) -> None:
-        """Takes up a state that `strategy` has placed; may join its small leaves."""
-        leaves = jax.tree.leaves(state)
-        self._strategy, self.flat = strategy, Flat(state, join=join)
-        self.totals = next(i for i, leaf in enumerate(leaves) if leaf is state.totals)
-        with no_ambient_mesh():
-            self.arrays = self.flat.placed(leaves)
-        self._made, self._wholes = {"state": state}, [state]
+    def put(self, state: TrainState, strategy: DataParallel) -> None:
+        """Takes up a state that `strategy` has placed."""
+        totals, self._strategy = state.totals, strategy
+        self.arrays, self.treedef = jax.tree.flatten(state)
+        self._totals = next(i for i, x in enumerate(self.arrays) if x is totals)
+        self._zeros = _zeros(totals.shape, totals.dtype, totals.sharding)
+        self._made = {"state": state}
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -74,13 +70,7 @@ class HeldState:
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
         self.check_state()
-        return self._once("state", self._unflattened)
-
-    def _unflattened(self) -> TrainState:
-        with no_ambient_mesh():
-            leaves = self.flat.leaves(self.arrays)
-        self._wholes.append(jax.tree.unflatten(self.flat.treedef, leaves))
-        return self._wholes[-1]
+        return self._once("state", lambda: self.treedef.unflatten(self.arrays))
 
     def hand_out(self) -> TrainState:
         """`state` for a user, who may keep it until the next step but not change it."""
@@ -121,28 +111,24 @@ class HeldState:
                 " leaves the state as it was."
             )
 
-    def replace(self, arrays: list[Array], *, kept: bool) -> None:
-        """Takes up what a step has made of `arrays`.
-
-        Unless these were `kept`, the small leaves of a state handed out are deleted:
-        else code that holds on to `state` would work with small models only.
-        """
+    def replace(self, arrays: list[Array]) -> None:
+        """Takes up what a step has made of `arrays`."""
         self.arrays, self._made = arrays, {}
-        wholes, self._wholes = self._wholes, []
-        for whole in () if kept else wholes:
-            for leaf in self.flat.small(jax.tree.leaves(whole)):
-                leaf.delete()
 
     def write(self, leaves: Mapping[int, np.ndarray]) -> None:
         """Sets leaves of the state, by their place in it, to others of their kind."""
         with self._written():
             for place, leaf in leaves.items():
-                self.flat.write(self.arrays, place, leaf)
+                self.arrays[place] = put(leaf, self.arrays[place].sharding)
 
     def zero_totals(self) -> None:
-        """Sets the epoch's sums to zero."""
+        """Sets the epoch's sums to zero: on the devices, where it takes least time."""
         with self._written():
-            self.flat.zero(self.arrays, self.totals)
+            self.arrays[self._totals] = self._zeros()
+
+    def fetch_totals(self) -> np.ndarray:
+        """The epoch's sums. Waits for the device."""
+        return np.asarray(self.arrays[self._totals])
 
     def _written(self) -> AbstractContextManager[Any]:
         """Around what changes `arrays`."""
@@ -151,11 +137,11 @@ class HeldState:
         return no_ambient_mesh()
 
     def named_arrays(self) -> dict[str, Array]:
-        """What crosses into the compiled step, by the paths of the leaves in it."""
-        treedef = self.flat.treedef
-        places = treedef.unflatten(range(treedef.num_leaves))
-        with_path = jax.tree_util.tree_leaves_with_path(places)
-        names = self.flat.names([leaf_path(path) for path, _ in with_path])
+        """The leaves of the state by their paths."""
+        paths = jax.tree_util.tree_leaves_with_path(
+            self.treedef.unflatten(range(len(self.arrays)))
+        )
+        names = [leaf_path(path) for path, _ in paths]
         return dict(zip(names, self.arrays, strict=True))
 
     @property
@@ -205,7 +191,15 @@ class HeldState:
 
     def shapes(self) -> TrainState:
         """The state without its values: nothing is looked at on the devices."""
-        return jax.tree.unflatten(self.flat.treedef, self.flat.shapes(self.arrays))
+        return self.treedef.unflatten(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for leaf in self.arrays
+        )
+
+
+@functools.lru_cache
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def _written_to(state: PyTree, leaves: list[Any]) -> str | None:

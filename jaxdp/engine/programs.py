@@ -22,6 +22,7 @@ from ..step import (
     Objective,
     RowsInteract,
     Steps,
+    TrainState,
     Weights,
     values_mix_rows,
 )
@@ -29,7 +30,6 @@ from ..strategies import DataParallel
 from ..strategies.base import Built, Role, found_of
 from .compile_messages import Compilations
 from .eager import Watched, compiled_for_debugging
-from .state_arrays import Flat
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -122,14 +122,14 @@ class Programs:
         kind: Kind,
         packed: Dispatch,
         groups: list[Group],
-        inputs: tuple[Flat, list[Any]] | Weights,
+        inputs: TrainState | Weights,
     ) -> Program:
         """Compiles what `find` will give.
 
         Args:
             packed: a batch, or its shapes.
             groups: the same of all processes.
-            inputs: what crosses besides: of a train step the state, else the weights.
+            inputs: what a step takes besides: the state to train, else the weights.
         """
         before, known = self._compilations.seconds, self.facts.get(kind)
         try:
@@ -192,8 +192,7 @@ class Programs:
     ) -> Program:
         def attempt() -> Program:
             if kind == "train":
-                flat, arrays = inputs
-                step = self._train(flat, arrays, groups, steps=len(packed.rows))
+                step = self._train(inputs, groups, steps=len(packed.rows))
                 donate = {"state": (0,), "all": (0, 1), "none": ()}
                 with warnings.catch_warnings():
                     if self.options.donate == "all":
@@ -254,18 +253,17 @@ class Programs:
             )
         return compiled
 
-    def _train(
-        self, flat: Flat, arrays: list[Any], groups: list[Group], *, steps: int
-    ) -> _Step:
-        def train(collectives: Collectives, arrays: Any, groups: list[Group]) -> Any:
-            state = jax.tree.unflatten(flat.treedef, flat.unpack(arrays))
+    def _train(self, state: TrainState, groups: list[Group], *, steps: int) -> _Step:
+        leaves, treedef = jax.tree.flatten(state)
+
+        def train(collectives: Collectives, leaves: Any, groups: list[Group]) -> Any:
+            state = treedef.unflatten(leaves)
             state, metrics = self.steps.train(collectives, state, groups)
             self.facts["train"] = metrics.facts
-            results = metrics.means, metrics.inside
-            return flat.pack(jax.tree.leaves(state)), results
+            return jax.tree.leaves(state), (metrics.means, metrics.inside)
 
         def train_all(
-            collectives: Collectives, arrays: Any, groups: list[Group]
+            collectives: Collectives, leaves: Any, groups: list[Group]
         ) -> Any:
             (group,) = groups
             batches = jax.tree.map(lambda x: x.reshape(steps, -1, *x.shape[1:]), group)
@@ -276,20 +274,20 @@ class Programs:
                     batches,
                 )
 
-            def body(arrays: list[Array], index: Array) -> tuple[Any, Any]:
+            def body(leaves: list[Array], index: Array) -> tuple[Any, Any]:
                 # Always the first branch, which XLA does not know. It fuses nothing
                 # of the step with what is in one.
                 group = jax.lax.cond(index >= 0, batch, lambda _: batch(0), index)
-                return train(collectives, arrays, [group])
+                return train(collectives, leaves, [group])
 
             # The carry is what crosses into single steps, and so is the batch, so that
             # XLA fuses the same operations in both; other fusions round otherwise.
             with jax.named_scope(OWN_LOOP):
-                return jax.lax.scan(body, arrays, jnp.arange(steps))
+                return jax.lax.scan(body, leaves, jnp.arange(steps))
 
         function = train if steps == 1 else train_all
         roles = "state", "groups"
-        return _Step(function, (arrays, groups), roles, ("state", "whole"))
+        return _Step(function, (leaves, groups), roles, ("state", "whole"))
 
     def _evaluate(self, weights: Weights, groups: list[Group]) -> _Step:
         leaves, treedef = jax.tree.flatten(weights)

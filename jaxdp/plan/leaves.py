@@ -20,14 +20,12 @@ _GROUPS: Final = {
 
 
 def leaves_of(
-    state: Any, places: Sequence[int], compiled: Any, aliased: Collection[int]
+    state: Any, compiled: Any, aliased: Collection[int]
 ) -> tuple[list[Leaf], list[Leaf]]:
     """The leaves of the state, and those of the batch.
 
     Args:
         state: of shapes.
-        places: in which argument each leaf of the state crosses into the step; small
-            ones may share one.
         compiled: the step.
         aliased: which of the program's inputs it overwrites.
     """
@@ -56,13 +54,12 @@ def leaves_of(
     overwritten = overwritten_by(compiled, aliased)
     of_state = [
         _leaf(*each, each[2].sharding, place in overwritten)
-        for each, place in zip(named, places, strict=True)
+        for place, each in enumerate(named)
     ]
-    first = max(places) + 1  # of the batch
     return of_state, [
         _leaf(*each, sharding, place in overwritten)
         for place, (each, sharding) in enumerate(
-            zip(batch, of_batch, strict=True), first
+            zip(batch, of_batch, strict=True), len(named)
         )
     ]
 

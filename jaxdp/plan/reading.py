@@ -56,9 +56,7 @@ class Reading:
         self.analysis = runs.compiled.memory_analysis()
         self.results = runs.compiled.out_info
         state = engine.held.shapes()
-        self.state, self.batch = leaves_of(
-            state, engine.held.flat.places, runs.compiled, self.program.aliased
-        )
+        self.state, self.batch = leaves_of(state, runs.compiled, self.program.aliased)
         self.leaves = self.state + self.batch
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
         self.gathered = self._gathered_in_calls(state, strategy)

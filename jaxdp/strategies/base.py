@@ -382,8 +382,12 @@ def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
         moved = jax.device_put(leaves, layouts)
     else:
         moved = jax.tree.map(put, leaves, layouts)
-    copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=layouts)
-    return copy(moved)
+    # JAX keeps the program of a function that stays, for the next trainer.
+    return jax.jit(_copied, out_shardings=layouts)(moved)
+
+
+def _copied(leaves: list[Any]) -> list[Any]:
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 def laid_out(

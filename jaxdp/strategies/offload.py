@@ -10,8 +10,7 @@ from ..basics.host_memory import HOST, is_on_host, on_device
 from ..step import TrainState
 
 _SMALL: Final = 1024
-"""Elements up to which a leaf stays on the device: small ones cross into the step
-together, and would save next to nothing."""
+"""Elements up to which a leaf stays on the device: it would save next to nothing."""
 
 
 def optimizer_on_host(shardings: TrainState, state: TrainState) -> TrainState:
