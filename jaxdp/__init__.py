@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import callbacks, distributed, losses, strategies
 from .callbacks import Callback
 from .checkpoint import load_model, save_model
+from .data import Arrays
 from .fit import PassMetric
 from .history import History
 from .step import Ensemble, Part, TrainState, Whole
@@ -39,6 +40,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "FSDP",
+    "Arrays",
     "Bitwise",
     "Callback",
     "DataParallel",

@@ -1,5 +1,6 @@
 """From what a user passes as a loader to padded batches."""
 
+from .arrays import Arrays
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_targets, to_host, without_ignored
 from .loader_state import checksum

@@ -369,8 +369,22 @@ class Source:
             yield host
 
 
-def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> Source:
-    """The source of batches for what a user passed as `argument`, if it gives some."""
+def open_loader(
+    loader: Any,
+    argument: str,
+    seed: int,
+    share: Share = ALL,
+    *,
+    in_order: bool = False,
+) -> Source:
+    """The source of batches for what a user passed as `argument`, if it gives some.
+
+    With `in_order`, a loader that only we shuffle is not shuffled.
+    """
+    from .arrays import Arrays, ArraysSource
+
+    if isinstance(loader, Arrays):
+        return ArraysSource(loader, argument, seed, share, in_order=in_order)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):
@@ -395,9 +409,8 @@ def open_loader(loader: Any, argument: str, seed: int, share: Share = ALL) -> So
         what = f"a tuple of {what}" if arrays is loader else what
         raise TypeError(
             f"`{argument}` is {what}, not an iterable of batches. Of arrays x and y"
-            " pass one loader of both:"
-            " [(x[i : i + 32], y[i : i + 32]) for i in range(0, len(x), 32)];"
-            " of x alone, [x]."
+            " pass one loader of both: jaxdp.Arrays(x, y, batch_size=32); of x alone,"
+            " jaxdp.Arrays(x)."
         )
     if isinstance(loader, str | bytes | dict):
         raise TypeError(

@@ -43,8 +43,11 @@ def fetch(
     def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
         if not all(map(len, parts)):
             raise IndexError("the sampler gave an index list without indices")
-        flat = itertools.chain.from_iterable(parts)
-        indices = np.fromiter(map(operator.index, flat), np.int64)
+        if all([isinstance(part, np.ndarray) for part in parts]):
+            indices = np.concatenate(parts)
+        else:
+            flat = itertools.chain.from_iterable(parts)
+            indices = np.fromiter(map(operator.index, flat), np.int64)
         for subset in subsets:
             indices = subset.take(indices)
         rows = to_host(tuple([column.take(indices, axis=0) for column in columns]))

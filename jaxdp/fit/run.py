@@ -261,7 +261,8 @@ class Run:
         """What a user passed as `argument`, shared out to the processes."""
         if self._engine is not None and not self.is_fitting:
             self._engine.follow_settings()
-        source = open_loader(loader, argument, self.seed, self.share(kind))
+        in_order, share = kind != "train", self.share(kind)
+        source = open_loader(loader, argument, self.seed, share, in_order=in_order)
         if kind != "predict":
             has_own_loss = self.arguments["loss_fn"] is not None or self.several
             checks.check_first(loader, argument, needs_pairs=not has_own_loss)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toys import Deep, Mlp, NormNet, Recorder, rows
 
 from jaxdp import (
+    Arrays,
     Bitwise,
     LocalSGD,
     Pipeline,
@@ -221,6 +222,7 @@ def loaders():
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
     found = {
         "list": losses(arrays()),
+        "Arrays": losses(Arrays(*rows(ROWS), batch_size=16)),
         "iterator": losses(iter(arrays()), epochs=1),
         "by index": losses(DataLoader(logged, 16, shuffle=True)),
         "stream": losses(DataLoader(Stream(), 16)),

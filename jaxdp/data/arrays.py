@@ -1,0 +1,186 @@
+"""A loader over arrays that are in memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..basics.arguments import check_choice, check_count
+from ..step import Batch, with_rows
+from .conversion import as_numpy, to_host
+from .loader_state import OwnState
+from .random_states import seed_of
+from .shares import Share
+from .source import ALL, START, Position, Source
+from .table import fetch
+
+
+class Arrays:
+    """Batches of the rows of arrays: NumPy's, JAX's or torch's, or trees of them.
+
+        trainer.fit(Arrays(x, y, batch_size=64), Arrays(x_val, y_val), max_epochs=10)
+        trainer.predict(Arrays(x_test))
+
+    `Arrays(x, y)` gives batches `(x, y)`, `Arrays(x, y, weight)` gives `(x, y,
+    weight)`, and of one argument each batch has its form: `Arrays(x)` gives arrays, for
+    `predict` or a `loss_fn(model, x)`, and `Arrays({"a": a, "b": b})` dicts.
+
+    Training shuffles the rows in each epoch, by `Trainer(seed=)` and the epoch, so a
+    resumed run goes on with the same batches. Validation, tests and predictions take
+    the rows in their order. Iterated by hand, each iteration is an epoch, whose order
+    `seed` decides.
+
+    Args:
+        arrays: with as many rows each, along the first axis. A `jaxdp.Whole` in them
+            has no rows, and is the same in each batch.
+        batch_size: rows of a batch, those of all devices and processes together. With
+            `Trainer(data="local")`, those of one process.
+        shuffle: whether training takes the rows in another order in each epoch.
+        drop_last: whether to leave out a last batch that is smaller.
+        seed: for iterating by hand; a trainer has a seed of its own.
+    """
+
+    def __init__(
+        self,
+        *arrays: Any,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+    ):
+        check_count("batch_size", batch_size)
+        check_choice("shuffle", shuffle, (True, False))
+        check_choice("drop_last", drop_last, (True, False))
+        check_count("seed", seed, least=0)
+        self.tree = arrays[0] if len(arrays) == 1 else arrays
+        self.batch_size, self.seed = int(batch_size), int(seed)
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._columns, self.num_rows = _columns(self.tree)
+        leaves, treedef = jax.tree.flatten(self.tree)
+        self._rows = with_rows(treedef)
+        # The first row tells what conversion makes of the tree.
+        columns = iter(self._columns)
+        pairs = zip(leaves, self._rows, strict=True)
+        first = [next(columns)[:1] if has_rows else leaf for leaf, has_rows in pairs]
+        self._leaves, self._treedef = jax.tree.flatten(
+            to_host(treedef.unflatten(first))
+        )
+        self._epoch = 0
+        if not len(self):
+            raise ValueError(
+                f"`Arrays`: {self.num_rows} rows are less than one batch"
+                f" (`batch_size`={batch_size}), and `drop_last` leaves that out. Take a"
+                " smaller `batch_size`, or drop_last=False."
+            )
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        full, rest = divmod(self.num_rows, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        lists = self.lists(self.seed, self._epoch)
+        self._epoch += 1
+        return self.batches(lists)
+
+    def __repr__(self) -> str:
+        return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"
+
+    def lists(self, *seed: int, first: int = 0) -> Iterator[np.ndarray]:
+        """The rows of each batch of an epoch, from a batch on; in order if no seed."""
+        rows = np.arange(self.num_rows)
+        if self.shuffle and seed:
+            np.random.default_rng(seed_of(*seed)).shuffle(rows)
+        size = self.batch_size
+        for number in range(first, len(self)):
+            yield rows[number * size :][:size]
+
+    def batches(self, lists: Iterator[Any]) -> Iterator[Batch]:
+        """Host batches of such rows."""
+        return map(self._filled, fetch(tuple(self._columns), [], lists))
+
+    def _filled(self, columns: tuple[np.ndarray, ...]) -> Batch:
+        """A batch of some rows of each column."""
+        if all(self._rows):
+            return self._treedef.unflatten(columns)
+        of_rows, pairs = iter(columns), zip(self._leaves, self._rows, strict=True)
+        leaves = [next(of_rows) if has_rows else leaf for leaf, has_rows in pairs]
+        return self._treedef.unflatten(leaves)
+
+
+class ArraysSource(Source):
+    """The batches of `Arrays`: the epoch and the seed decide them, and nothing else.
+
+    Args:
+        in_order: whether rows come as they are, whatever `shuffle` says.
+    """
+
+    loader: Arrays
+
+    def __init__(
+        self,
+        loader: Arrays,
+        argument: str,
+        seed: int,
+        share: Share = ALL,
+        *,
+        in_order: bool = False,
+    ):
+        super().__init__(loader, argument, share)
+        self._seed = () if in_order else (seed, *share.sampling)
+
+    def epoch(self, position: Position = START) -> Iterator[Batch]:
+        position = self._begin(position)
+        seed = (*self._seed, position.epoch) if self._seed else ()
+        lists = self.loader.lists(*seed, first=position.batches)
+        lists, share = self.share.of_lists(lists)
+        batches = self.loader.batches(lists)
+        converted = self._converted(batches, position, copy=False, ready=True)
+        return share(converted, self._peek_here)
+
+    @property
+    def replays(self) -> bool:
+        return False
+
+    def sample(self) -> Batch | None:
+        return self.peek()
+
+    def _own_state(self) -> OwnState | None:
+        return None
+
+    def _own_generators(self) -> dict[str, Any]:
+        return {}
+
+
+def _columns(tree: Any) -> tuple[list[np.ndarray], int]:
+    """The leaves that have rows, over the same memory, and how many rows they have."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    columns, shapes = [], []
+    for (path, leaf), has_rows in zip(paths, with_rows(treedef), strict=True):
+        name = f"arrays{jax.tree_util.keystr(path)}"
+        array = as_numpy(leaf)
+        if array is None or (has_rows and not array.ndim):
+            kind = type(leaf).__name__
+            raise TypeError(
+                f"`Arrays`: {name} is a {kind}, and must be an array with rows:"
+                " np.asarray(...) of a list or a column of a table."
+            )
+        if has_rows:
+            columns.append(array)
+            shapes.append(f"{name} {array.shape}")
+    if not columns:
+        raise TypeError(
+            "`Arrays` needs arrays with rows: Arrays(x, y, batch_size=32), or Arrays(x)"
+            " without targets."
+        )
+    counts = {len(column) for column in columns}
+    if len(counts) > 1:
+        raise ValueError(
+            "`Arrays`: all arrays must have as many rows, along their first axis; got"
+            f" {', '.join(shapes)}. Put an array that is the same for every row into a"
+            " jaxdp.Whole(array)."
+        )
+    if counts == {0}:
+        raise ValueError(f"`Arrays`: there are no rows in {', '.join(shapes)}.")
+    return columns, counts.pop()
