@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from . import checkpoint, losses
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, snapshot
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, snapshot
 from .fit.defaults import with_defaults
 from .fit.elsewhere import telling_where
+from .fit.report import in_a_line, report, summary
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -279,11 +280,13 @@ class Trainer:
             hosts: the number of hosts that share the devices equally. A topology
                 includes it, and so does a job of several processes.
         """
+        from .fit import previews
+
         return previews.plan(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "Plan | None":
         """The plan of the step in use, or None before there is one; never compiles."""
-        return previews.running_plan(self)
+        return self.run.plan()
 
     def predict(
         self,
@@ -309,7 +312,7 @@ class Trainer:
         return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
 
     def __repr__(self) -> str:
-        return previews.in_a_line(self)
+        return in_a_line(self)
 
     def summary(self) -> "Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
@@ -318,7 +321,7 @@ class Trainer:
 
         Nothing is placed or compiled for it; the model may be made of shapes.
         """
-        return previews.summary(self)
+        return summary(self)
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
@@ -334,6 +337,8 @@ class Trainer:
             strategies: instances; `SingleDevice()` by default.
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
+        from .fit import previews
+
         return previews.compare(self, loader, strategies, steps)
 
     @property
@@ -456,7 +461,7 @@ class Trainer:
             path: the file, or a folder to write `report.html` into; it is returned.
             plan: a plan to show instead of `running_plan`.
         """
-        return previews.report(self, path, plan)
+        return report(self, path, plan)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

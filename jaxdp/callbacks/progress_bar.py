@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
-from ..basics.units import in_seconds, in_words
+from ..plan.text import in_seconds
+from ..reports import in_words
 from .base import Callback, Trainer
 from .monitor import LAG, in_notebook
 

@@ -8,11 +8,10 @@ from typing import Any, Final
 
 import jax
 
-from ..basics.compiled import nbytes
 from ..basics.tree import leaf_path
 from . import hlo
 from .hardware import Hardware, usable_memory
-from .leaves import leaves_of
+from .leaves import leaves_of, nbytes
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
 
 _MOST: Final = 3
