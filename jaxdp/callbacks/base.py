@@ -130,7 +130,9 @@ class Callback:
 
     def identity(self, trainer: Trainer) -> str:
         """What distinguishes this callback from others of its class, so that a
-        checkpoint finds its state: the folder it writes to, the metric it watches."""
+        checkpoint finds its state: the folder it writes to, the metric it watches. In a
+        second line: in what unit, such as `"val_loss, min"`. A callback whose identity
+        is another does not get the state, but folders that were moved do."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:

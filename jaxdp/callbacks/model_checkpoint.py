@@ -234,7 +234,8 @@ class ModelCheckpoint(Callback):
         self._settle(wait=True)
 
     def identity(self, trainer: Trainer) -> str:
-        return self.folder(trainer).path
+        unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
+        return f"{self.folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -120,7 +120,7 @@ class MetricCheck(Callback):
             self.check(trainer, metrics[self.monitor])
 
     def identity(self, trainer: Trainer) -> str:
-        return self.monitor
+        return f"{self.monitor}\n{self.mode}"
 
     def state_dict(self) -> dict[str, Any]:
         best = None if self.best_score is None else str(self.best_score)

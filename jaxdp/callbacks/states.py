@@ -10,6 +10,9 @@ from .base import Callback, Trainer, overrides
 _USED_BY: Final = "_used_by"
 """Where a callback has the id of the trainer that uses it, and its first state."""
 
+_RENAMED: Final = 3
+"""How unlike identities are that differ in a folder alone."""
+
 
 def take_over(callbacks: Iterable[Callback], trainer_id: str) -> None:
     """Gives callbacks that another trainer has used the state from before that."""
@@ -47,26 +50,91 @@ def identities(trainer: Trainer) -> dict[str, str]:
 
 
 def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
-    """The states in a checkpoint, by the present name of the callback they belong to.
+    """The states in a checkpoint, by the present names of callbacks they belong to."""
+    saved = meta["callbacks"]
+    return {new: saved[old] for new, old in _pairs(trainer, meta).items()}
 
-    Of callbacks of one class each gets the state of the one with its identity; else of
-    the one whose path has its last name, as in a folder that was moved; else of the one
-    at its place.
+
+def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
+    """What is to be said of callbacks that find no state in a checkpoint, and which are
+    in a checkpoint that the trainer lacks; each "" if there are none."""
+    pairs, own = _pairs(trainer, meta), identities(trainer)
+    without = {
+        name: own[name]
+        for name, callback in named(trainer.callbacks)
+        if name not in pairs and callback.state_dict()
+    }
+    classes = set(map(_class, without))
+    left = {
+        name: meta["identities"].get(name, "")
+        for name, state in meta["callbacks"].items()
+        if state and name not in pairs.values()
+    }
+    others = {name: its for name, its in left.items() if _class(name) in classes}
+    text = ""
+    if without:
+        text = (
+            f"no state for the callback {_listed(without)}, so nothing is loaded there"
+        )
+    if others:
+        text += (
+            f"; that of {_listed(others)} is not taken up, because its `monitor`,"
+            " `mode` or folder is another"
+        )
+    lacking = {name: its for name, its in left.items() if name not in others}
+    return text, _listed(lacking)
+
+
+def _pairs(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
+    """The saved name of each callback that has a state, by its present name.
+
+    It is the one of its class and identity; else the one in a folder of the same last
+    name, as after a move; else the only one in another folder.
     """
-    saved, whose = meta["callbacks"], meta["identities"]
-    name_in = os.path.basename
     pairs = sorted(
-        (own != other, name_in(own) != name_in(other), old != new, new, old)
+        (unlikeness, old != new, new, old)
         for new, own in identities(trainer).items()
-        for old in saved
+        for old in meta["callbacks"]
         if _class(old) == _class(new)
-        for other in [whose.get(old, "")]
+        for unlikeness in [_unlikeness(own, meta["identities"].get(old))]
+        if unlikeness is not None
     )
     found: dict[str, str] = {}
-    for *_, new, old in pairs:
+    renamed: list[tuple[str, str]] = []
+    for unlikeness, _, new, old in pairs:
         if new not in found and old not in found.values():
-            found[new] = old
-    return {new: saved[old] for new, old in found.items()}
+            if unlikeness < _RENAMED:
+                found[new] = old
+            else:
+                renamed.append((new, old))
+    news, olds = [new for new, _ in renamed], [old for _, old in renamed]
+    return found | {
+        new: old
+        for new, old in renamed
+        if news.count(new) == olds.count(old) == 1  # which of several, nobody knows
+    }
+
+
+def _unlikeness(own: str, other: str | None) -> int | None:
+    """0 for equal identities, more for less alike ones, None for different ones."""
+    if other is None or own == other:
+        return 0
+    (what, _, unit), (its, _, its_unit) = own.partition("\n"), other.partition("\n")
+    if its_unit not in (unit, ""):  # version 0.2 knew no units
+        return None
+    if what == its:
+        return 1
+    if not os.path.isabs(what):
+        return None
+    return 2 if os.path.basename(what) == os.path.basename(its) else _RENAMED
+
+
+def _listed(identities: dict[str, str]) -> str:
+    """Callbacks as they are told from each other: EarlyStopping (val_loss, min)."""
+    shown = {name: ", ".join(its.split("\n")) for name, its in identities.items()}
+    return " and ".join(
+        f"{_class(name)} ({its})" if its else name for name, its in shown.items()
+    )
 
 
 def saved_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> Any:

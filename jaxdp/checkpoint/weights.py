@@ -187,7 +187,7 @@ def _record(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
     whose = meta["identities"]
 
     def is_of(name: str) -> tuple[bool, bool]:
-        own = whose.get(name, "")
+        own = whose.get(name, "").partition("\n")[0]
         base = os.path.basename
         return own == folder.path, base(own) == base(folder.path)
 

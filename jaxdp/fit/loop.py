@@ -158,6 +158,13 @@ class Loop:
                 " where the last fit stopped"
             )
 
+        if run.left_behind:  # for `test`, it would not matter
+            warn(
+                "the checkpoint that this fit goes on from was saved with callbacks"
+                f" that this trainer lacks: {run.left_behind}. Pass them too, to go on"
+                " as before."
+            )
+            run.left_behind = ""
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
         run.steps_per_epoch = limits.steps_per_epoch

@@ -74,6 +74,7 @@ class Run:
         stopwatch: measures the phases of a fit, if a callback has asked for it.
         last_values: what is logged once more at the end of a fit, by name.
         padded_rows: what a checkpoint says of how batches were padded.
+        left_behind: callbacks of a checkpoint that was loaded, but not of the trainer.
         pass_metrics: metrics over whole passes, by name.
         metric_names: of the metrics of a step.
         logged_names: these, and those of validation.
@@ -114,6 +115,7 @@ class Run:
         self.last_values: dict[str, float] = {}
         self.padded_rows: Any = None
         self.steps_per_epoch: int | None = None
+        self.left_behind = ""
         self.num_val_batches: int | None = None
         self.metric_names: tuple[str, ...] = ()
         self.logged_names: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import checkpoint
 from ..basics.console import say, warn
-from ..callbacks.states import identities, named, saved_states
+from ..callbacks.states import identities, misfits, named, saved_states
 from ..checkpoint import undone_if_it_fails
 from .checks import check_json
 from .resume import taking_up
@@ -137,8 +137,6 @@ def _take_up(
             take_up = callback.load_state_dict
             with taking_up(path, f"the callback {name}", take_up):
                 take_up(saved[name])
-        elif callback.state_dict():
-            warn(
-                f"`load`: {path} has no state for the callback {name}; it keeps its"
-                " own."
-            )
+    text, run.left_behind = misfits(trainer, meta)
+    if text:
+        warn(f"`load`: {path} has {text}.")

@@ -229,7 +229,9 @@ def test_a_saver_less_or_more_takes_no_other_ones_state(tmp_path):
     make(alone).load(path)
     assert alone.state_dict() == saver.state_dict()
     more, alone = ModelCheckpoint(tmp_path / "more"), best(tmp_path)
-    with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint;"):
+    with pytest.warns(
+        UserWarning, match=r"no state for the callback ModelCheckpoint \(.*more, no m"
+    ):
         make(more, alone, newest(tmp_path)).load(path)
     assert alone.state_dict() == saver.state_dict() and not more.best_model_path
 

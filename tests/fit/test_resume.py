@@ -138,7 +138,8 @@ def test_words_say_which_checkpoint(tmp_path):
     fresh.fit(DATA, ckpt_path="auto")
     assert fresh.global_step == 3
     by_path = make()
-    by_path.fit(DATA, max_epochs=6, ckpt_path=tmp_path / "15")
+    with pytest.warns(UserWarning, match=r"lacks: ModelCheckpoint \(.*val_loss, min\)"):
+        by_path.fit(DATA, max_epochs=6, ckpt_path=tmp_path / "15")
     assert by_path.global_step == 18
 
 

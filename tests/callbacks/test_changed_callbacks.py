@@ -1,0 +1,161 @@
+"""A run goes on with other callbacks: no state means something else than before."""
+
+import warnings
+
+import numpy as np
+import optax
+import pytest
+from toys import batches, make_small
+
+from jaxdp import Callback
+from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+
+LOSSES = [3.0, 2.0, 1.0, 5.0]
+
+
+class MadeUp(Callback):
+    """Hands out validation values, of each epoch its own."""
+
+    def __init__(self, losses, accuracies):
+        self.losses, self.accuracies = losses, accuracies
+
+    def on_validation_end(self, trainer, metrics):
+        epoch = trainer.current_epoch
+        metrics["val_loss"], metrics["val_acc"] = (
+            self.losses[epoch],
+            self.accuracies[epoch],
+        )
+
+
+def trainer_with(*callbacks, losses=tuple(range(9, 0, -1)), accuracies=tuple(range(9))):
+    made_up = MadeUp(losses, accuracies)
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    return make_small(None, optimizer, callbacks=[made_up, *callbacks])
+
+
+def fit(trainer, epochs, **options):
+    return trainer.fit(batches(8, 8), batches(8), max_epochs=epochs, **options)
+
+
+@pytest.fixture
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("saved, resumed", [
+    (EarlyStopping("val_loss", patience=2),
+     EarlyStopping("val_acc", mode="max", patience=2)),
+    (EarlyStopping("val_acc", patience=9),
+     EarlyStopping("val_acc", mode="max", patience=2)),
+    (ReduceLROnPlateau("val_loss"), ReduceLROnPlateau("val_acc", patience=1)),
+    (ReduceLROnPlateau("val_acc", mode="min"),
+     ReduceLROnPlateau("val_acc", patience=1)),
+    (ModelCheckpoint("d"), ModelCheckpoint("d", "val_acc", "max")),
+    (ModelCheckpoint("d", "val_loss"), ModelCheckpoint("d", "val_acc", "max")),
+    (ModelCheckpoint("d", "val_acc"), ModelCheckpoint("d", "val_acc", "max")),
+    (ModelCheckpoint("d", "val_acc", "max"), ModelCheckpoint("d")),
+])  # fmt: skip
+def test_another_unit_begins_anew_and_it_is_said_once(saved, resumed, tmp_path):
+    for callback in (saved, resumed):
+        if isinstance(callback, ModelCheckpoint):
+            callback.dirpath = str(tmp_path / "d")
+    first = trainer_with(saved)
+    fit(first, 4)
+    path = first.save(tmp_path / "saved")
+    second = trainer_with(resumed)
+    name = type(saved).__name__
+    with pytest.warns(UserWarning) as told:
+        fit(second, 8, ckpt_path=path)
+    (text,) = [str(each.message) for each in told]
+    assert f"has no state for the callback {name} (" in text
+    assert f"; that of {name} (" in text and "is not taken up" in text
+    assert second.global_step == 16  # all values improve
+    assert float(second.hyperparams["learning_rate"]) == np.float32(0.1)
+    if isinstance(resumed, ModelCheckpoint):
+        assert resumed.last_model_path == str(tmp_path / "d" / "16")
+        assert resumed.best_model_path == str(tmp_path / "d" / "16")
+        assert (tmp_path / "d" / "16").is_dir()
+
+
+def test_nothing_that_was_saved_is_deleted_for_scores_of_another_unit(tmp_path, quiet):
+    fit(trainer_with(ModelCheckpoint(tmp_path, save_top_k=-1)), 3)
+    resumed = ModelCheckpoint(tmp_path, "val_loss")
+    fit(trainer_with(resumed), 6, ckpt_path="auto")
+    kept = {path.name for path in tmp_path.rglob("*") if path.name.isdecimal()}
+    assert kept == {"2", "4", "6", "12"} and resumed.best_model_score == 4.0
+    with pytest.raises(ValueError, match="not known which is best"):
+        fit(trainer_with(ModelCheckpoint(tmp_path, "val_acc")), 7, ckpt_path="best")
+
+
+def test_each_gets_the_state_of_its_own_value(tmp_path, quiet):
+    losses, accuracies = EarlyStopping("val_loss"), EarlyStopping("val_acc", mode="max")
+    first = trainer_with(losses, accuracies)
+    fit(first, 2)
+    path = first.save(tmp_path / "saved")
+    alone, new = EarlyStopping("val_acc", mode="max"), EarlyStopping("val_other")
+    trainer_with(new, alone).load(path)
+    assert alone.best_score == accuracies.best_score == 1.0
+    assert new.best_score is None
+
+
+@pytest.mark.parametrize("make, shown", [
+    (lambda path: EarlyStopping("val_loss"), r"EarlyStopping \(val_loss, min\)\."),
+    (lambda path: CSVLogger(path), r"CSVLogger \(.*logs\)\."),
+    (lambda path: ModelCheckpoint(path, "val_loss"), r"ModelCheckpoint \(.*logs, val_"),
+])  # fmt: skip
+def test_a_callback_that_a_resumed_run_lacks_is_named(make, shown, tmp_path):
+    first = trainer_with(make(tmp_path / "logs"))
+    fit(first, 1)
+    path = first.save(tmp_path / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = trainer_with()
+        other.load(path)
+        other.test(batches(8))  # which does not need it
+    with pytest.warns(UserWarning, match=f"that this trainer lacks: {shown}"):
+        fit(other, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(other, 3)
+
+
+@pytest.mark.parametrize("name", ["runs", "renamed"])
+def test_a_folder_that_was_moved_keeps_its_scores(name, tmp_path):
+    saver = ModelCheckpoint(tmp_path / "runs", "val_loss", save_top_k=2)
+    first = trainer_with(saver, CSVLogger(tmp_path / "runs"))
+    fit(first, 3)
+    there = tmp_path / "elsewhere" / name
+    there.parent.mkdir()
+    (tmp_path / "runs").rename(there)
+    moved = ModelCheckpoint(there, "val_loss", save_top_k=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(trainer_with(moved, CSVLogger(there)), 4, ckpt_path="last")
+    assert sorted(p.name for p in there.iterdir() if p.name.isdecimal()) == ["6", "8"]
+    assert not (there / "before-1").exists() and not (there / "metrics.1.csv").exists()
+
+
+def test_which_of_two_renamed_folders_is_which_nobody_guesses(tmp_path):
+    first = trainer_with(*[CSVLogger(tmp_path / name) for name in "ab"])
+    fit(first, 1)
+    path = first.save(tmp_path / "saved")
+    with pytest.warns(UserWarning, match="CSVLogger .*c.* and CSVLogger .*d"):
+        trainer_with(*[CSVLogger(tmp_path / name) for name in "cd"]).load(path)
+
+
+def test_identities_of_version_0_2_are_known(tmp_path):
+    from jaxdp.callbacks.states import saved_states
+
+    saver = ModelCheckpoint(tmp_path, "val_loss")
+    trainer = trainer_with(EarlyStopping("val_acc"), EarlyStopping("val_loss"), saver)
+    meta = {
+        "callbacks": {"EarlyStopping": 1, "EarlyStopping:1": 2, "ModelCheckpoint": 3},
+        "identities": {
+            "EarlyStopping": "val_loss",
+            "EarlyStopping:1": "val_other",
+            "ModelCheckpoint": str(tmp_path),
+        },
+    }
+    assert saved_states(trainer, meta) == {"EarlyStopping:1": 1, "ModelCheckpoint": 3}
