@@ -50,6 +50,11 @@ class History(Mapping[str, list[float]]):
             )
         return [math.nan if v is None else v for v in self._values[name]]
 
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """A plain copy: the dict of lists that Keras's `History.history` is."""
+        return dict(self)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

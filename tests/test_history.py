@@ -35,6 +35,8 @@ def test_a_history_is_a_mapping_of_names():
     assert "val_loss" in history and "val_accuracy" not in history
     assert len(history) == 3
     assert dict(history)["accuracy"] == history["accuracy"]
+    assert type(history.history) is dict  # Keras's
+    assert history.history["accuracy"] == history["accuracy"]
 
 
 def test_what_is_returned_is_a_copy():

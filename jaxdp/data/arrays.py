@@ -139,6 +139,10 @@ class ArraysSource(Source):
         converted = self._converted(batches, position, copy=False, ready=True)
         return share(converted, self._peek_here)
 
+    def first(self, share: int | float) -> list[Batch]:
+        self._seed = ()
+        return super().first(share)
+
     @property
     def replays(self) -> bool:
         return False

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
@@ -404,8 +405,13 @@ def open_loader(
 
     # Any iterable, but not what iterates over something else.
     arrays = loader if isinstance(loader, tuple) else (loader,)
-    if arrays and all(hasattr(each, "dtype") for each in arrays):
-        what = ", ".join(f"an array of shape {np.shape(each)}" for each in arrays)
+    is_array = [hasattr(each, "dtype") for each in arrays]
+    may_be = [isinstance(each, Mapping) for each in arrays]  # a tree of arrays
+    if any(is_array) and all(map(operator.or_, is_array, may_be)):
+        what = ", ".join(
+            f"an array of shape {each.shape}" if known else "a dict"
+            for each, known in zip(arrays, is_array, strict=True)
+        )
         what = f"a tuple of {what}" if arrays is loader else what
         raise TypeError(
             f"`{argument}` is {what}, not an iterable of batches. Of arrays x and y"
@@ -415,7 +421,8 @@ def open_loader(
     if isinstance(loader, str | bytes | dict):
         raise TypeError(
             f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
-            " pass a DataLoader, a list or a generator of (x, y) batches."
+            " pass a DataLoader, a list or a generator of (x, y) batches, or of arrays"
+            " jaxdp.Arrays(x, y, batch_size=32)."
         )
     if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
         raise TypeError(

@@ -255,7 +255,7 @@ Objective = CriterionObjective | LossFnObjective
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """`(x, y, weight)` of a batch, the last None where it has none."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-        instead = "For x and y themselves, pass [(x, y)] or a DataLoader"
+        instead = "Of x and y themselves, pass jaxdp.Arrays(x, y, batch_size=32)"
         if isinstance(batch, Mapping):
             instead = "Pass [(b[X], b[Y]) for b in loader], with two of these keys"
         given = "*batch" if isinstance(batch, tuple) else "batch"

@@ -161,7 +161,7 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
         with pytest.raises(TypeError, match=f"`{name}` is an array of shape .*{one}"):
             trainer.fit(*arguments)
     with pytest.raises(
-        TypeError, match=r"shape \(8, 4\).*themselves, pass \[\(x, y\)\]"
+        TypeError, match=r"shape \(8, 4\).*themselves, pass jaxdp\.Arrays\(x, y"
     ):
         trainer.fit([X, Y])
     for method in (trainer.fit, trainer.validate, trainer.predict):

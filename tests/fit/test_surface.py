@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from toys import batches, linear_trainer, make_small, mlp_trainer, rows
 
-from jaxdp import Callback, Trainer
+from jaxdp import Arrays, Callback, Trainer
 from jaxdp.callbacks import EarlyStopping
 from jaxdp.fit.elsewhere import OTHERS
 
@@ -126,6 +126,7 @@ def loaders():
     yield "list", [(x[i : i + 8].numpy(), y[i : i + 8].numpy()) for i in (0, 8, 16, 24)]
     yield "shuffle", DataLoader(both, 8, shuffle=True)
     yield "workers", DataLoader(both, 8, shuffle=True, num_workers=1)
+    yield "arrays", Arrays(x, y, batch_size=8)
     yield "subset", DataLoader(more, 8, sampler=SubsetRandomSampler(range(32, 64)))
 
 
@@ -144,6 +145,20 @@ def test_overfitting_takes_the_first_rows_of_both_loaders(loader, share, count):
     np.testing.assert_array_equal(np.concatenate(taken), np.tile(x[:count], (2, 1)))
     mean = trainer.validate([(x[:count], y[:count])])["val_loss"]
     np.testing.assert_allclose(trainer.history["val_loss"][-1], mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", [
+    lambda x, y: (x, y),
+    lambda x, y: ((x, y),),
+    lambda x, y: ([x, y],),
+    lambda x, y: (torch.tensor(x), torch.tensor(y)),
+    lambda x, y: ({"x": x}, y),
+    lambda x, y: (({"x": x}, y),),
+    lambda x, y: ([(x, y)], (x, y)),
+])  # fmt: skip
+def test_arrays_in_the_place_of_a_loader_are_told_of_arrays(given):
+    with pytest.raises(TypeError, match=r"jaxdp\.Arrays\(x, y, batch_size=32\)"):
+        make_small().fit(*given(*rows(64)))
 
 
 def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
