@@ -7,7 +7,7 @@ leave the step compiled. It is waited for, and overwrites nothing; if something 
 the same step runs again, uncompiled, and the error comes from the user's own line.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,9 +16,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..basics.console import say
-from ..step import CallsPython, Collectives, TrainState, as_raised, catching
+from ..step import (
+    Calls,
+    CallsPython,
+    Collectives,
+    TrainState,
+    as_raised,
+    catching,
+)
 from ..strategies import DataParallel, SingleDevice
-from ..strategies.base import Role
+from ..strategies.base import Role, found_of
 
 
 class Debugging(NamedTuple):
@@ -107,7 +114,8 @@ class Watched:
         compiled: made of `step(collectives, *arguments)`.
         step: the same, to run it again for the line of an error.
         fetch: brings arguments to the host.
-        faults: where its calls of Python put what they raise.
+        calls: who makes its calls of Python.
+        functions: those that are its own.
         wanted: what to look for.
     """
 
@@ -116,24 +124,28 @@ class Watched:
         compiled: Any,
         step: Callable[..., Any],
         fetch: Callable[[PyTree], PyTree],
-        faults: list[Exception],
+        calls: Calls,
+        functions: Sequence[Callable[..., Any]],
         wanted: Debugging,
     ):
         self.compiled = compiled
         self._step = step
         self._fetch = fetch
-        self._faults = faults
+        self._calls, self._functions = calls, functions
         self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        self._faults.clear()
-        with jax.debug_nans(False), jax.debug_infs(False):  # JAX would not say where
+        with (
+            self._calls.made_to(self._functions) as faults,
+            jax.debug_nans(False),  # JAX would not say where
+            jax.debug_infs(False),
+        ):
             # A wait for the device: an error comes before the next step.
             results = jax.block_until_ready(self.compiled(*arguments))
-        error = self._faults[0] if self._faults else self._nonfinite(results)
+        error = faults[0] if faults else self._nonfinite(results)
         if error is not None:
             raise self._traced(as_raised(error), arguments) from None
         return results
@@ -183,7 +195,7 @@ def compiled_for_debugging(
 
     Then it overwrites nothing. With `quiet` it is compiled only to be looked at.
     """
-    wanted, faults = debugging(), list[Exception]()
+    wanted, calls = debugging(), Calls()
     if not strategy.compiles:
         return compile_(step, donate=())
     looks = not quiet and (wanted.finds_nans or wanted.finds_infs)
@@ -192,7 +204,10 @@ def compiled_for_debugging(
         if not looks:
             return compiled
     except CallsPython:
-        compiled = compile_(catching(step, faults), donate=())
+        compiled = compile_(catching(step, calls), donate=())
     if quiet:
         return compiled
-    return Watched(compiled, step, strategy.fetch, faults, wanted)
+    functions, built = calls.functions, found_of(compiled)
+    if built is not None and built.calls is not None:
+        calls = built.calls  # of the trainer that has compiled it
+    return Watched(compiled, step, strategy.fetch, calls, functions, wanted)

@@ -5,9 +5,11 @@ with several faked devices jax 0.10.2 waits 40 s for them, and aborts the proces
 nothing may leave a call. What it raised is kept for whoever waits for the step.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import equinox as eqx
@@ -24,24 +26,52 @@ class CallsPython(Exception):
     """A step was traced whose calls of Python may raise."""
 
 
+class Calls:
+    """What a program calls of Python: functions that are handed to it for each call.
+
+    So it may be shared by steps that differ in these functions alone.
+    """
+
+    def __init__(self) -> None:
+        self.functions: Sequence[Callable[..., Any]] = ()
+        self.faults: list[Exception] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def made_to(
+        self, functions: Sequence[Callable[..., Any]]
+    ) -> Iterator[list[Exception]]:
+        """Around a call of the program, which is waited for; collects what is raised.
+
+        Args:
+            functions: by their numbers.
+        """
+        with self._lock:
+            self.functions, self.faults = functions, []
+            try:
+                yield self.faults
+            finally:
+                self.functions = ()
+
+
 @dataclasses.dataclass(eq=False)  # JAX wants parameters of operations to be hashable
-class _Catching:
+class _Call:
     """A call of Python inside a program that keeps what it raises.
 
     After one has raised, no other is made: the step's results are of no use.
     """
 
-    call: Callable[..., Any]
+    calls: Calls
+    number: int
     results: Any
     """Their shapes and dtypes."""
-    faults: list[Exception]
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self.faults:
+        if not self.calls.faults:
             try:
-                return self.call(*arguments)
+                return self.calls.functions[self.number](*arguments)
             except Exception as error:
-                self.faults.append(error)
+                self.calls.faults.append(error)
         return [np.zeros(each.shape, each.dtype) for each in self.results]
 
 
@@ -50,13 +80,26 @@ def calls_python(jaxpr: Any) -> bool:
     return any(map(_may_raise, equations_in(jaxpr)))
 
 
-def catching(step: Callable[..., Any], faults: list[Exception]) -> Callable[..., Any]:
-    """`step(collectives, *arguments)`, its calls of Python putting errors aside."""
+def calls_of(jaxpr: Any) -> Calls | None:
+    """Who makes the calls of a program that `catching` has made, if it has some."""
+    for equation in equations_in(jaxpr):
+        if isinstance(call := equation.params.get("callback"), _Call):
+            return call.calls
+    return None
+
+
+def catching(step: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    """`step(collectives, *arguments)`, whose calls of Python `calls` makes.
+
+    Tracing it tells `calls` its functions.
+    """
 
     def caught(collectives: Any, *arguments: Any) -> Any:
         traced = jax.make_jaxpr(functools.partial(step, collectives), return_shape=True)
         program, shapes = traced(*arguments)
-        found = jaxpr_as_fun(_rewritten(program, faults))(*jax.tree.leaves(arguments))
+        calls.functions = functions = []
+        program = _rewritten(program, calls, functions)
+        found = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return caught
@@ -76,28 +119,29 @@ def as_raised(error: BaseException) -> BaseException:
 def _may_raise(equation: Any) -> bool:
     if equation.primitive.name != _PRIMITIVE:
         return False
-    return not isinstance(equation.params["callback"], _Catching)
+    return not isinstance(equation.params["callback"], _Call)
 
 
-def _rewritten(program: Any, faults: list[Exception]) -> Any:
-    """A program, open or closed, with `_Catching` calls."""
+def _rewritten(program: Any, calls: Calls, functions: list[Any]) -> Any:
+    """A program, open or closed, with a `_Call` instead of each function."""
     if hasattr(program, "consts"):
-        return program.replace(jaxpr=_rewritten(program.jaxpr, faults))
-    equations = [_caught(equation, faults) for equation in program.eqns]
+        return program.replace(jaxpr=_rewritten(program.jaxpr, calls, functions))
+    equations = [_caught(equation, calls, functions) for equation in program.eqns]
     return program.replace(eqns=equations)
 
 
-def _caught(equation: Any, faults: list[Exception]) -> Any:
+def _caught(equation: Any, calls: Calls, functions: list[Any]) -> Any:
     params = equation.params
     if _may_raise(equation):
-        call = _Catching(params["callback"], params["result_avals"], faults)
+        call = _Call(calls, len(functions), params["result_avals"])
+        functions.append(params["callback"])
         return equation.replace(params={**params, "callback": call})
     if not any(map(calls_python, programs_in(equation))):
         return equation
 
     def rewritten(value: Any) -> Any:
         is_program = hasattr(opened(value), "eqns")
-        return _rewritten(value, faults) if is_program else value
+        return _rewritten(value, calls, functions) if is_program else value
 
     new = jax.tree.map(rewritten, params, is_leaf=lambda leaf: hasattr(leaf, "eqns"))
     return equation.replace(params=new)

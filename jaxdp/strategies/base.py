@@ -21,15 +21,18 @@ from jaxtyping import PyTree
 from ..basics.host_memory import HOST, on_device
 from ..distributed import RowBlocks, put
 from ..step import (
+    Calls,
     CallsPython,
     Group,
     RowsInteract,
     TrainState,
+    calls_of,
     calls_python,
     matmul_flops,
     values_mix_rows,
 )
 from .cpu_options import options_for
+from .in_use import compiled_once
 
 Devices = int | Sequence[Any] | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""
@@ -53,6 +56,8 @@ class Built(NamedTuple):
     """Matrix operations of all devices, as traced; None if a part can't be counted."""
     trace_seconds: float
     compile_seconds: float
+    calls: Calls | None
+    """Who makes its calls of Python, if it has some that are caught."""
 
 
 _BUILT: Final[weakref.WeakKeyDictionary[Any, Built]] = weakref.WeakKeyDictionary()
@@ -206,13 +211,16 @@ class DataParallel(abc.ABC):
         lowered = self.lower(traced)
 
         begun = time.perf_counter()
-        compiled = lowered.compile(options)
+        compiled = compiled_once(traced, lowered, options, _devices_of(arguments))
         ended = time.perf_counter()
+        if compiled in _BUILT:  # by another trainer
+            return compiled
 
         flops = None
         with contextlib.suppress(KeyError):  # JAX has renamed something
             flops = matmul_flops(traced.jaxpr)
-        _BUILT[compiled] = Built(flops, begun - started, ended - begun)
+        calls = calls_of(traced.jaxpr)
+        _BUILT[compiled] = Built(flops, begun - started, ended - begun, calls)
         return compiled
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
@@ -298,6 +306,15 @@ def changed(strategy: Strategy, **attributes: Any) -> Strategy:
     other = copy.copy(strategy)
     vars(other).update(attributes)
     return other
+
+
+def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:
+    """What a program runs on that takes these, in its order."""
+    leaves = jax.tree.leaves(arguments)
+    sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))
+    if isinstance(sharding, NamedSharding):
+        return np.asarray(sharding.mesh.devices).ravel().tolist()
+    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def find_devices(devices: Devices) -> list[Any]:
