@@ -144,7 +144,7 @@ class Trainer:
     @telling_where
     def fit(
         self,
-        train_loader: Iterable[Any],
+        train_loader: Iterable[Any] | None = None,
         val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         *,
         max_epochs: int | None = None,
@@ -171,7 +171,8 @@ class Trainer:
                 append to the history
 
         Args:
-            train_loader: a torch `DataLoader`, or any iterable of batches.
+            train_loader: a torch `DataLoader`, or any iterable of batches. Without one,
+                `loss_fn(model)` takes no batch, and `max_steps` says how often.
             val_loader: used for validation after each epoch. Several loaders have
                 names: `{"clean": a, "shifted": b}` logs `val_clean_loss` and so on.
             max_epochs: total number of epochs, including those of earlier fits; 1 by
@@ -204,7 +205,7 @@ class Trainer:
         loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
         return self.history
 
-    def steps(self, train_loader: Iterable[Any]) -> Iterator[Metrics]:
+    def steps(self, train_loader: Iterable[Any] | None = None) -> Iterator[Metrics]:
         """One epoch as a generator of steps, for those who want to own the loop.
 
             for epoch in range(10):
@@ -253,7 +254,7 @@ class Trainer:
 
     def plan(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Any] | None = None,
         devices: int | None = None,
         *,
         topology: str | None = None,

@@ -6,4 +6,12 @@ from .conversion import check_targets, to_host, without_ignored
 from .loader_state import checksum
 from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share, check_states
-from .source import ALL, Position, Source, capped, check_limit, open_loader
+from .source import (
+    ALL,
+    NO_LOADER,
+    Position,
+    Source,
+    capped,
+    check_limit,
+    open_loader,
+)

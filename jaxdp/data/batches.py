@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..step import Batch, with_rows
+from ..step import Batch, Rowless, as_given, with_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ def inputs_of(batch: Batch) -> Any:
     """What is predicted from: `x` of an `(x, y)` batch."""
     if isinstance(batch, Portion):
         return Portion(inputs_of(batch.own), batch.counts)
+    if isinstance(batch, Rowless):
+        batch = batch.batch
     x = batch[0] if isinstance(batch, tuple) else batch
     has_rows = with_rows(jax.tree.structure(x))
     if has_rows and not any(has_rows):
@@ -61,12 +63,12 @@ def inputs_of(batch: Batch) -> Any:
 
 
 def read_only(batch: Batch) -> Batch:
-    """A host batch over the same memory that can't be written to."""
+    """A host batch as its loader gave it, over memory that can't be written to."""
     leaves, treedef = jax.tree.flatten(batch)
     views = [leaf.view() for leaf in leaves]
     for view in views:
         view.flags.writeable = False
-    return jax.tree.unflatten(treedef, views)
+    return as_given(jax.tree.unflatten(treedef, views))
 
 
 def leaf_name(batch: Any, index: int) -> str:

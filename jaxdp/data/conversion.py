@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..basics.console import some_of
-from ..step import Batch, with_rows
+from ..step import NOTHING, Batch, KeyData, Rowless, with_rows
 from .batches import Portion, leaf_name
 
 _NARROW = {
@@ -23,7 +24,8 @@ _NARROW = {
 def to_host(batch: Any, *, copy: bool = False) -> Batch:
     """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
 
-    Those in a `Whole` need no rows, and stay in it. Arrays on the CPU are not copied,
+    Those in a `Whole` need no rows, and stay in it; a batch of these alone is one row.
+    Typed PRNG keys come as `KeyData`. Arrays on the CPU are not copied,
     unless narrowing does, or `copy` asks for it: for sources that may write the next
     batch into the same place. A list is taken as a tuple, since torch's default collate
     makes lists of tuples; a mapping that JAX does not know, such as tokenizers make, as
@@ -41,8 +43,14 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     # Each leaf by itself.
     wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
+    keys: dict[int, Any] = {}
     for index, leaf in enumerate(leaves):
         array = as_numpy(leaf)
+        if array is None and _is_key(leaf):
+            if leaf.ndim == 0 and with_rows(treedef)[index]:
+                raise ValueError(_single_key(batch, index))
+            keys[index] = jax.random.key_impl(leaf)
+            array = np.asarray(jax.random.key_data(leaf))
         if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_not_numbers(batch, index, leaf))
         if not array.dtype.isnative:  # big-endian, as some files are
@@ -58,6 +66,8 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     # All of them: as many rows in each.
     pairs = zip(arrays, with_rows(treedef), strict=True)
     counts = {len(array) if array.ndim else 0 for array, has_rows in pairs if has_rows}
+    if not counts:
+        return Rowless(_with_keys(treedef, arrays, keys), NOTHING.row)
     if len(counts) != 1 or 0 in counts:
         named = [f"{leaf_name(batch, i)} {a.shape}" for i, a in enumerate(arrays)]
         remedy = (
@@ -73,11 +83,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
                 "In a list of numbers, each number is a leaf: make an array of it"
                 " (np.asarray) in the dataset or in the loader's `collate_fn`."
             )
-        if not counts:
-            remedy = (
-                "All of them are in a jaxdp.Whole; take the arrays with rows out of it."
-            )
-        elif len(counts) > 1:
+        if len(counts) > 1:
             remedy += (
                 " Put an array that is the same for every row into a"
                 " jaxdp.Whole(array)."
@@ -86,7 +92,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             "the leaves of a batch must share a leading axis of one or more rows; got"
             f" {some_of(named)}. {remedy}"
         )
-    return treedef.unflatten(arrays)
+    return _with_keys(treedef, arrays, keys)
 
 
 def check_targets(batch: Batch, num_classes: int | None) -> None:
@@ -179,6 +185,28 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf)
     return None
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it is an array of typed PRNG keys."""
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _with_keys(treedef: Any, arrays: list[np.ndarray], keys: dict[int, Any]) -> Batch:
+    """A batch of such arrays, of which some are the data of keys of a kind."""
+    nodes: list[Any] = list(arrays)
+    for index, kind in keys.items():
+        nodes[index] = KeyData(arrays[index], kind)
+    return treedef.unflatten(nodes)
+
+
+def _single_key(batch: Any, index: int) -> str:
+    return (
+        f"{leaf_name(batch, index)} is a single PRNG key, which has no rows. Give each"
+        " row a key, jax.random.split(key, rows), or put one that is for all rows into"
+        " a jaxdp.Whole(key)."
+    )
 
 
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:

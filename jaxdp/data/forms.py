@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..basics.console import some_of
-from ..step import Batch, Group, joined, with_rows
+from ..step import Batch, Group, Rowless, joined, with_rows
 from .batches import leaf_name
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
@@ -32,6 +32,8 @@ class Form:
         has_rows = with_rows(treedef)
         # Which leaves have none, and the structures of both kinds.
         self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
+        node = treedef.node_data()
+        self.is_rowless = node is not None and node[0] is Rowless
         self.of_rows, self.of_whole = [
             jax.tree.structure(
                 treedef.unflatten([rows == kind or None for rows in has_rows])

@@ -97,6 +97,8 @@ class Packer:
             micros, wholes = [each[0] for each in found], [each[1] for each in found]
             return Dispatch(windows, [_group(micros, wholes, of_all, form)], *others)
 
+        if form.is_rowless:  # what has no rows has none to pad or to split
+            self.rows_interact = True
         sizes = [sum(each) for each in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
         if any(other is not form for *_, other in found):

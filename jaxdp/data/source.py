@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ..basics.console import Outlet, open_bar, warn
-from ..step import Batch
+from ..step import NOTHING, Batch
 from .conversion import to_host
 from .loader_state import OwnState, checksum, generators_of, own_state
 from .own_generators import find
@@ -25,6 +25,17 @@ END: Final = object()
 
 ALL: Final = Share()
 """What comes to a process that is alone: every row."""
+
+
+class _NoLoader:
+    """Batches for a loss that takes none, without end."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.repeat(NOTHING)
+
+
+NO_LOADER: Final = _NoLoader()
+"""What is trained on without a loader."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..basics.arguments import check_count
 from ..basics.durations import parse_duration
-from ..data import Source, capped, check_limit
+from ..data import NO_LOADER, Source, capped, check_limit
 
 
 class Wanted(NamedTuple):
@@ -50,6 +50,13 @@ class Limits:
         accumulate: int,
     ):
         max_epochs, max_steps, max_time, min_epochs, min_steps = wanted[:5]
+        ends = max_steps, max_time, wanted.limit_train_batches
+        if train.loader is NO_LOADER and ends == (None, None, None):
+            raise ValueError(
+                "`fit` was given no `train_loader`, so that an epoch has no end; pass"
+                " `max_steps`, `max_time`, or as `limit_train_batches` the number of"
+                " steps of an epoch."
+            )
         every_n_epoch = wanted.check_val_every_n_epoch
         if max_epochs is None and max_steps is None and max_time is None:
             max_epochs = 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def fit(
     trainer: "Trainer",
-    train_loader: Iterable[Any],
+    train_loader: Iterable[Any] | None,
     val_loader: Iterable[Any] | None,
     wanted: Wanted,
     ckpt_path: Any,
@@ -52,7 +52,7 @@ class Loop:
     def __init__(
         self,
         trainer: "Trainer",
-        train_loader: Iterable[Any],
+        train_loader: Iterable[Any] | None,
         val_loader: Iterable[Any] | None,
         wanted: Wanted,
     ):
@@ -334,14 +334,18 @@ def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
     return run.stopwatch.methods("callbacks", hooks, HOOKS)
 
 
-def own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
+def own_loop(
+    trainer: "Trainer", train_loader: Iterable[Any] | None
+) -> Iterator[Metrics]:
     """`Trainer.steps`: one epoch, whose loop is the caller's."""
     leave_if_asked(trainer, train_loader)
     trainer.run.check_is_free("steps")
     return _own_loop(trainer, train_loader)
 
 
-def _own_loop(trainer: "Trainer", train_loader: Iterable[Any]) -> Iterator[Metrics]:
+def _own_loop(
+    trainer: "Trainer", train_loader: Iterable[Any] | None
+) -> Iterator[Metrics]:
     run = trainer.run
     run.take_over(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")

@@ -9,7 +9,7 @@ import jax
 
 from ..basics.arguments import check_count
 from ..basics.tracebacks import UsersFramesFirst
-from ..data import open_loader, rows_of, shown, windows
+from ..data import NO_LOADER, open_loader, rows_of, shown, windows
 from ..engine import Engine
 from ..strategies import DataParallel, SingleDevice
 from . import checks
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @jax.disable_jit(False)
 def plan(
     trainer: "Trainer",
-    loader: Iterable[Any],
+    loader: Iterable[Any] | None,
     devices: int | None,
     topology: str | None,
     hardware: Any,
@@ -47,7 +47,8 @@ def plan(
         )
 
     run = trainer.run
-    with contextlib.closing(open_loader(loader, "loader", run.seed)) as source:
+    source = open_loader(NO_LOADER if loader is None else loader, "loader", run.seed)
+    with contextlib.closing(source):
         batch = shown(source.peek())
     run.renew_hooks(trainer.callbacks)
     options, objective = run.hooks.step_options(), run.objective_for(batch)

@@ -17,7 +17,17 @@ from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.states import take_over
 from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
-from ..data import ALL, GlobalShare, LocalShare, Share, Source, open_loader, shown
+from ..data import (
+    ALL,
+    NO_LOADER,
+    GlobalShare,
+    LocalShare,
+    Share,
+    Source,
+    open_loader,
+    shown,
+    to_host,
+)
 from ..distributed import Interrupts, Pulse, find_processes
 from ..engine import Engine, Kind, hyperparams
 from ..step import (
@@ -260,13 +270,18 @@ class Run:
         return strategy.with_compiler_options(options) if options else strategy
 
     def open(self, loader: Any, argument: str, kind: Kind) -> Source:
-        """What a user passed as `argument`, shared out to the processes."""
+        """What a user passed as `argument`, shared out to the processes.
+
+        None trains a `loss_fn` that takes no batch.
+        """
         if self._engine is not None and not self.is_fitting:
             self._engine.follow_settings()
+        has_own_loss = self.arguments["loss_fn"] is not None or self.several
+        if loader is None and kind == "train" and has_own_loss:
+            loader = NO_LOADER
         in_order, share = kind != "train", self.share(kind)
         source = open_loader(loader, argument, self.seed, share, in_order=in_order)
         if kind != "predict":
-            has_own_loss = self.arguments["loss_fn"] is not None or self.several
             checks.check_first(loader, argument, needs_pairs=not has_own_loss)
         return source
 
@@ -397,7 +412,8 @@ class Run:
         Args:
             batch: as `on_train_batch_start` has it.
         """
-        window = [batch] if self.accumulate_grad_batches == 1 else batch
+        given = [batch] if self.accumulate_grad_batches == 1 else batch
+        window = [to_host(each) for each in given]
         return self.engine_for(window[0]).flops_per_row(window)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:

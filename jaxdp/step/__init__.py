@@ -41,4 +41,13 @@ from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .value_fn import closed_over, offered, updates_in
-from .whole import Whole, joined, map_rows, with_rows
+from .whole import (
+    NOTHING,
+    KeyData,
+    Rowless,
+    Whole,
+    as_given,
+    joined,
+    map_rows,
+    with_rows,
+)

@@ -189,7 +189,10 @@ class LossFnObjective:
             argument = f"`loss_fn`: metric {name!r}"
             found[name] = checked(argument, name, value, num_rows)
         values = {name: each.values for name, each in found.items()}
-        scalars = _notes_on_scalars("`loss_fn`: metric", values)
+        # Of one row, which may be a batch without rows, they are no means.
+        scalars = ()
+        if num_rows > 1:
+            scalars = _notes_on_scalars("`loss_fn`: metric", values)
         notes = *notes_on_pairs(found), *scalars
         others = model_state, None, notes, outputs
         return Values(values, *others, **weighing(found))

@@ -48,7 +48,7 @@ from .state import (
     only_micro_batch,
 )
 from .value_fn import offered
-from .whole import joined
+from .whole import as_given, joined
 
 
 class Taken(NamedTuple):
@@ -369,7 +369,7 @@ class Steps(NamedTuple):
         model = self._whole_model(collectives, weights)
         key = key_outside_training(weights)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
-        x = joined(micro.batch, micro.whole)
+        x = as_given(joined(micro.batch, micro.whole))
         given = self._inference(model), weights.model_state, x, rows
         with told_of_dicts(x):
             if self.ensemble is not None:
@@ -413,7 +413,7 @@ class Steps(NamedTuple):
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """What the objective is given, its rows marked."""
-        batch = joined(mark_rows(micro.batch), micro.whole)
+        batch = as_given(joined(mark_rows(micro.batch), micro.whole))
         return cast_batch(model, batch, self.precision)
 
     def _model(self, params: PyTree, buffers: PyTree) -> PyTree:

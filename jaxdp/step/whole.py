@@ -1,4 +1,4 @@
-"""What of a batch has no rows, and what to do with the rest of it."""
+"""What of a batch has no rows, and what stands for what the host can't hold as rows."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 
@@ -24,6 +25,42 @@ class Whole(eqx.Module):
     """
 
     array: PyTree
+
+
+class KeyData(eqx.Module):
+    """Typed PRNG keys on their way to a step: NumPy has no arrays of them."""
+
+    data: Any
+    """Of the keys, uint32, with one axis more."""
+    impl: Any = eqx.field(static=True)
+
+
+class Rowless(eqx.Module):
+    """A batch that has a `Whole` and nothing else, or nothing at all: one row."""
+
+    batch: PyTree
+    row: Any
+    """`(1,)`, what is counted."""
+
+
+NOTHING = Rowless((), np.zeros(1, bool))
+"""The batch of a loss that takes none."""
+
+
+def as_given(batch: PyTree) -> PyTree:
+    """A batch as its loader gave it, arrays apart: what a step and callbacks see."""
+
+    def is_ours(node: Any) -> bool:
+        return isinstance(node, KeyData | Rowless)
+
+    def given(node: Any) -> Any:
+        if isinstance(node, Rowless):
+            return as_given(node.batch)
+        if isinstance(node, KeyData):
+            return jax.random.wrap_key_data(node.data, impl=node.impl)
+        return node
+
+    return jax.tree.map(given, batch, is_leaf=is_ours)
 
 
 def is_whole(node: Any) -> bool:

@@ -325,7 +325,7 @@ def test_batches_without_it_are_packed_as_ever():
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        (Whole((np.ones(3), np.ones(3))), ValueError, "take the arrays with rows out"),
+        (Whole((np.ones(3), np.ones(3))), TypeError, "got a Whole.*pass `loss_fn"),
         ((np.ones((3, 2)), np.ones(5)), ValueError, r"into a jaxdp\.Whole\(array\)"),
         ({"x": np.ones((3, 2)), "rate": 0.5}, ValueError, r"a jaxdp\.Whole\(array\)"),
         ((np.ones((3, 2)), Whole(np.ones(3))), TypeError, "is a Whole, .*`loss_fn"),

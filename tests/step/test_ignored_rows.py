@@ -8,7 +8,17 @@ import optax
 import pytest
 from toys import NormNet, batches
 
-from jaxdp import FSDP, Ensemble, LocalSGD, Part, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Ensemble,
+    LocalSGD,
+    Part,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Trainer,
+)
 
 softmax = optax.softmax_cross_entropy_with_integer_labels
 
@@ -59,7 +69,7 @@ LAYOUTS = {
     "pmap": lambda: {"strategy": Pmap(), "accumulate_grad_batches": 2},
     "fsdp": lambda: {"strategy": FSDP(min_size=1)},
     "local": lambda: {"strategy": LocalSGD(every=1, outer=optax.sgd(1.0))},
-    "bits": lambda: {"strategy": Sharded(), "reproducible": "bitwise"},
+    "bits": lambda: {"strategy": Bitwise(Sharded())},
     "remat": lambda: {"strategy": Sharded(), "remat": True},
 }
 CASES = [(layout, "mse", "x") for layout in LAYOUTS]

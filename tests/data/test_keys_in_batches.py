@@ -1,0 +1,138 @@
+"""Typed PRNG keys as leaves of batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, Recorder, batches
+
+from jaxdp import FSDP, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, Whole
+
+SIZES = 16, 11, 16, 5
+
+
+def keyed(impl=None, typed=True):
+    """Ragged batches with a key for each row, and one for all."""
+    found = []
+    for number, (x, y) in enumerate(batches(*SIZES)):
+        key = jax.random.key(number, impl=impl)
+        of_rows = jax.random.split(key, len(x))
+        if not typed:
+            key, of_rows = map(jax.random.key_data, (key, of_rows))
+        found.append((x, y, of_rows, Whole({"of all": key})))
+    return found
+
+
+def losses_of(model, x, y, keys, key):
+    logits = jax.vmap(lambda x, key: model(x, key=key))(x, keys)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return losses * jax.random.uniform(key, ())
+
+
+def loss_fn(model, x, y, of_rows, of_all):
+    return losses_of(model, x, y, of_rows, of_all["of all"])
+
+
+def from_data(impl):
+    def loss_fn(model, x, y, of_rows, of_all):
+        wrap = lambda data: jax.random.wrap_key_data(data, impl=impl)  # noqa: E731
+        return losses_of(model, x, y, wrap(of_rows), wrap(of_all["of all"]))
+
+    return loss_fn
+
+
+def fit(data, loss_fn=loss_fn, recorder=None, **options):
+    recorder = recorder or Recorder()
+    trainer = Trainer(
+        Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
+        callbacks=[recorder], enable_progress_bar=False, **options,
+    )  # fmt: skip
+    history = trainer.fit(data, data[:2], max_epochs=2)
+    return recorder.losses, history["val_loss"], trainer
+
+
+LAYOUTS = {
+    "one": lambda: {"strategy": SingleDevice()},
+    "jit": lambda: {"strategy": Sharded(), "steps_per_execution": 2},
+    "pmap": lambda: {"strategy": Pmap(), "accumulate_grad_batches": 2},
+    "fsdp": lambda: {"strategy": FSDP(min_size=1)},
+    "local": lambda: {"strategy": LocalSGD(every=2)},
+    "half": lambda: {"strategy": Sharded(), "precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_are_what_their_data_are(layout):
+    losses, val, _ = fit(keyed(), **LAYOUTS[layout]())
+    expected, of_val, _ = fit(keyed(typed=False), from_data(None), **LAYOUTS[layout]())
+    assert losses == expected and val == of_val
+
+
+def test_keys_may_be_of_any_kind():
+    losses, *_ = fit(keyed("rbg"))
+    assert losses == fit(keyed("rbg", typed=False), from_data("rbg"))[0]
+
+
+class Sees(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, batch, batch_idx):
+        self.seen.append(batch)
+
+
+def test_callbacks_see_keys_and_a_resumed_run_goes_on(tmp_path):
+    sees = Sees()
+    whole, *_ = fit(keyed(), recorder=sees)
+    *_, of_rows, of_all = sees.seen[1]
+    *_, given_rows, given_all = keyed()[1]
+    assert (of_rows == given_rows).all()
+    assert of_all.array["of all"] == given_all.array["of all"]
+
+    def generator():
+        yield from keyed()
+
+    class Loader:
+        def __iter__(self):
+            return generator()
+
+    def trainer(recorder):
+        return Trainer(
+            Mlp(jax.random.key(0)), optax.adam(0.05), loss_fn=loss_fn,
+            callbacks=[recorder], enable_progress_bar=False,
+        )  # fmt: skip
+
+    first, second = Recorder(), Recorder()
+    stopped = trainer(first)
+    stopped.fit(Loader(), max_steps=3)
+    resumed = trainer(second)
+    resumed.fit(Loader(), max_epochs=2, ckpt_path=stopped.save(tmp_path / "saved"))
+    assert first.losses + second.losses == whole
+
+
+def test_a_model_may_take_a_key_of_its_row():
+    class Noisy(Mlp):
+        def __call__(self, x_and_key):
+            return super().__call__(x_and_key[0], key=x_and_key[1])
+
+    model = Noisy(jax.random.key(0))
+    data = [((x, keys), y) for x, y, keys, _ in keyed()]
+    trainer = Trainer(model, loss="cross_entropy", enable_progress_bar=False)
+    trainer.fit(data, data, max_epochs=1)
+    np.testing.assert_array_equal(
+        trainer.predict(data)[16:27], trainer.predict(data[1:2])
+    )
+
+
+@pytest.mark.parametrize(
+    "key, match",
+    [
+        (jax.random.key(0), r"batch\[1\] is a single PRNG key.*jaxdp.Whole\(key\)"),
+        (jax.random.split(jax.random.key(0), 3), "must share a leading axis"),
+    ],
+)
+def test_a_key_for_no_row_is_refused(key, match):
+    with pytest.raises(ValueError, match=match):
+        fit([(jnp.ones((8, 4)), key)])
