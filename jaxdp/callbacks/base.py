@@ -79,9 +79,10 @@ class Callback:
         """Runs after a step was sent to the device; `trainer.global_step` counts it."""
 
     def on_boundary(self, trainer: Trainer) -> None:
-        """Runs after all callbacks have seen a step, or the end of an epoch. Read or
-        save `trainer.state` here: it belongs to `trainer.global_step`. With several
-        steps per execution it runs once for all of them, unless `next_stop` asks."""
+        """Runs after all callbacks have seen a step, and the validation that
+        `val_check_interval` asks for after it, or the end of an epoch. Read or save
+        `trainer.state` here: it belongs to `trainer.global_step`. With several steps
+        per execution it runs once for all of them, unless `next_stop` asks."""
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after an epoch and its validation; `metrics` includes `val_...`."""

@@ -105,7 +105,6 @@ class Limits:
         self._is_sized = train.num_batches is not None
         self._whole = _least(train.sure_batches, self.train_batches)
         self.val_interval = self._interval(wanted.val_check_interval, per_epoch)
-        self._periods = 0
         self.accumulate = accumulate
         self.batches_per_epoch = per_epoch
         self.steps_per_epoch = self.steps_by(accumulate)
@@ -124,11 +123,6 @@ class Limits:
         """From now on `max_time` counts."""
         if self.seconds is not None:
             self.deadline = time.monotonic() + self.seconds
-
-    def was_validated(self, batches_done: int) -> None:
-        """Tells of the last validation in an epoch that is gone on with."""
-        if self.val_interval is not None:
-            self._periods = batches_done // self.val_interval
 
     def is_whole(self, batches_done: int) -> bool:
         """Whether so many batches are known to be a whole epoch."""
@@ -158,12 +152,13 @@ class Limits:
             stops.append(-(-left // self.accumulate))
         return min(stops, default=None)
 
-    def interval_is_up(self, epoch: int, batches_done: int) -> bool:
-        """Whether `val_check_interval` asks for a validation at this place."""
-        if self.val_interval is None or (epoch + 1) % self.check_val_every_n_epoch:
+    def interval_is_up(self, epoch: int, batches_done: int, validated_at: int) -> bool:
+        """Whether `val_check_interval` asks for a validation at this place, the last
+        one having been after so many batches of the epoch."""
+        every = self.val_interval
+        if every is None or (epoch + 1) % self.check_val_every_n_epoch:
             return False
-        periods, self._periods = self._periods, batches_done // self.val_interval
-        return self._periods > periods
+        return batches_done // every > validated_at // every
 
     def epoch_is_due(self, epoch: int) -> bool:
         """Whether epoch number `epoch` ends with a validation."""

@@ -1,7 +1,7 @@
 """A fit, told in the order things happen: epochs, steps, validations, and its end."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..basics.arguments import check_count
@@ -99,8 +99,7 @@ class Loop:
             while self._goes_on():
                 self.hooks.on_train_epoch_start(self.trainer)
 
-                for _ in self._steps():  # the device works on them; nothing here waits
-                    self._validate_if_an_interval_is_up()
+                self._take_steps()
                 if not self.progress.done:
                     self._warn_of_no_batches()
                     break
@@ -147,7 +146,6 @@ class Loop:
         run.logged_names = names + evaluation.names_of(self.vals, names)
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
-        self.limits.was_validated(self.progress.validated_at)
 
     def _announce(self) -> None:
         """What callbacks may read of the fit to come."""
@@ -187,19 +185,27 @@ class Loop:
 
     # An epoch.
 
-    def _steps(self) -> Iterator[Metrics]:
+    def _take_steps(self) -> None:
         """Takes what is left of the epoch, until the fit is to stop."""
-        self._validate_if_an_interval_is_up()  # due where the run stopped
-        steps = take(self.trainer, self.feed.epoch(), self.hooks)
-        with contextlib.closing(steps):
-            while not self._is_done() and (metrics := next(steps, None)) is not None:
-                yield metrics
-
-    def _validate_if_an_interval_is_up(self) -> None:
-        """Validates if `val_check_interval` asks for it here."""
-        done = self.progress.done
-        if self.vals and self.limits.interval_is_up(self._epoch, done):
+        if self._interval_is_up():  # where the run stopped
             self._validate()
+            self.hooks.on_boundary(self.trainer)
+        steps = take(self.trainer, self.feed.epoch(), self.hooks, self._settle)
+        with contextlib.closing(steps):  # the device works; nothing here waits
+            while not self._is_done() and next(steps, None) is not None:
+                pass
+
+    def _settle(self) -> None:
+        """What follows a dispatch: first of all the validation that is due."""
+        if self._interval_is_up():
+            self._validate()
+        self.hooks.on_boundary(self.trainer)
+        self._run.interrupts.check()
+
+    def _interval_is_up(self) -> bool:
+        """Whether `val_check_interval` asks for a validation here."""
+        done, last = self.progress.done, self.progress.validated_at
+        return bool(self.vals) and self.limits.interval_is_up(self._epoch, done, last)
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
@@ -361,7 +367,12 @@ def _own_loop(
 
         feed = Feed(trainer, source, hooks)
         feed.begin()
-        steps = take(trainer, feed.epoch(), hooks)
+
+        def settle() -> None:
+            hooks.on_boundary(trainer)
+            run.interrupts.check()
+
+        steps = take(trainer, feed.epoch(), hooks, settle)
         while True:
             with run.interrupts:  # not while the caller's code runs
                 metrics = next(steps, None)
@@ -372,9 +383,15 @@ def _own_loop(
 
 
 def take(
-    trainer: "Trainer", dispatches: Iterable[Dispatch], hooks: Hooks
+    trainer: "Trainer",
+    dispatches: Iterable[Dispatch],
+    hooks: Hooks,
+    settle: Callable[[], None],
 ) -> Generator[Metrics, None, None]:
-    """Takes the steps of each dispatch, calls their hooks, and never waits for one."""
+    """Takes the steps of each dispatch, calls their hooks, and never waits for one.
+
+    `settle` is called after each dispatch: state, counters and loaders agree there.
+    """
     run = trainer.run
     engine, progress = run.engine, run.progress
     if progress.done == 0:
@@ -402,8 +419,7 @@ def take(
                 run.logged.of_step(metrics)
                 hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
-                    hooks.on_boundary(trainer)
-                    run.interrupts.check()
+                    settle()
                 yield metrics
         finally:
             if run.ahead:
