@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .basics.arguments import check_choice
 from .basics.console import columns
-from .basics.files import naming, save_figure, write_whole
+from .basics.files import absolute, naming, save_figure, write_whole
 from .basics.metric_names import larger_is_better
 from .reports import Curve, draw, metric_curves
 from .reports.runs import VALIDATION
@@ -153,6 +153,7 @@ class History(Mapping[str, list[float]]):
         for i, epoch in enumerate(self.epochs):
             row = [values[i] for values in self._values.values()]
             writer.writerow([epoch, *("" if v is None else v for v in row)])
+        path = absolute(path)
         with naming(path, "History.to_csv"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text.getvalue())

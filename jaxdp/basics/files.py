@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import IO, Any
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The absolute path that a user means; a `~` at its start is the home."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str], whose: str) -> Iterator[None]:
     """Has what the system says of a file name the file, its writer and what to do."""
@@ -49,7 +54,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Saves a figure of matplotlib in one piece, in the format of its suffix."""
-    path = Path(path)
+    path = Path(absolute(path))
     kind = path.suffix.removeprefix(".") or "png"
     with naming(path, "plot"):
         path.parent.mkdir(parents=True, exist_ok=True)

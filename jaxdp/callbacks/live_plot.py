@@ -108,7 +108,9 @@ class LivePlot(Callback):
         self._fitting = False
 
     def _file(self, trainer: Trainer) -> Path:
-        return Path(self.path or Path(trainer.default_root_dir) / "curves.png")
+        return Path(
+            self.path or Path(trainer.default_root_dir) / "curves.png"
+        ).expanduser()
 
     def _forget(self) -> None:
         # The loss of steps and the means, by the names that loggers give them.

@@ -181,7 +181,9 @@ class Logger(Callback):
         self._restored = state
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
+        return Path(
+            trainer.default_root_dir if self.dirpath is None else self.dirpath
+        ).expanduser()
 
     def _log_history(self, trainer: Trainer) -> None:
         """The curves of the epochs, where figures can be shown."""

@@ -1,16 +1,16 @@
 """Saves the trainer as it goes, and keeps the best."""
 
 import contextlib
-import math
 import os
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from .. import checkpoint
 from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.durations import parse_duration
+from ..basics.files import absolute
 from ..basics.json_checks import (
     each,
     fields,
@@ -23,20 +23,31 @@ from ..basics.json_checks import (
 )
 from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
-from ..history import rank
 from .base import Callback, Trainer
 from .monitor import announce, check_monitor
+from .scores import SCORES_FORM, Keeping, as_json, from_json
 from .states import saved_state
 
 _SAVED = fields(
+    {"scores": SCORES_FORM, "is_due": truth()},
     {
-        "scores": each(row(whole(), number_text())),
-        "score": maybe(number_text()),
-        "is_due": truth(),
-        "kept_for_resuming": maybe(whole()),
+        "measured": maybe(row(whole(), number_text())),  # checkpoints of 0.2 have none
+        "best_first": each(whole()),
     },
-    {"best_first": each(whole())},
 )
+
+_INSTEAD: Final = {
+    "filename": "a checkpoint's folder is named by its step, and the best and the last"
+    " one have links beside it, `best` and `last` (`save_last=True`)",
+    "filepath": "it is `dirpath`, a folder",
+    "save_best_only": "`save_top_k=1` with a `monitor` is that",
+    "save_weights_only": "`jaxdp.load_model` reads the weights alone out of a"
+    " checkpoint, and `jaxdp.save_model` writes them alone",
+    "save_freq": "use `every_n_train_steps` or `every_n_epochs`",
+    "save_on_train_epoch_end": "with the `monitor` of a validation it saves after each"
+    " validation, and else at the end of an epoch",
+}
+"""What other libraries' arguments are here."""
 
 
 class ModelCheckpoint(Callback):
@@ -46,6 +57,13 @@ class ModelCheckpoint(Callback):
     `fit(..., ckpt_path="last")`, `"best"` or `"auto"`, or load one with
     `trainer.load(callback.best_model_path)`.
 
+    **The score of a checkpoint is its own**: the value of `monitor` that was measured
+    on these very weights. So with a `monitor` of a validation, a checkpoint is saved
+    right after each validation, if it is among the best. What is saved at other steps
+    (`every_n_train_steps`, `train_time_interval`, a signal) has no score, never counts
+    as the best, and only the newest of them is kept, while it is the newest of all.
+    With a `monitor` of the steps, such as "loss", it has the value of that step.
+
     Saving happens in the background, one checkpoint at a time. An old one is removed
     only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and
     SIGTERM save a checkpoint before the fit stops. While a fit runs, it locks the
@@ -54,15 +72,18 @@ class ModelCheckpoint(Callback):
 
     Args:
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
-        monitor: name of an epoch metric, such as "val_loss"; an epoch in which it is
-            not measured is not saved. Saves by steps or time go by its latest value.
-        mode: whether "min" or "max" of it is best.
+        monitor: name of a value, such as "val_loss". `best` in the folder is a link to
+            the best checkpoint.
+        mode: whether "min" or "max" of it is best. Of equal ones the older stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
-        save_last: also keep the newest, whatever its value.
-        every_n_train_steps: save every so many optimizer steps (at the last step of an
-            epoch, after its validation).
-        every_n_epochs: save every so many epochs; 1 if nothing else is given.
+        save_last: also keep the newest, whatever its score, with a link `last` to it.
+        every_n_train_steps: save every so many optimizer steps (a step that is also
+            validated, or the last of its epoch, after that).
+        every_n_epochs: save at the end of every n-th epoch, or after the validations
+            in it; 1 if nothing else is given.
         train_time_interval: save whenever so much time has passed; like `max_time`.
+        save_on_exception: also save when the fit raises, in a single process. (For
+            Ctrl-C and signals that end a fit, this needs no argument.)
         on_save_error: what to do if a checkpoint can't be written, for example to a
             full disk: `"raise"` a SaveFailed at the next step, or `"warn"` and try
             again when the next one is due. Older checkpoints stay.
@@ -89,8 +110,13 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | str | None = None,
         *,
+        save_on_exception: bool = False,
         on_save_error: str = "raise",
+        **unknown: Any,
     ):
+        for name in unknown:
+            more = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise TypeError(f"`ModelCheckpoint` has no argument `{name}`{more}.")
         check_choice("mode", mode, ("min", "max"))
         check_choice("on_save_error", on_save_error, ("raise", "warn"))
         if not isinstance(monitor, str | None):
@@ -108,11 +134,11 @@ class ModelCheckpoint(Callback):
             train_time_interval = timedelta(seconds=seconds)
         elif every_n_train_steps is None and every_n_epochs is None:
             every_n_epochs = 1
+
+        self._follows_trainer = dirpath is None
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-
-        self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
-        self._follows_trainer = dirpath is None
+        self.dirpath = None if dirpath is None else absolute(dirpath)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
@@ -120,27 +146,28 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
+        self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 
         # Known once a fit has begun.
         self._dir: CheckpointDir | None = None
-        self._scores: dict[int, float] = {}  # of every step that is saved
-        self._score = math.nan  # before the first: worse than anything that comes
+        self._scores: dict[int, float | None] = {}  # of every step that is saved
+        self._row: tuple[int, Any] | None = None  # the last step, and its values
+        self._measured: tuple[int, float] | None = None  # at which step, and what
         self._is_due = False
         self._kept_for_resuming: int | None = None
         self._saving: tuple[int, checkpoint.Saving] | None = None
         self._saved_at = time.monotonic()
-        self._is_restored = False
-        self._is_alone = False
+        self._is_restored = self._is_alone = self._has_told = False
 
     @property
     def best_model_path(self) -> str:
-        ranked = self._ranked(self._scores)
+        ranked = self._keeping.ranked(self._scores)
         return self._path_of(ranked[0]) if ranked else ""
 
     @property
     def best_model_score(self) -> float | None:
-        ranked = self._ranked(self._scores)
+        ranked = self._keeping.ranked(self._scores)
         return self._scores[ranked[0]] if ranked and self.monitor else None
 
     @property
@@ -151,22 +178,33 @@ class ModelCheckpoint(Callback):
         """Where the checkpoints of a trainer go."""
         if self._follows_trainer:
             root = os.path.join(trainer.default_root_dir, "checkpoints")
-            self.dirpath = os.path.abspath(root)
+            self.dirpath = absolute(root)
         return CheckpointDir(str(self.dirpath))
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
-        """The steps that a saved state of this callback knows of, best first."""
+        """The steps that have a score in a saved state of this callback, best first."""
         _SAVED(state, "state")
-        return self._ranked(_scores_in(state))
+        return self._keeping.ranked(from_json(state["scores"]))
+
+    @property
+    def _keeping(self) -> Keeping:
+        # Without a monitor the best is the newest.
+        mode = "max" if self.monitor is None else self.mode
+        return Keeping(mode, self.save_top_k, self.save_last)
+
+    # When to save.
 
     def setup(self, trainer: Trainer) -> None:
         """Locks the folder, so that an unwritable one is an error before training."""
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
-        self._is_alone = False
+        self._is_alone, self._row = False, None
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
+        # What the run goes on from is kept until another one is on disk.
+        step = trainer.global_step
+        self._kept_for_resuming = step if step in self._scores else None
         self._remove_what_is_not_kept()
         self._is_due = self._is_due and self._is_restored
         self._is_restored = False
@@ -184,8 +222,9 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        every = self.every_n_train_steps
-        if every is not None and trainer.global_step % every == 0:
+        step, every = trainer.global_step, self.every_n_train_steps
+        self._row = step, metrics
+        if every is not None and step % every == 0:
             self._is_due = True
         if self.train_time_interval is not None:
             interval = self.train_time_interval.total_seconds()
@@ -194,40 +233,80 @@ class ModelCheckpoint(Callback):
                 self._is_due = True
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if trainer.run.is_fitting:
-            self._score = metrics.get(self.monitor or "", self._score)
+        if trainer.run.is_fitting and self.monitor in metrics:
+            self._has_measured(trainer, metrics[self.monitor])
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self.monitor is not None:
-            check_monitor(trainer, self, self.monitor, metrics)
-            self._score = metrics.get(self.monitor, self._score)
-        every = self.every_n_epochs
-        # An epoch without a value of its own can't be judged by an older model's.
-        judged = self.monitor is None or self.monitor in metrics
-        if every is not None and (trainer.current_epoch + 1) % every == 0 and judged:
-            self._is_due = True
+        if self.monitor is None:
+            self._is_due |= self._saves_in_epoch(trainer)
+            return
+        check_monitor(trainer, self, self.monitor, metrics)
+        if self._is_of_steps():
+            self._is_due |= self._saves_in_epoch(trainer)
+        elif self.monitor in metrics.keys() - trainer.run.progress.val_metrics.keys():
+            self._has_measured(trainer, metrics[self.monitor])
 
     def on_boundary(self, trainer: Trainer) -> None:
         self._settle()
         self._save_if_due(trainer)
 
+    def _has_measured(self, trainer: Trainer, value: float) -> None:
+        """Takes the value of the monitor for the present weights, which are now due."""
+        self._measured = trainer.global_step, value
+        self._is_due |= self.every_n_epochs is None or self._saves_in_epoch(trainer)
+
+    def _saves_in_epoch(self, trainer: Trainer) -> bool:
+        every = self.every_n_epochs
+        return every is not None and (trainer.current_epoch + 1) % every == 0
+
+    def _is_of_steps(self) -> bool:
+        """Whether the values of single steps decide, because it saves by them."""
+        if self.every_n_train_steps is None and self.train_time_interval is None:
+            return False
+        return self._row is not None and self.monitor in (*self._row[1],)
+
+    def _last_measured(self) -> tuple[int, float] | None:
+        """The step at which the monitor was measured last, and its value there."""
+        if self._row is None or self.monitor is None or not self._is_of_steps():
+            return self._measured
+        step, metrics = self._row
+        return step, float(metrics[self.monitor])  # waits for the device
+
+    def _score_at(self, step: int) -> float | None:
+        """The score of the weights of a step, if they have one."""
+        if self.monitor is None:
+            return float(step)  # the best is the newest
+        at, value = self._last_measured() or (None, None)
+        return value if at == step else None
+
+    # What goes on at other times.
+
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._is_alone = not is_stop(exception)
-        if is_stop(exception):  # at a boundary: the state is whole
+        if self._dir is None:  # it comes from a `setup`
+            return
+        if self._is_alone and not (
+            self.save_on_exception and self._processes.count == 1
+        ):
+            return
+        self._settle(wait=True)
+        step = trainer.global_step
+        if step and step not in self._scores:
+            self._kept_for_resuming = step
+            self._begin(trainer, self._score_at(step))
             self._settle(wait=True)
-            if trainer.global_step and trainer.global_step not in self._scores:
-                self._kept_for_resuming = step = trainer.global_step
-                # The last value was another model's: this one must not displace its.
-                self._begin(trainer, float(step) if self.monitor is None else math.nan)
-                self._settle(wait=True)
 
     def on_fit_end(self, trainer: Trainer) -> None:
+        self.finish_saving()
+
+    def teardown(self, trainer: Trainer) -> None:
         if self._dir is None:  # another callback's `setup` has failed
             return
         try:
             self._settle(wait=True)
         finally:
             self._dir.close()
+            self._dir = None
 
     def finish_saving(self) -> None:
         """Waits until the checkpoint that is being saved is in its folder."""
@@ -238,21 +317,24 @@ class ModelCheckpoint(Callback):
         return f"{self.folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:
+        measured = self._last_measured()
         return {
-            "scores": [[step, str(score)] for step, score in self._scores.items()],
-            "score": str(self._score),
+            "scores": as_json(self._scores),
+            "measured": measured and [measured[0], str(measured[1])],
             "is_due": self._is_due,
-            "kept_for_resuming": self._kept_for_resuming,
-            "best_first": self._ranked(self._scores),  # for `load_model`
+            "best_first": self._keeping.ranked(self._scores),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         _SAVED(state, "state")
         self._is_restored = True
-        self._scores = _scores_in(state)
+        self._scores = from_json(state["scores"])
         self._is_due = state["is_due"]
-        self._score = float("nan" if state["score"] is None else state["score"])
-        self._kept_for_resuming = state["kept_for_resuming"]
+        measured = state.get("measured")
+        self._measured = measured and (measured[0], float(measured[1]))
+        self._row = None
+
+    # Saving, one at a time.
 
     def _save_if_due(self, trainer: Trainer) -> None:
         # After the last step of an epoch its validation comes first: that is what the
@@ -263,17 +345,30 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Begins to save the present step, if it is to be kept."""
-        self._settle(wait=True)  # one at a time
+        self._settle(wait=True)
         step = trainer.global_step
-        score = float(step) if self.monitor is None else self._score
+        score = self._score_at(step)
         if step not in self._scores:
-            if step in self._kept({**self._scores, step: score}):
+            if step in self._keeping.kept({**self._scores, step: score}):
+                self._tell_once(trainer, score)
                 self._begin(trainer, score)
-        elif math.isnan(self._scores[step]):  # by a signal, before it was judged
+        elif self._scores[step] is None:  # saved before it was measured
             self._scores[step] = score
             self._remove_what_is_not_kept()
 
-    def _begin(self, trainer: Trainer, score: float) -> None:
+    def _tell_once(self, trainer: Trainer, score: float | None) -> None:
+        if score is not None or self._has_told:
+            return
+        self._has_told = True
+        text = (
+            f"step {trainer.global_step} is saved without a score, because"
+            f" {self.monitor!r} was not measured on these weights. It can't be the"
+            " best, and only the newest of such checkpoints is kept, as the last."
+        )
+        announce(trainer, "ModelCheckpoint", text)
+
+    def _begin(self, trainer: Trainer, score: float | None) -> None:
+        """Begins to save the present step."""
         assert self._dir is not None
         step = trainer.global_step
         self._scores[step] = score  # what is saved knows of itself
@@ -314,26 +409,20 @@ class ModelCheckpoint(Callback):
         text = f"{error} Training continues; the next one is tried when it is due."
         warn(text)
 
-    def _kept(self, scores: dict[int, float]) -> set[int]:
-        """Which steps stay, of those in `scores`."""
-        ranked, newest = self._ranked(scores), max(scores, default=-1)
-        kept = set(ranked if self.save_top_k == -1 else ranked[: self.save_top_k])
-        if scores and (self.save_last or newest == self._kept_for_resuming):
-            kept.add(newest)
-        return kept
-
-    def _ranked(self, scores: dict[int, float]) -> list[int]:
-        """Steps, best first; those without a value last; of equals the newer first."""
-        # Without a monitor, "best" is the newest.
-        mode = "max" if self.monitor is None else self.mode
-        return sorted(scores, key=lambda step: (rank(scores[step], mode), -step))
-
     def _remove_what_is_not_kept(self) -> None:
         assert self._dir is not None
-        for step in sorted(set(self._scores) - self._kept(self._scores)):
+        kept = self._keeping.kept(self._scores, self._kept_for_resuming)
+        removed = sorted(set(self._scores) - kept)
+        for step in removed:
             del self._scores[step]
-            if self._processes.index:
-                continue
+        if self._processes.index:
+            return
+        best = next(iter(self._keeping.ranked(self._scores)), None)
+        self._dir.link("best", best if self.monitor else None)
+        self._dir.link(
+            "last", max(self._scores, default=None) if self.save_last else None
+        )
+        for step in removed:
             try:
                 self._dir.remove(step)
             except OSError as error:
@@ -341,7 +430,7 @@ class ModelCheckpoint(Callback):
                 text = f"the old checkpoint {path} could not be removed: {error}."
                 warn(text)
 
-    def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float]]:
+    def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
         assert self._dir is not None
         there = {step: self._told_by(step, trainer) for step in self._dir.steps()}
@@ -355,14 +444,12 @@ class ModelCheckpoint(Callback):
         # Checkpoints of other runs, or that other callbacks have saved.
         strangers = self._dir.impostors()
         for step in sorted(set(there) - set(scores)):
-            run_id, score = there[step]
+            run_id, told = there[step]
             is_now = step == trainer.global_step
             is_ours = step <= trainer.global_step and run_id == trainer.run.id
-            score = score if is_ours else None
-            if score is not None and not self._is_restored:
-                scores[step] = math.nan if self.monitor else score
-            elif score is not None and is_now:
-                scores[step] = score
+            is_known = is_ours and step in told
+            if is_known and (is_now or not self._is_restored):
+                scores[step] = told[step]
             elif not (is_ours and is_now) or self._is_due:
                 strangers.append(step)
             # else saved by somebody else at this very step: the fit may go on from it
@@ -378,24 +465,22 @@ class ModelCheckpoint(Callback):
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
 
-    def _told_by(self, step: int, trainer: Trainer) -> tuple[str | None, float | None]:
-        """Whose run saved a step, and its score if this callback did; None: unknown."""
+    def _told_by(
+        self, step: int, trainer: Trainer
+    ) -> tuple[str | None, dict[int, float | None]]:
+        """Whose run saved a step, and the scores that this callback had then."""
         try:
             meta = checkpoint.read_meta(self._path_of(step))
         except (OSError, ValueError):
-            return None, None
+            return None, {}
         state = saved_state(trainer, meta, self)
-        score = _scores_in(state).get(step) if has_form(state, _SAVED) else None
-        return meta.get("run_id"), score
+        return meta["run_id"], from_json(state["scores"]) if has_form(
+            state, _SAVED
+        ) else {}
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
         return CheckpointDir(self.dirpath).path_of(step)
-
-
-def _scores_in(state: dict[str, Any]) -> dict[int, float]:
-    """The scores in a saved state, by step."""
-    return {int(step): float(score) for step, score in state["scores"]}
 
 
 def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -49,7 +49,8 @@ class Profiler(Callback):
         self._is_tracing = self._done = False
 
     def setup(self, trainer: Trainer) -> None:
-        self._folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
+        folder = self.dirpath or Path(trainer.default_root_dir) / "profile"
+        self._folder = Path(folder).expanduser()
         if trainer.is_global_zero:
             check_writable(self._folder, "Profiler")
 

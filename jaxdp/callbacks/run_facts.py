@@ -78,20 +78,33 @@ def optimizer_text(update: Any) -> str:
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
     function = inspect.unwrap(update)
     inside = closed_over(function)
-    own = [
-        f"{name}={plain(value)}"
-        for name, value in inside.items()
-        # Numbers, and functions that can be imported, such as optax.adam.
-        if isinstance(value, int | float)
-        or "<" not in getattr(value, "__qualname__", "<")
-    ]
-    stages = [
-        optimizer_text(each) for value in inside.values() for each in updates_in(value)
-    ]
-    if own or not stages:
-        maker = getattr(function, "__qualname__", type(function).__name__)
-        stages.insert(0, f"{maker.split('.<locals>')[0]}({', '.join(own)})")
+    updates = [each for value in inside.values() for each in updates_in(value)]
+    stages = [optimizer_text(each) for each in updates]
+    made = _made(function, inside)
+    if not made.endswith("()") or not stages:
+        stages.insert(0, made)
     return ", ".join(each for each in stages if each not in ("", "identity()"))
+
+
+def _made(function: Any, inside: Mapping[str, Any], depth: int = 0) -> str:
+    """Who has made a function, and from what: numbers, functions, such as schedules."""
+    told = []
+    for name, value in inside.items():
+        if not updates_in(value):
+            values = value if isinstance(value, list | tuple) else [value]
+            text = " ".join(filter(None, (_told(each, depth) for each in values)))
+            told += [f"{name}={text}"] if text else []
+    maker = getattr(function, "__qualname__", type(function).__name__)
+    return f"{maker.split('.<locals>')[0]}({', '.join(told)})"
+
+
+def _told(value: Any, depth: int) -> str:
+    if isinstance(value, int | float) or "<" not in getattr(value, "__qualname__", "<"):
+        return str(plain(value))
+    if inspect.isfunction(value) and depth < 3:
+        made = _made(value, closed_over(value), depth + 1)
+        return "" if made.endswith("()") else made  # which would say nothing
+    return ""
 
 
 def _is_model(value: Any) -> bool:

@@ -42,7 +42,7 @@ class StallWatch(Callback):
         check_number("timeout", timeout, above=0, below=math.inf)
         self.timeout = float(timeout)
         self.abort = abort
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).expanduser()
         self._armed = math.inf  # when the present countdown began
         self._file: IO[bytes] | None = None
 

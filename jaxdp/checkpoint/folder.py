@@ -1,6 +1,7 @@
 """A folder of checkpoints, one per saved step, that one run at a time writes to.
 
     <path>/128, <path>/256, ...    checkpoints, each named by its step
+    <path>/best, <path>/last       links to two of them, where links can be made
     <path>/before-1, ...           those of another run that were found in the way
     <path>/.lock                   held while a fit writes here; says who holds it
 
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ..basics.console import say
+from ..basics.files import absolute
 from ..basics.json_checks import parse_json
 from .orbax_quirks import as_orbax_reads
 
@@ -45,7 +47,7 @@ class CheckpointDir:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.path.abspath(path)
+        self.path = absolute(path)
         self._lock: int | None = None
 
     def steps(self) -> list[int]:
@@ -62,6 +64,30 @@ class CheckpointDir:
     def path_of(self, step: int) -> str:
         """The folder of a step."""
         return os.path.join(self.path, str(int(step)))
+
+    def link(self, name: str, step: int | None) -> None:
+        """Has the link `name` lead to the checkpoint of a step, or to nothing."""
+        path = os.path.join(self.path, name)
+        if os.path.lexists(path) and not os.path.islink(path):
+            return  # somebody else's
+        if step is not None and self.linked(name) == step:
+            return
+        new = os.path.join(self.path, f".{name}")
+        with contextlib.suppress(OSError):  # a killed process may have left it
+            os.unlink(new)
+        with contextlib.suppress(OSError):  # a file system without links
+            if step is None:
+                os.unlink(path)
+            else:
+                os.symlink(str(step), new)
+                os.replace(new, path)
+
+    def linked(self, name: str) -> int | None:
+        """The step that the link `name` leads to, if its checkpoint is here."""
+        with contextlib.suppress(OSError):
+            there = os.readlink(os.path.join(self.path, name))
+            return next((step for step in self.steps() if str(step) == there), None)
+        return None
 
     def open(self) -> None:
         """Takes the folder for this run, until `close` or the process's end.

@@ -69,7 +69,7 @@ def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
     record: dict[str, Any] = dict(run_facts(trainer, None))
     tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]
     tables = [table for table in tables if table is not None and table.exists()]
-    file = Path(path)
+    file = Path(path).expanduser()
     if file.is_dir() or not file.suffix:
         file = file / "report.html"
     if tables:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .. import checkpoint
 from ..basics.console import say, warn
+from ..basics.files import absolute
 from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
@@ -55,7 +56,8 @@ def taken(
     Args:
         where: a checkpoint's folder, or a word for some of those that the
             `ModelCheckpoint` callbacks of the trainer have saved: `"last"`, or
-            `"best"` by their monitor. Damaged ones are passed over, with a warning.
+            `"best"` by the first that has a `monitor`. Damaged ones are passed over,
+            with a warning.
         words: those that may be used.
 
     Raises:
@@ -70,12 +72,12 @@ def taken(
             f" {where!r}."
         )
     if where not in words or not isinstance(where, str):
-        if not os.path.lexists(where):
+        path = absolute(where)
+        if not os.path.lexists(path):
             raise FileNotFoundError(
                 f"`ckpt_path`={os.fspath(where)!r} is none of {words}, and there is"
-                f" nothing at {os.path.abspath(where)}."
+                f" nothing at {path}."
             )
-        path = os.path.abspath(where)
         return path, take(path)
 
     # A word: what the callbacks have saved.
@@ -86,7 +88,7 @@ def taken(
             " this trainer has none; add one, or pass the path of a checkpoint."
         )
     if where == "best":
-        savers = [saver for saver in savers if saver.monitor is not None]
+        savers = [saver for saver in savers if saver.monitor is not None][:1]
         if not savers:
             raise ValueError(
                 "`ckpt_path`='best' needs a ModelCheckpoint with a `monitor` to judge"
@@ -207,8 +209,11 @@ def _first_whole(
 def _best_first(
     trainer: "Trainer", saver: ModelCheckpoint, found: list[Any]
 ) -> list[Any]:
-    """By the scores that the newest whole checkpoint knows of."""
-    who = f"the callback {name_of(trainer, saver)}"
+    """Those with a score: by the link to the best, then as the newest whole one says.
+
+    The newest may have been measured after it was saved.
+    """
+    who, ranked = f"the callback {name_of(trainer, saver)}", None
     for step, folder in found:
         path = folder.path_of(step)
         try:
@@ -219,9 +224,19 @@ def _best_first(
                     " is not known which is best; use 'last' or a path."
                 )
             with taking_up(path, who, saver.ranked_in):
-                ranks = {step: rank for rank, step in enumerate(saver.ranked_in(state))}
+                ranked = saver.ranked_in(state)
+            break
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")
-            continue
-        return sorted(found, key=lambda pair: ranks.get(pair[0], len(ranks)))
-    return found
+    if ranked is None:
+        return found
+    there = dict(found)
+    linked = saver.folder(trainer).linked("best")
+    ranked = [linked, *(step for step in ranked if step != linked)]
+    best_first = [(step, there[step]) for step in ranked if step in there]
+    if not best_first:
+        raise ValueError(
+            f"`ckpt_path`='best': of no checkpoint in {saver.folder(trainer).path} was"
+            f" {saver.monitor!r} measured; use 'last' or a path."
+        )
+    return best_first

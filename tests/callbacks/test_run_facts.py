@@ -10,7 +10,12 @@ def test_optimizers_are_described_by_their_stages():
     adam = "scale_by_adam(b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, nesterov=False)"
     for optimizer, text in [
         (optax.adam(1e-3), f"{adam}, scale(step_size=-0.001)"),
-        (optax.adam(cosine), f"{adam}, scale_by_schedule()"),
+        (
+            optax.adam(cosine),
+            f"{adam}, scale_by_schedule(step_size_fn=scale_by_learning_rate("
+            "learning_rate=cosine_decay_schedule(alpha=0.0, decay_steps=100, "
+            "exponent=1.0, init_value=0.1), m=-1))",
+        ),
         (
             optax.sgd(0.1, momentum=0.9),
             "trace(decay=0.9, nesterov=False), scale(step_size=-0.1)",

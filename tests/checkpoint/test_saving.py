@@ -131,13 +131,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         make().load(tmp_path / "nothing")
 
 
-def test_another_model_or_optimizer_is_shown_leaf_by_leaf(tmp_path):
+def test_another_model_is_shown_leaf_by_leaf(tmp_path):
     path = make().save(tmp_path / "saved")
     other = make(model=eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="layers.*the checkpoint has nothing"):
         other.load(path)
-    with pytest.raises(ValueError, match="opt_state.*the trainer nothing"):
-        make(optimizer=optax.sgd(0.1)).load(path)
     wide = eqx.tree_at(lambda m: m.last.bias, Mlp(jax.random.key(0)), jax.numpy.ones(4))
     with pytest.raises(
         ValueError, match=r"last.bias: the checkpoint has float32\(3,\)"
@@ -146,8 +144,7 @@ def test_another_model_or_optimizer_is_shown_leaf_by_leaf(tmp_path):
 
 
 def folders(path):
-    names = {child.name for child in path.iterdir()} - {".lock"}
-    return sorted(int(name) for name in names)
+    return sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
 
 
 def test_model_checkpoint_keeps_the_best_by_a_monitor(tmp_path):

@@ -1,0 +1,334 @@
+"""The score of a checkpoint is that of its weights, whatever it is saved by."""
+
+import math
+import os
+import signal
+
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+
+DATA, VAL = batches(*[16] * 6), batches(16, 9, seed=1)
+
+
+class Values(Callback):
+    """Logs the values given for steps as `val_q`."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def on_validation_end(self, trainer, metrics):
+        trainer.log("val_q", self.values[trainer.global_step])
+
+
+class Signal(Callback):
+    """Sends SIGTERM after a step."""
+
+    looks_inside_blocks = False
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fail(Signal):
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if trainer.global_step == self.step:
+            raise KeyError("on purpose")
+
+
+def make(*callbacks, **options):
+    """Its validation loss goes down, up, and down again."""
+    rates = [optax.constant_schedule(rate) for rate in (0.5, -1.0, 0.5)]
+    return Trainer(
+        Mlp(jax.random.key(0)),
+        optax.sgd(optax.join_schedules(rates, [5, 9])),
+        loss="cross_entropy",
+        strategy=SingleDevice(),
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
+def folders(path):
+    return sorted(int(name) for name in os.listdir(path) if name.isdecimal())
+
+
+def scores(saver):
+    return {
+        step: score and float(score) for step, score in saver.state_dict()["scores"]
+    }
+
+
+def linked(path, name):
+    return os.path.realpath(path / name) if os.path.lexists(path / name) else ""
+
+
+COMBINATIONS = {
+    "epochs": ({}, {}, {}),
+    "intervals": ({}, {"val_check_interval": 2}, {}),
+    "an interval that ends with the epoch": ({}, {"val_check_interval": 3}, {}),
+    "shares": ({"save_top_k": 3}, {"val_check_interval": 0.5}, {}),
+    "steps, validated too": (
+        {"every_n_train_steps": 2, "save_top_k": 2},
+        {"val_check_interval": 2},
+        {},
+    ),
+    "steps, others than those validated": (
+        {"every_n_train_steps": 2},
+        {"val_check_interval": 3},
+        {"steps_per_execution": 4},
+    ),
+    "steps alone": ({"every_n_train_steps": 4}, {}, {"steps_per_execution": 6}),
+    "steps and epochs": (
+        {"every_n_train_steps": 5, "every_n_epochs": 2, "save_top_k": -1},
+        {"val_check_interval": 4},
+        {},
+    ),
+    "epochs, every second of which is validated": (
+        {"every_n_epochs": 1, "save_last": True},
+        {"check_val_every_n_epoch": 2},
+        {},
+    ),
+    "time": (
+        {"train_time_interval": 1e-6},
+        {"val_check_interval": 4},
+        {"steps_per_execution": 3},
+    ),
+    "the last too": ({"save_last": True}, {"val_check_interval": 4}, {}),
+    "only the last": (
+        {"save_last": True, "save_top_k": 0, "every_n_train_steps": 2},
+        {"val_check_interval": 3},
+        {},
+    ),
+    "accumulation": (
+        {"every_n_train_steps": 1, "save_top_k": 2},
+        {"val_check_interval": 3},
+        {"accumulate_grad_batches": 2},
+    ),
+    "a signal between two validations": (
+        {"every_n_train_steps": 5},
+        {"val_check_interval": 3, "stops_after": 7},
+        {},
+    ),
+    "a signal after a validation": (
+        {},
+        {"val_check_interval": 2, "stops_after": 8},
+        {"steps_per_execution": 2},
+    ),
+    "a signal at the end of an epoch": ({"save_top_k": 2}, {"stops_after": 6}, {}),
+}
+
+
+@pytest.mark.parametrize("of_saver, of_fit, of_trainer", [
+    pytest.param(*each, id=name) for name, each in COMBINATIONS.items()
+])  # fmt: skip
+def test_the_best_tests_as_it_was_scored(tmp_path, of_saver, of_fit, of_trainer):
+    def saving():
+        return ModelCheckpoint(tmp_path, monitor="val_loss", **of_saver)
+
+    fit = {"max_epochs": 3, **of_fit}
+    if (step := fit.pop("stops_after", None)) is not None:
+        with pytest.raises(SystemExit):
+            make(saving(), Signal(step), **of_trainer).fit(DATA, VAL, **fit)
+    saver = saving()
+    trainer = make(saver, **of_trainer)
+    trainer.fit(DATA, VAL, ckpt_path="auto", **fit)
+
+    # All that is kept has the score that it is measured to have, or none.
+    kept = scores(saver)
+    assert folders(tmp_path) == sorted(kept)
+    loss = "test_loss"
+    for step, score in kept.items():
+        if score is not None:
+            assert trainer.test(VAL, str(tmp_path / str(step)))[loss] == score
+    unscored = [step for step, score in kept.items() if score is None]
+    if of_saver.get("save_top_k") != -1:
+        assert unscored in ([], [max(kept)])
+
+    # The best of them is the best, for whoever asks.
+    scored = {step: score for step, score in kept.items() if score is not None}
+    last = str(tmp_path / str(max(kept)))
+    assert saver.last_model_path == last
+    assert linked(tmp_path, "last") == (last if saver.save_last else "")
+    if saver.save_top_k == 0:
+        assert len(kept) == 1
+        return
+    best = min(scored, key=scored.get)
+    assert saver.best_model_score == scored[best]
+    assert (
+        saver.best_model_path == linked(tmp_path, "best") == str(tmp_path / str(best))
+    )
+    assert trainer.test(VAL, "best")[loss] == saver.best_model_score
+    assert make(saving(), **of_trainer).test(VAL, "best")[loss] == scored[best]
+
+
+Q = {2: 1.0, 4: 5.0, 6: 4.0}
+
+
+@pytest.mark.parametrize("values, interval, options, expected", [
+    (Q, 2, {"every_n_train_steps": 2}, {2: 1.0}),
+    ({2: 5.0, 4: 1.0, 6: 7.0}, 2, {}, {4: 1.0}),
+    (Q, 2, {"mode": "max"}, {4: 5.0}),
+    (Q, 2, {"save_top_k": 2}, {2: 1.0, 6: 4.0}),
+    (Q, 2, {"save_last": True}, {2: 1.0, 6: 4.0}),
+    (Q, 2, {"save_top_k": -1}, Q),
+    (Q, 2, {"save_top_k": 0}, {}),
+    (Q, 2, {"every_n_epochs": 2}, {}),
+    # Of equal ones the older stays, and NaN is worse than anything.
+    ({2: 1.0, 4: 1.0, 6: 1.0}, 2, {}, {2: 1.0}),
+    ({2: 2.0, 4: 2.0, 6: 1.0}, 2, {"save_top_k": 2}, {2: 2.0, 6: 1.0}),
+    ({2: math.nan, 4: 3.0, 6: math.nan}, 2, {}, {4: 3.0}),
+    # Without a score, only the newest of all.
+    ({3: 5.0, 6: 1.0}, 3, {"every_n_train_steps": 2}, {6: 1.0}),
+    ({3: 1.0, 6: 5.0}, 3, {"every_n_train_steps": 2}, {3: 1.0, 4: None}),
+    ({3: 1.0, 6: 5.0}, 3, {"every_n_train_steps": 4, "save_top_k": -1},
+     {3: 1.0, 4: None, 6: 5.0}),
+    ({3: 1.0, 6: 5.0}, 3, {"every_n_train_steps": 4, "save_top_k": 0}, {}),
+])  # fmt: skip
+def test_what_is_kept(tmp_path, values, interval, options, expected):
+    saver = ModelCheckpoint(tmp_path, monitor="val_q", **options)
+    make(Values(values), saver).fit(DATA, VAL, val_check_interval=interval)
+    assert scores(saver) == expected
+    assert folders(tmp_path) == sorted(expected)
+
+
+def test_what_has_no_score_is_told_once(tmp_path, caplog):
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2)
+    trainer = make(saver)
+    trainer.fit(DATA, VAL, check_val_every_n_epoch=2)
+    assert caplog.text.count("step 2 is saved without a score, because 'val_loss'") == 1
+    assert folders(tmp_path) == [6] and "step 4 is saved" not in caplog.text
+    assert (saver.best_model_path, saver.best_model_score) == ("", None)
+    with pytest.raises(
+        ValueError, match="'best': of no checkpoint in .*'val_loss' mea"
+    ):
+        trainer.test(VAL, "best")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size):
+    class Losses(Callback):
+        looks_inside_blocks = False
+        seen = {}
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            self.seen[trainer.global_step] = float(metrics["loss"])
+
+    saver = ModelCheckpoint(
+        tmp_path, monitor="loss", every_n_train_steps=2, every_n_epochs=1, save_top_k=-1
+    )
+    trainer = make(Losses(), saver, steps_per_execution=size)
+    trainer.fit(DATA[:5], max_epochs=2)
+    expected = {step: Losses.seen[step] for step in (2, 4, 5, 6, 8, 10)}
+    assert scores(saver) == expected
+    assert saver.best_model_score == min(expected.values())
+    by_epochs = ModelCheckpoint(tmp_path / "epochs", monitor="loss", save_top_k=-1)
+    history = make(by_epochs).fit(DATA, max_epochs=2)
+    assert list(scores(by_epochs).values()) == history["loss"]
+
+
+def test_a_value_of_an_epoch_judges_its_end(tmp_path):
+    class Values(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            trainer.log("f1", [0.5, 0.7, 0.6][trainer.current_epoch])
+
+    saver = ModelCheckpoint(tmp_path, "f1", "max", every_n_train_steps=4)
+    make(Values(), saver).fit(DATA, max_epochs=3)
+    assert scores(saver) == {12: 0.7, 16: None}
+
+
+def test_a_loop_of_ones_own_is_saved_epoch_by_epoch(tmp_path):
+    saver = ModelCheckpoint(tmp_path, monitor="loss", every_n_train_steps=4)
+    trainer, losses = make(saver), {}
+    for _ in range(2):
+        for metrics in trainer.steps(DATA):
+            losses[trainer.global_step] = float(metrics["loss"])
+    assert folders(tmp_path) == [min((4, 8, 12), key=losses.get)]
+
+
+def test_an_epoch_of_unknown_length_is_judged_once_it_is_over(tmp_path):
+    class Batches:
+        def __iter__(self):
+            return iter(DATA)
+
+    def saving():
+        options = {"every_n_train_steps": 3, "save_top_k": 2}
+        return ModelCheckpoint(tmp_path, monitor="val_loss", **options)
+
+    saver = saving()
+    trainer = make(saver)
+    history = trainer.fit(Batches(), VAL)
+    assert scores(saver) == {6: history["val_loss"][0]}
+    for each in trainer, make(saving()):
+        assert each.test(VAL, "best")["test_loss"] == history["val_loss"][0]
+
+
+def test_what_is_gone_on_from_stays_until_another_one_is_whole(tmp_path):
+    def saving(**options):
+        return ModelCheckpoint(tmp_path, monitor="val_q", **options)
+
+    make(Values(Q), saving(save_top_k=3)).fit(DATA, VAL, val_check_interval=2)
+    assert folders(tmp_path) == [2, 4, 6]
+    seen = []
+
+    class Look(Callback):
+        def on_boundary(self, trainer):
+            seen.append(folders(tmp_path))
+
+    # The best of two is step 2, and it goes on from 6.
+    values = {9: 0.5, 12: 9.0}
+    trainer = make(Values(values), Look(), saving())
+    trainer.fit(DATA, VAL, max_epochs=2, val_check_interval=3, ckpt_path=tmp_path / "6")
+    assert seen[0] == seen[2] == [2, 6]
+    assert folders(tmp_path) == [9]
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_an_exception_is_saved_if_it_is_asked_for(tmp_path, on):
+    def saving(**options):
+        return ModelCheckpoint(tmp_path, "val_loss", save_on_exception=on, **options)
+
+    saver = saving()
+    with pytest.raises(KeyError, match="on purpose"):
+        make(saver, Fail(8)).fit(DATA, VAL, max_epochs=2)
+    assert folders(tmp_path) == ([6, 8] if on else [6])
+    assert saver.best_model_path == str(tmp_path / "6")
+    whole = make()
+    whole.fit(DATA, VAL, max_epochs=2)
+    again = make(saving())
+    again.fit(DATA, VAL, max_epochs=2, ckpt_path="auto")
+    for a, b in zip(
+        jax.tree.leaves(again.state), jax.tree.leaves(whole.state), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name, instead", [
+    ("filename", "named by its step, and the best and the last one have links"),
+    ("save_best_only", "`save_top_k=1` with a `monitor`"),
+    ("save_weights_only", "`jaxdp.load_model`"),
+    ("every_n_step", ""),
+])  # fmt: skip
+def test_an_argument_of_others_says_what_there_is_instead(name, instead):
+    with pytest.raises(TypeError, match=f"no argument `{name}`.*{instead}"):
+        ModelCheckpoint(**{name: True})
+
+
+def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saver = ModelCheckpoint("~/runs", monitor="val_loss")
+    trainer = make(saver)
+    trainer.fit(DATA, VAL)
+    assert saver.best_model_path == str(tmp_path / "runs" / "6")
+    make().load("~/runs/best")
+    make().fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")
