@@ -1,14 +1,19 @@
 """The leaves of a `TrainState`, under the names that a checkpoint has for them."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..basics.tree import leaf_path
-from ..step import TrainState
+from ..step import TrainState, Weights
+
+WEIGHTS: Final = Weights._fields
+
+EVALUATED: Final = "evaluated: "
+"""Before the names of leaves that are evaluated and in no state."""
 
 Named = dict[str, Any]
 """`{"field: path": leaf}`: readable by anyone, whatever the classes in the tree."""
@@ -16,11 +21,18 @@ Named = dict[str, Any]
 
 def name_leaves(state: TrainState) -> Named:
     """The arrays of a state, PRNG keys as the integers that they are made of."""
-    return {
-        _name(field, path): plain(leaf)
-        for field, tree in state._asdict().items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {name: plain(leaf) for name, leaf in _with_names(state)}
+
+
+def _with_names(state: TrainState) -> Iterator[tuple[str, Any]]:
+    for field, tree in state._asdict().items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            yield _name(field, path), leaf
+
+
+def of_weights(named: Mapping[str, Any]) -> Named:
+    """Only those that evaluation reads."""
+    return {n: leaf for n, leaf in named.items() if n.partition(": ")[0] in WEIGHTS}
 
 
 def unname_leaves(named: Named, like: TrainState) -> TrainState:
@@ -43,6 +55,29 @@ def _name(field: str, path: Any) -> str:
 def arrays_of(state: TrainState) -> Named:
     """The arrays that a checkpoint of `state` would have, by name."""
     return with_elements(name_leaves(state))
+
+
+def evaluated_leaves(
+    state: TrainState, evaluated: TrainState
+) -> tuple[dict[str, str], Named]:
+    """Where a checkpoint has the weights that are evaluated, by the names of weights.
+
+    Only of those that are others than the ones trained, an average say. The second is
+    what is to be stored besides, because no leaf of the state has it.
+    """
+    names = {id(leaf): name for name, leaf in _with_names(state)}
+    where, others = {}, {}
+    for field in WEIGHTS:
+        own = jax.tree_util.tree_leaves_with_path(getattr(state, field))
+        seen = jax.tree.leaves(getattr(evaluated, field))
+        for (path, leaf), other in zip(own, seen, strict=True):
+            if other is leaf:
+                continue
+            name = _name(field, path)
+            where[name] = names.get(id(other)) or EVALUATED + name.replace(": ", ".", 1)
+            if id(other) not in names:
+                others[where[name]] = plain(other)
+    return where, others
 
 
 def with_elements(named: Named) -> Named:

@@ -81,6 +81,8 @@ FORM: Final = fields(
     {  # which those of before do not have
         "logged": by_name(number()),
         "compiler_options": by_name(text()),
+        "evaluated": by_name(text()),
+        "arguments": by_name(text()),
         "left_out": each(row(whole(), whole())),  # of 0.2, by a guard that is no more
     },
 )

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from ..basics.console import some_of
 from ..basics.environment import versions
+from ..basics.files import absolute
 from ..basics.json_checks import fields, read_json, whole
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal
 from .fingerprints import fingerprints
 from .leaves import (
+    EVALUATED,
     Named,
     arrays_of,
     differences,
@@ -25,6 +27,7 @@ from .leaves import (
     flat,
     name_leaves,
     nested,
+    of_weights,
     shape_in,
     shapes,
     unname_leaves,
@@ -42,6 +45,9 @@ def restore(
     path: str | os.PathLike[str],
     like: Callable[[Mapping[str, tuple[int, ...]]], TrainState],
     take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
+    *,
+    evaluated: bool = False,
+    arguments: Mapping[str, str] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads what `start_saving` wrote, laid out as `like` says.
 
@@ -51,22 +57,27 @@ def restore(
             optimizer, or shapes with shardings, on any devices.
         take_up: called with the metadata before the arrays are read. What it raises
             is raised.
+        evaluated: whether only the weights are read, and of these the ones that were
+            evaluated; all else is as in `like`, and may be another optimizer's.
+        arguments: those of now, to be named if the checkpoint has other leaves.
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
         CheckpointCorrupt: if it is torn or damaged.
-        ValueError: if it is of another model or optimizer; it names every leaf that
-            is missing, left over, or of another shape or dtype. Or if it is of a
-            format that this version does not read.
+        ValueError: if it is of another model or optimizer; it names the arguments that
+            have changed, or every leaf that is missing, left over, or of another shape
+            or dtype. Or if it is of a format that this version does not read.
     """
-    processes, path = find_processes(), os.path.abspath(path)
+    processes, path = find_processes(), absolute(path)
 
     def wanted(meta: dict[str, Any]) -> TrainState:
         return like({name: shape_in(text) for name, text in meta["leaves"].items()})
 
     # The files are looked through once, the metadata by every process.
     saved = processes.first(
-        f"restoring {path}", lambda: digest(_checked(path, wanted)), CheckpointCorrupt
+        f"restoring {path}",
+        lambda: digest(_checked(path, wanted, evaluated, arguments)),
+        CheckpointCorrupt,
     )
     with _alike(processes, path):
         meta = read_meta(path)
@@ -77,16 +88,17 @@ def restore(
             )
         take_up(meta)
 
-    state = wanted(meta)
-    stored = _read_arrays(path, arrays_of(state), meta)
-    return unname_leaves(stored, state), meta
+    state, names = wanted(meta), _names_in(meta, evaluated)
+    arrays = {n: leaf for n, leaf in arrays_of(state).items() if n in names}
+    stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()}, meta)
+    return unname_leaves({name: stored[names[name]] for name in arrays}, state), meta
 
 
 def restore_leaves(
     path: str | os.PathLike[str], meta: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, Any]:
     """Reads some arrays, by their names in `meta["leaves"]`, onto one device."""
-    path = os.path.abspath(path)
+    path = absolute(path)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     texts = {name: meta["leaves"][name] for name in names}
     leaves = {
@@ -109,7 +121,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
             `restore` does.
     """
-    path = os.path.abspath(path)
+    path = absolute(path)
     _check_is_checkpoint(path)
     try:
         meta = read_json(os.path.join(path, "meta", "metadata"))
@@ -137,6 +149,8 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise corrupt(
             path, f"what its meta/metadata says was not saved by a trainer: {error}"
         ) from error
+    if lost := set(meta.get("evaluated", {}).values()) - meta["leaves"].keys():
+        raise corrupt(path, f"it lacks what was evaluated: {some_of(sorted(lost))}")
     return meta
 
 
@@ -160,12 +174,27 @@ def _alike(processes: Processes, path: str) -> Iterator[None]:
     raise CheckpointCorrupt(f"`path`: {path} could not be taken up: {wrong}")
 
 
+def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
+    """What a checkpoint calls the leaves of a state, or the weights evaluated."""
+    names = {name: name for name in meta["leaves"] if not name.startswith(EVALUATED)}
+    if not evaluated:
+        return names
+    where = meta.get("evaluated", {})
+    return {name: where.get(name, name) for name in of_weights(names)}
+
+
 def _checked(
-    path: str, wanted: Callable[[dict[str, Any]], TrainState]
+    path: str,
+    wanted: Callable[[dict[str, Any]], TrainState],
+    evaluated: bool,
+    arguments: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """`read_meta`, of the arrays `wanted`, the files being those that were saved."""
     meta = read_meta(path)
-    check_same(path, shapes(name_leaves(wanted(meta))), meta["leaves"])
+    leaves = name_leaves(wanted(meta))
+    stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
+    now = shapes(of_weights(leaves) if evaluated else leaves)
+    check_same(path, now, stored, changed_arguments(meta, arguments))
     _check_seal(path, meta["leaves"])
     return meta
 
@@ -195,11 +224,38 @@ def _check_is_checkpoint(path: str) -> None:
                 )
 
 
-def check_same(path: str, wanted: dict[str, str], stored: dict[str, str]) -> None:
-    """Raises unless a checkpoint's arrays are those that are wanted."""
+def changed_arguments(
+    meta: Mapping[str, Any], now: Mapping[str, str] | None
+) -> list[str]:
+    """A line for each argument that was another one when a checkpoint was saved."""
+    then = meta.get("arguments")
+    if then is None or now is None:
+        return []
+    return [
+        f"  `{name}` was {then.get(name) or 'nothing'}, and is"
+        f" {now.get(name) or 'nothing'}"
+        for name in dict.fromkeys([*now, *then])
+        if then.get(name) != now.get(name)
+    ]
+
+
+def check_same(
+    path: str, wanted: dict[str, str], stored: dict[str, str], changed: list[str]
+) -> None:
+    """Raises unless a checkpoint's arrays are those that are wanted.
+
+    What it says are the arguments that have `changed`. Of a model's own fields, such as
+    `Linear.in_features`, the leaves say more.
+    """
     lines = differences(wanted, stored)
     if not lines:
         return
+    if any("." not in line.partition(" was ")[0] for line in changed):
+        raise ValueError(
+            f"`path`: {path} was saved with other arguments, and what they add to the"
+            f" state differs:\n{first_lines(changed)}\nPass the same ones to resume;"
+            " `jaxdp.load_model(path, like=model)` loads the weights alone."
+        )
     hint = ""
     if {line.strip().partition(":")[0] for line in lines} == {"opt_state"}:
         hint = (

@@ -28,13 +28,13 @@ from typing import Any, Final
 from ..basics.arguments import check_is_local
 from ..basics.console import some_of
 from ..basics.environment import versions
-from ..basics.files import sync
+from ..basics.files import absolute, sync
 from ..basics.json_checks import parse_json
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal
 from .fingerprints import fingerprints
-from .leaves import Named, name_leaves, nested, shapes, with_elements
+from .leaves import Named, evaluated_leaves, name_leaves, nested, shapes, with_elements
 from .metadata import FORM, FORMAT, digest
 from .orbax_quirks import (
     as_orbax_reads,
@@ -143,6 +143,7 @@ def start_saving(
     waiting: Callable[
         [], contextlib.AbstractContextManager[None]
     ] = contextlib.nullcontext,
+    evaluated: TrainState | None = None,
 ) -> Saving:
     """Begins to write `state` and `meta` into the new folder `path`.
 
@@ -155,6 +156,7 @@ def start_saving(
         meta: JSON values.
         then: called by the first `Saving.finish`, with the path.
         waiting: gives the context in which `Saving.finish` waits, of a stopwatch say.
+        evaluated: `state` with the weights that are evaluated, if these are others.
 
     Raises:
         FileExistsError: if something is at `path`.
@@ -165,10 +167,12 @@ def start_saving(
 
     global _latest
     check_is_local("path", path)
-    path, processes = os.path.abspath(path), find_processes()
+    path, processes = absolute(path), find_processes()
     processes.first(f"saving {path}", lambda: _check_is_new(path))
 
-    named = name_leaves(state)
+    where, others = evaluated_leaves(state, evaluated or state)
+    named = name_leaves(state) | others
+    meta = {**meta, "evaluated": where}
     stored = with_elements(named)
     arguments = ocp.args.Composite(
         state=ocp.args.StandardSave(nested(stored)),

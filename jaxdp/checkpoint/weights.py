@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
-from ..basics.files import replacing, sync
+from ..basics.files import absolute, replacing, sync
 from ..basics.tree import leaf_path
 from .folder import CheckpointDir
 from .leaves import differences, first_lines, plain, shape_text, unplain
@@ -27,6 +28,7 @@ def load_model(
     *,
     state: eqx.nn.State | None = None,
     partial: bool = False,
+    which: str = "scored",
 ) -> Any:
     """Loads a model from a checkpoint or a file of weights.
 
@@ -42,6 +44,9 @@ def load_model(
         state: an `eqx.nn.State` to fill as well. Only checkpoints contain one.
         partial: keep the leaves of `like` that the file lacks or has in another shape,
             and say which.
+        which: the weights that were validated, `"scored"`, or `"raw"` ones, that
+            training goes on with. They differ where a `WeightAveraging` or the like
+            had others evaluated.
 
     Returns:
         A new model, on the default device; with `state`, `(model, state)`.
@@ -50,7 +55,8 @@ def load_model(
         FileNotFoundError, CheckpointCorrupt: as `Trainer.load`.
         ValueError: if leaves differ and `partial` is False; it names them.
     """
-    path = os.fspath(path)
+    check_choice("which", which, ("scored", "raw"))
+    path = absolute(path)
     if path.endswith(".eqx"):
         if state is not None or partial:
             raise ValueError(
@@ -66,7 +72,7 @@ def load_model(
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
         stored, read = _open_safetensors(path)
     else:
-        stored, read = _open_checkpoint(path := _one_checkpoint(path))
+        stored, read = _open_checkpoint(path := _one_checkpoint(path), which)
         if state is not None:
             wanted |= {f"model_state: {n}": x for n, x in _shapes(state).items()}
 
@@ -90,7 +96,7 @@ def save_model(path: Path, model: PyTree) -> str:
     Returns:
         The absolute path.
     """
-    path = os.path.abspath(path)
+    path = absolute(path)
     if path.endswith(".safetensors"):
         _safetensors()  # says that it is missing, before anything is made
         write = _write_safetensors
@@ -106,12 +112,13 @@ def save_model(path: Path, model: PyTree) -> str:
     return path
 
 
-def read_weights(path: Path) -> dict[str, np.ndarray]:
+def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     """The arrays of the model in a checkpoint by their paths, without the model.
 
-    Typed PRNG keys are the integers that they are made of.
+    `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
+    they are made of.
     """
-    shapes, read = _open_checkpoint(os.fspath(path))
+    shapes, read = _open_checkpoint(_one_checkpoint(absolute(path)), which)
     wanted = [name for name in shapes if not name.startswith("model_state: ")]
     return {name: np.asarray(value) for name, value in read(wanted).items()}
 
@@ -172,7 +179,11 @@ def _one_checkpoint(path: str) -> str:
     if not steps or os.path.lexists(os.path.join(path, "meta")):
         return path
     last = steps[-1]
-    best_first = _record(folder, read_meta(folder.path_of(last)))
+    # The link knows of what was measured after it was saved.
+    best_first = [
+        folder.linked("best"),
+        *_record(folder, read_meta(folder.path_of(last))),
+    ]
     chosen = next((step for step in best_first if step in steps), last)
     what = "the last" if chosen == last else "the best"
     say(f"`load_model`: {folder.path_of(chosen)}, {what} of {len(steps)} checkpoints")
@@ -199,16 +210,17 @@ def _record(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
     return records[max(records, key=is_of)] if records else []
 
 
-def _open_checkpoint(path: str) -> tuple[dict[str, str], Reader]:
+def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
     """Shapes by name in the model, and how to read some of them."""
     meta = read_meta(path)
+    where = meta.get("evaluated", {}) if which == "scored" else {}
     full_names: dict[str, str] = {}
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
         if field in ("params", "buffers"):
-            full_names[name] = full
+            full_names[name] = where.get(full, full)
         elif field == "model_state":
-            full_names[full] = full
+            full_names[full] = where.get(full, full)
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
 
     def read(found: Iterable[str]) -> dict[str, Any]:

@@ -112,8 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     option("-o", "--output", help="write an HTML page too, with curves")
 
     option = add(_export, "write the weights of a checkpoint into one file")
-    option("checkpoint", help="the folder of a checkpoint")
+    option("checkpoint", help="the folder of a checkpoint, or of several")
     option("output", help="ends with .safetensors or .npz")
+    which = "those that were validated, an average say, or those of training"
+    option("--which", choices=("scored", "raw"), default="scored", help=which)
     return parser
 
 
@@ -200,7 +202,7 @@ def _export(options: argparse.Namespace) -> None:
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")
     arrays: dict[str, Any] = {
         name: np.ascontiguousarray(array)
-        for name, array in read_weights(options.checkpoint).items()
+        for name, array in read_weights(options.checkpoint, options.which).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:

@@ -152,11 +152,6 @@ class HeldState:
             return self.state
         return self._once("evaluated", lambda: view(self.state))
 
-    def weights_of(self, state: TrainState) -> list[Array]:
-        """The leaves that are evaluated of a placed `state`, which need not be ours."""
-        viewed = state if self._view is None else self._view(state)
-        return jax.tree.leaves(viewed.weights)
-
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""
         return self._once("model", self._gathered)

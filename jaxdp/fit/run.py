@@ -1,5 +1,6 @@
 """What a trainer works with, made when it is first needed."""
 
+import functools
 import threading
 import time
 import uuid
@@ -46,6 +47,7 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.compiler_options import DETERMINISTIC, spelled_here
 from . import checks
+from .description import described
 from .logged import Logged
 from .pass_metrics import split_metrics
 from .progress import Progress
@@ -142,6 +144,11 @@ class Run:
         self._precision = find_precision(arguments["precision"])
         self._engine: Engine | None = None
         self._planned: tuple[Any, Plan | None] | None = None
+
+    @functools.cached_property
+    def description(self) -> dict[str, str]:
+        """What of the arguments decides the numbers, in words."""
+        return described(self)
 
     @property
     def has_engine(self) -> bool:

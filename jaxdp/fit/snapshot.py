@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks.states import identities, misfits, named, saved_states
@@ -27,11 +29,12 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
 
     with run.interrupts.whole():
         run.take_over(trainer.callbacks)
-        state = run.settled_engine("`save`").state
+        held = run.settled_engine("`save`").held
+        state = held.state
         meta = all_but_arrays(trainer)
         with _waiting(run):
             return checkpoint.start_saving(
-                path, state, meta, saved, lambda: _waiting(run)
+                path, state, meta, saved, lambda: _waiting(run), held.evaluated
             )
 
 
@@ -54,6 +57,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
             run.engine.padding,
             run.accumulate_grad_batches,
         ],
+        "arguments": run.description,
         "strategy": repr(run.strategy),
         "compiler_options": {k: str(v) for k, v in run.compiler_options.items()},
         "devices": len(run.engine.state.step.sharding.device_set),
@@ -70,18 +74,15 @@ def _waiting(run: "Run") -> Iterator[None]:
 def weights_at(
     trainer: "Trainer", path: str | os.PathLike[str]
 ) -> tuple[int, list[Any]]:
-    """The step of a checkpoint, and its weights as a pass evaluates them.
+    """The step of a checkpoint, and the weights that were evaluated, an average say.
 
-    The trainer's own state stays, and all else of the trainer. Where callbacks have
-    others evaluated, an average say, these are that checkpoint's.
+    The trainer's own state stays, and all else of the trainer. Its optimizer and
+    callbacks may be others.
     """
-    run = trainer.run
-    with run.interrupts.whole():
-        held, strategy = run.engine.held, run.engine.strategy
-        state, meta = checkpoint.restore(
-            path, lambda shapes: strategy.as_saved(held.state, shapes)
-        )
-        return meta["global_step"], held.weights_of(strategy.place(state))
+    held = trainer.run.engine.held
+    with trainer.run.interrupts.whole():
+        state, meta = checkpoint.restore(path, lambda _: held.state, evaluated=True)
+        return meta["global_step"], jax.tree.leaves(state.weights)
 
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
@@ -95,6 +96,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
                 path,
                 lambda shapes: strategy.as_saved(run.engine.state, shapes),
                 lambda meta: _take_up(trainer, path, meta),
+                arguments=run.description,
             )
             state = strategy.place(state)
 
@@ -123,6 +125,9 @@ def _take_up(
         )
 
     # What decides the numbers, or their last bits.
+    if changed := checkpoint.changed_arguments(meta, run.description):
+        lines = "\n".join(changed)
+        say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
     options = {name: str(value) for name, value in run.compiler_options.items()}
     if meta.get("compiler_options", {}) != options:
         say(

@@ -69,8 +69,9 @@ class LocalSGD(Sharded):
     replicas.
 
     - `trainer.model`, validation and `predict` take the mean of the replicas, which
-      right after an outer step are the outer weights. `trainer.state.params` and
-      `load_model` of a checkpoint have the outer weights, as of the last outer step.
+      right after an outer step are the outer weights. So does `load_model` of a
+      checkpoint; `trainer.state.params` and `load_model(which="raw")` have the outer
+      weights, as of the last outer step.
     - A replica's gradient is the sum over its real rows, divided by the mean number of
       real rows per replica. So `every=1`, `outer=optax.sgd(1.0)` and plain SGD as the
       optimizer give the numbers of `Sharded`, even with ragged batches.

@@ -12,8 +12,9 @@ import pytest
 from toys import Mlp, batches, quiet
 
 import jaxdp
-from jaxdp import FSDP, SingleDevice
+from jaxdp import FSDP, Callback, LocalSGD, SingleDevice
 from jaxdp.callbacks import ModelCheckpoint, WeightAveraging
+from jaxdp.cli import main
 
 TRAIN, VAL, TEST = batches(16, 16, 5), batches(16, seed=1), batches(16, 9, seed=2)
 
@@ -125,6 +126,82 @@ def test_a_fresh_trainer_tests_what_another_has_saved(tmp_path):
     np.testing.assert_allclose(list(found.values()), by_hand(average), rtol=1e-5)
     assert again.global_step == 0
     assert again.test(TEST, "last") == pytest.approx(trainer.test(TEST), rel=1e-5)
+
+
+def averaging(average):
+    return [WeightAveraging(average)] if average else []
+
+
+@pytest.mark.parametrize("strategy, precision, average", [
+    (SingleDevice(), "32-true", 0.5), (FSDP(min_size=1), "32-true", None),
+    (FSDP(min_size=1), "32-true", 0.5), (SingleDevice(), "bf16-true", 0.5),
+    (LocalSGD(2), "32-true", None),
+], ids=repr)  # fmt: skip
+def test_the_weights_of_a_checkpoint_are_those_scored(
+    tmp_path, strategy, precision, average, capsys
+):
+    def make(*callbacks, optimizer):
+        return quiet(
+            Mlp(jax.random.key(0), rate=0.0),
+            optimizer,
+            loss="cross_entropy",
+            strategy=strategy,
+            precision=precision,
+            callbacks=callbacks,
+        )
+
+    class Seen(Callback):
+        raw, scored = {}, {}
+
+        def on_validation_end(self, trainer, metrics):
+            self.scored[trainer.global_step] = arrays(trainer.model)
+            params = strategy.gather(trainer.state.params)
+            self.raw[trainer.global_step] = arrays(params)
+
+    saver, seen = ModelCheckpoint(tmp_path / "run", "val_loss"), Seen()
+    trainer = make(saver, seen, *averaging(average), optimizer=downhill_then_up())
+    trainer.fit(TRAIN, VAL, max_epochs=4)
+    score, step = saver.best_model_score, int(os.path.basename(saver.best_model_path))
+
+    like = Mlp(jax.random.key(1))
+    if precision == "bf16-true":
+        like = jax.tree.map(
+            lambda x: x.astype("bfloat16") if eqx.is_inexact_array(x) else x, like
+        )
+
+    def load(**options):
+        return jaxdp.load_model(tmp_path / "run", like, **options)
+
+    def loaded(**options):
+        return arrays(load(**options))
+
+    for one, other in zip(loaded(), seen.scored[step], strict=True):
+        np.testing.assert_array_equal(one, other)
+    floats = [leaf for leaf in loaded(which="raw") if leaf.dtype.kind not in "ib"]
+    assert len(floats) == len(seen.raw[step])
+    for one, other in zip(floats, seen.raw[step], strict=True):
+        np.testing.assert_array_equal(one, other)
+    pairs = zip(loaded(), loaded(which="raw"), strict=True)
+    is_apart = average is not None or isinstance(strategy, LocalSGD)
+    assert any((a != b).any() for a, b in pairs) == is_apart
+
+    # Also where another trainer, whose optimizer is another one, tests them.
+    other = make(
+        ModelCheckpoint(tmp_path / "run", "val_loss"), optimizer=optax.adam(1.0)
+    )
+    for each in trainer, other:
+        assert each.test(VAL, "best")["test_loss"] == score
+
+    def exported(*options):
+        file = tmp_path / "weights.npz"
+        main(["export", str(tmp_path / "run"), str(file), *options])
+        with np.load(file) as weights:
+            return weights["first.weight"]
+
+    if precision == "32-true":
+        raw = load(which="raw").first.weight
+        np.testing.assert_array_equal(exported("--which", "raw"), raw)
+        np.testing.assert_array_equal(exported(), load().first.weight)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_there_must_be_some(tmp_path):

@@ -1,0 +1,86 @@
+"""What of a trainer's arguments decides the numbers, in words, to compare later."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import equinox as eqx
+import jax
+
+from ..basics.console import some_of
+from ..basics.tree import leaf_path
+from ..callbacks.base import Callback, overrides
+from ..callbacks.run_facts import optimizer_text, plain
+from ..strategies import DataParallel
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+def described(run: "Run") -> dict[str, str]:
+    """The arguments by name; of a model, what is no array, by class and field."""
+    given, (_, buffers, rest) = run.arguments, run.parts
+    names = "loss", "loss_fn", "precision", "accumulate_grad_batches", "ensemble"
+    told = {name: _text(given[name]) for name in (*names, "gradient_clip_val")}
+    told["optimizer"] = _optimizer(run)
+    told["filter_spec"] = _frozen(buffers)
+    told["callbacks"] = ", ".join(map(_text_of, filter(_is_part, run.hooks.callbacks)))
+    wraps = type(run.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
+    told["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
+    return told | _model(rest)
+
+
+def _optimizer(run: "Run") -> str:
+    parts = run.several or ()
+    if not parts:
+        return optimizer_text(run.arguments["optimizer"].update)
+    return "; ".join(f"{p.name}: {optimizer_text(p.optimizer.update)}" for p in parts)
+
+
+def _frozen(buffers: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(buffers)
+    names = [leaf_path(path) for path, leaf in leaves if eqx.is_inexact_array(leaf)]
+    return f"one that freezes {some_of(names)}" if names else "one that freezes nothing"
+
+
+def _is_part(callback: Callback) -> bool:
+    return any(overrides(callback, n) for n in ("wrap_optimizer", "evaluated_state"))
+
+
+def _text_of(callback: Callback) -> str:
+    own = {n: v for n, v in vars(callback).items() if not n.startswith("_")}
+    simple = (int, float, str, type(None))
+    shown = [f"{name}={v!r}" for name, v in own.items() if isinstance(v, simple)]
+    return f"{type(callback).__name__}({', '.join(shown)})"
+
+
+def _model(model: Any) -> dict[str, str]:
+    """The distinct values of every field, such as `Linear.use_bias`."""
+    found: dict[str, dict[str, None]] = {}
+    waiting = [("model", model)]
+    while waiting:
+        where, value = waiting.pop(0)
+        for leaf in jax.tree.leaves(value, is_leaf=_is_module):
+            if _is_module(leaf):
+                waiting[:0] = _fields(leaf)
+            elif not eqx.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+                found.setdefault(where, {})[_text(leaf)] = None
+    return {where: ", ".join(texts) for where, texts in found.items()}
+
+
+def _fields(module: eqx.Module) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(module):
+        if hasattr(module, field.name):
+            name = f"{type(module).__name__}.{field.name}"
+            yield name, getattr(module, field.name)
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, eqx.Module)
+
+
+def _text(value: Any) -> str:
+    """Without addresses, which differ in every process."""
+    text = value.__name__ if isinstance(value, type) else str(plain(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

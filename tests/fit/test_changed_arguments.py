@@ -1,0 +1,131 @@
+"""What was changed between a save and its resume is named as the argument it is."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import optax
+import pytest
+from toys import Mlp, batches
+
+from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
+from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
+
+DATA = batches(16, 16)
+
+
+def model(**changes):
+    changed = Mlp(jax.random.key(0))
+    for name, value in changes.items():
+        changed = eqx.tree_at(
+            lambda m, name=name: getattr(m, name), changed, replace=value
+        )
+    return changed
+
+
+def make(**changes):
+    given = {
+        "model": model(),
+        "optimizer": optax.adamw(1e-3),
+        "loss": "cross_entropy",
+        "strategy": SingleDevice(),
+        "enable_progress_bar": False,
+    }
+    return Trainer(**given | changes)
+
+
+def mean_loss(model, x, y):
+    logits = jax.vmap(model)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def frozen(leaf):
+    return eqx.is_inexact_array(leaf) and leaf.ndim == 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder, paths = tmp_path_factory.mktemp("saved"), {}
+
+    def saved(name, **arguments):
+        if name not in paths:
+            trainer = make(**arguments)
+            trainer.fit(DATA)
+            paths[name] = trainer.save(folder / name)
+        return paths[name]
+
+    return saved
+
+
+@pytest.mark.parametrize("changes, names", [
+    ({"callbacks": [WeightAveraging(0.9)]},
+     r"`callbacks` was nothing, and is WeightAveraging\(decay=0.9, every_n_steps=1"),
+    ({"gradient_clip_val": 1.0}, "`gradient_clip_val` was None, and is 1.0"),
+    ({"precision": "16-mixed"}, "`precision` was 32-true, and is 16-mixed"),
+    ({"precision": "bf16-true"}, "`precision` was 32-true, and is bf16-true"),
+    ({"filter_spec": frozen},
+     "`filter_spec` was one that freezes nothing, and is one that freezes first.bias"),
+    ({"optimizer": optax.sgd(0.1, momentum=0.9)},
+     r"`optimizer` was scale_by_adam.*, and is trace\(decay=0.9"),
+    ({"optimizer": [Part(["first", "last"], mean_loss, optax.adam(1e-3), name="both")],
+      "loss": None}, "`optimizer` was scale_by_adam.*, and is .*scale_by_adam"),
+    ({"strategy": LocalSGD(2)}, r"`strategy` was one that .*, and is LocalSGD\("),
+])  # fmt: skip
+def test_what_does_not_fit_is_named_as_an_argument(saved, changes, names):
+    with pytest.raises(ValueError, match="saved with other arguments") as caught:
+        make(**changes).load(saved("plain"))
+    assert re.search(names, str(caught.value), re.DOTALL)
+    assert "opt_state" not in str(caught.value)
+    assert "jaxdp.load_model(path, like=model)" in str(caught.value)
+
+
+def test_what_was_left_out_is_named_too(saved):
+    arguments = {"callbacks": [WeightAveraging(0.9)], "gradient_clip_val": 1.0}
+    path = saved("averaged", **arguments)
+    with pytest.raises(ValueError, match="`callbacks` was Weight.*and is nothing") as e:
+        make().load(path)
+    assert "`gradient_clip_val` was 1.0, and is None" in str(e.value)
+
+
+@pytest.mark.parametrize("changes, names", [
+    ({"model": model(activation=jax.nn.relu)},
+     ["`Mlp.activation` was gelu, and is relu"]),
+    ({"model": model(dropout=eqx.nn.Dropout(0.5))},
+     ["`Dropout.p` was 0.3, and is 0.5"]),
+    ({"optimizer": optax.adamw(1e-3, weight_decay=0.1)},
+     ["add_decayed_weights(weight_decay=0.0001)", "(weight_decay=0.1)"]),
+    ({"optimizer": optax.adamw(1e-2)}, ["step_size=-0.001", "step_size=-0.01"]),
+    ({"precision": "bf16-mixed"}, ["`precision` was 32-true, and is bf16-mixed"]),
+    ({"accumulate_grad_batches": 2}, ["`accumulate_grad_batches` was 1, and is 2"]),
+    ({"loss": None, "loss_fn": mean_loss},
+     ["`loss` was cross_entropy, and is None", "`loss_fn` was None, and is mean_loss"]),
+])  # fmt: skip
+def test_what_fits_and_was_changed_is_said(saved, changes, names, caplog):
+    path = saved("plain")
+    make(**changes).load(path)
+    assert f"{path} was saved with other arguments than this trainer's" in caplog.text
+    for name in names:
+        assert name in caplog.text
+
+
+def test_nothing_is_said_of_what_is_the_same_or_changes_no_number(saved, caplog):
+    monitor = LearningRateMonitor()
+    make(callbacks=[monitor], steps_per_execution=2, strategy=Sharded(2)).load(
+        saved("plain")
+    )
+    assert "other arguments" not in caplog.text
+
+
+def test_a_description_has_no_addresses():
+    gelu = functools.partial(jax.nn.gelu, approximate=False)
+    run = make(model=model(activation=gelu)).run
+    assert "approximate=False" in run.description["Mlp.activation"]
+    run = make(model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]).run
+    assert "0x" not in str(run.description)
+
+
+def test_a_model_of_other_shapes_is_shown_leaf_by_leaf(saved):
+    other = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="layers.*the checkpoint has nothing"):
+        make(model=other).load(saved("plain"))
