@@ -27,8 +27,26 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SMOOTHING: Final = 0.9
-"""Of the exponential mean of losses, against noise from batch to batch."""
+_SMOOTHING: Final = 0.98
+"""Of the exponential mean of losses, as in Lightning: batches differ."""
+
+_LOST: Final = 5
+"""Losses in a row that are not finite, after which there is nothing to find."""
+
+
+class _Mean:
+    """An exponential mean of losses, free of the zero that it starts from."""
+
+    def __init__(self) -> None:
+        self._sum, self._weight = 0.0, 0.0
+
+    def add(self, loss: float) -> float:
+        """The mean with one more loss; one that is not finite is left out, and NaN."""
+        if not math.isfinite(loss):
+            return math.nan
+        self._sum = _SMOOTHING * self._sum + (1 - _SMOOTHING) * loss
+        self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
+        return self._sum / self._weight
 
 
 class LRFinder:
@@ -96,11 +114,8 @@ class LRFinder:
         return figure
 
     def _smoothed(self) -> list[float]:
-        mean, smoothed = 0.0, []
-        for count, loss in enumerate(self.results["loss"], 1):
-            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-            smoothed.append(mean / (1 - _SMOOTHING**count))
-        return smoothed
+        mean = _Mean()
+        return [mean.add(loss) for loss in self.results["loss"]]
 
 
 def lr_find(
@@ -132,8 +147,9 @@ def lr_find(
         max_lr: the last rate.
         num_training: how many steps.
         mode: "exponential" or "linear" growth.
-        early_stop_threshold: stops when the loss is this many times the best one, or
-            is not finite; None never stops.
+        early_stop_threshold: stops when the smoothed loss (over some 50 steps) is this
+            many times the best one, or after five losses in a row that are not finite;
+            None never stops.
         optimizer: a function from a rate to an optimizer, such as `optax.adam`. By
             default the trainer's own optimizer is used, which must be made by
             `optax.inject_hyperparams`. (Updates must be proportional to the rate, as
@@ -162,6 +178,7 @@ def lr_find(
     epochs = (twin.steps(train_loader) for _ in rates)
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
+    mean, best, lost = _Mean(), math.inf, 0
     with _generators_kept(train_loader):
         for rate in rates:
             twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
@@ -169,11 +186,13 @@ def lr_find(
                 break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
-            best = min(losses)
+            smoothed = mean.add(losses[-1])
+            lost = lost + 1 if math.isnan(smoothed) else 0
+            best = min(best, smoothed) if not lost else best
             if early_stop_threshold is None:
                 continue
             limit = best + (early_stop_threshold - 1) * abs(best)
-            if not math.isfinite(losses[-1]) or len(losses) > 10 and losses[-1] > limit:
+            if lost == _LOST or len(losses) > 10 and smoothed > limit:
                 break
     return LRFinder(rates[: len(losses)], losses)
 

@@ -129,6 +129,49 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
     assert spoilt.suggestion() == pytest.approx(finder.suggestion(), rel=0.1)
 
 
+def test_losses_are_smoothed_as_in_lightning():
+    losses = list(np.random.default_rng(0).normal(size=200) ** 2)
+    mean, expected = 0.0, []
+    for step, loss in enumerate(losses):
+        mean = 0.98 * mean + 0.02 * loss
+        expected.append(mean / (1 - 0.98 ** (step + 1)))
+    found = LRFinder(list(np.geomspace(1e-6, 1, 200)), losses)
+    assert found._smoothed() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("unlucky", [10.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [12, 40])
+def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
+    """A batch with a large loss, or none, and an ordinary gradient."""
+    data = batches(*[8] * 100)
+    data = [(x, np.zeros(8, np.float32), y) for x, y in data]
+    x, _, y = data[place]
+    data[place] = x, np.full(8, unlucky, np.float32), y
+
+    def loss_fn(model, x, extra, y):
+        logits = jax.vmap(model)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return losses + extra
+
+    trainer = Trainer(
+        eqx.nn.MLP(4, 3, 16, 1, key=jax.random.key(0)),
+        loss_fn=loss_fn,
+        strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )
+    options = {"min_lr": 1e-4, "max_lr": 1.0, "optimizer": optax.sgd}
+    found = lr_find(trainer, data, **options)
+    assert len(found.results["loss"]) == 100 and found.suggestion() is not None
+    assert np.isfinite(found._smoothed()).sum() == 99 + np.isfinite(unlucky)
+
+
+def test_losses_that_stay_lost_end_it():
+    trainer = make_trainer()
+    data = [(x * np.nan, y) for x, y in batches(*[8] * 6)]
+    found = lr_find(trainer, data, optimizer=optax.sgd)
+    assert len(found.results["loss"]) == 5 and found.suggestion() is None
+
+
 def test_nonsense_is_refused():
     trainer, data = make_trainer(optax.adam(0.1)), batches(8)
     for options, text in [
