@@ -7,7 +7,7 @@ weighted and padded rows left out exactly.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,84 +22,77 @@ def cross_entropy(prediction: Array, target: Array) -> Array:
 
     Args:
         prediction: logits shaped `(batch, ..., classes)`.
-        target: integer labels shaped `(batch, ...)`, or probabilities shaped
-            like the logits.
+        target: integer labels shaped `(batch, ...)` or `(batch, ..., 1)`, or one-hot
+            rows or probabilities shaped like the logits.
 
     Returns:
         Shape `(batch,)`; positions other than the row are averaged.
     """
-    if _is_integer(target):
-        if prediction.ndim != target.ndim + 1:
-            raise ValueError(
-                f"`loss`: 'cross_entropy' got logits of shape {prediction.shape} and"
-                f" integer labels of shape {target.shape}; logits need one axis more"
-                " than labels, (batch, ..., classes) against (batch, ...)."
-                + (
-                    " For yes/no targets use loss='binary_cross_entropy'."
-                    if prediction.size == target.size
-                    else ""
-                )
-            )
+    target = _classes("cross_entropy", prediction, target)
+    if target.ndim < prediction.ndim:
         values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
     else:
-        _same_shape("cross_entropy", prediction, target)
-        values = optax.softmax_cross_entropy(prediction, target)
+        values = optax.softmax_cross_entropy(prediction, _numbers(target, prediction))
     return per_row(values)
 
 
 def binary_cross_entropy(prediction: Array, target: Array) -> Array:
     """Sigmoid cross-entropy of logits against 0/1 targets of the same shape."""
-    _same_shape("binary_cross_entropy", prediction, target)
+    prediction, target = _paired("binary_cross_entropy", prediction, target)
     labels = target.astype(prediction.dtype)
     return per_row(optax.sigmoid_binary_cross_entropy(prediction, labels))
 
 
 def mse(prediction: Array, target: Array) -> Array:
     """Squared error, averaged over everything but the row."""
-    _same_shape("mse", prediction, target)
-    return per_row(optax.squared_error(prediction, target))
+    return per_row(optax.squared_error(*_errors("mse", prediction, target)))
 
 
 def mae(prediction: Array, target: Array) -> Array:
     """Absolute error, averaged over everything but the row."""
-    _same_shape("mae", prediction, target)
-    return per_row(jnp.abs(prediction - target))
+    prediction, target = _paired("mae", prediction, target)
+    return per_row(jnp.abs(prediction - _numbers(target, prediction)))
 
 
 def huber(prediction: Array, target: Array) -> Array:
     """Huber loss with delta 1, averaged over everything but the row."""
-    _same_shape("huber", prediction, target)
-    return per_row(optax.huber_loss(prediction, target))
+    return per_row(optax.huber_loss(*_errors("huber", prediction, target)))
 
 
 def accuracy(prediction: Array, target: Array) -> Array:
     """Share of right answers in each row, from logits.
 
-    Integer labels with one axis less than the prediction are compared with the
-    largest logit; targets shaped like integer or boolean yes/no predictions are
-    compared with the sign of the logit; one-hot targets by their largest entry.
+    Logits `(batch, ..., classes)` are right where the largest is that of the label, or
+    of the largest entry of targets shaped like them. One logit per target, `(batch,)`
+    or `(batch, ..., 1)`, is an answer to a yes/no question, as in `binary_accuracy`.
     """
-    if prediction.ndim == target.ndim + 1:
-        right = jnp.argmax(prediction, axis=-1) == target
-    elif prediction.shape == target.shape and not _is_integer(target):
-        right = jnp.argmax(prediction, axis=-1) == jnp.argmax(target, axis=-1)
-    else:
-        _same_shape("accuracy", prediction, target)
-        right = (prediction > 0) == (target > 0)
+    if num_logits(prediction) == 1:
+        return binary_accuracy(prediction, target)
+    labels = _labels("accuracy", prediction, target)
+    right = jnp.argmax(prediction, axis=-1) == labels
+    return per_row(right.astype(jnp.float32))
+
+
+def binary_accuracy(prediction: Array, target: Array) -> Array:
+    """Share of right answers to yes/no questions, one for each logit.
+
+    A logit above 0 means yes, and so does a target above 0.5.
+    """
+    prediction, target = _paired("binary_accuracy", prediction, target)
+    right = (prediction > 0) == (target > 0.5)
     return per_row(right.astype(jnp.float32))
 
 
 def top_5_accuracy(prediction: Array, target: Array) -> Array:
     """Share of rows whose label is among the five largest logits."""
-    classes = prediction.shape[-1]
-    if prediction.ndim != target.ndim + 1 or not _is_integer(target):
-        raise ValueError(
-            f"`metrics`: 'top_5_accuracy' got predictions of shape {prediction.shape}"
-            f" and targets of shape {target.shape}, {target.dtype}; it needs logits"
-            " (batch, ..., classes) and integer labels (batch, ...)."
-        )
-    _, best = jax.lax.top_k(prediction, min(5, classes))
-    return per_row((best == target[..., None]).any(axis=-1).astype(jnp.float32))
+    labels = _labels("top_5_accuracy", prediction, target)
+    _, best = jax.lax.top_k(prediction, min(5, num_logits(prediction)))
+    return per_row((best == labels[..., None]).any(axis=-1).astype(jnp.float32))
+
+
+def num_logits(prediction: Array) -> int:
+    """How many classes the model tells apart; 1 if it answers yes/no questions."""
+    return prediction.shape[-1] if prediction.ndim > 1 else 1
 
 
 LOSSES: dict[str, Criterion] = {
@@ -111,9 +104,41 @@ LOSSES: dict[str, Criterion] = {
 }
 METRICS: dict[str, Criterion] = {
     "accuracy": accuracy,
+    "binary_accuracy": binary_accuracy,
     "top_5_accuracy": top_5_accuracy,
     **LOSSES,
 }
+
+
+_OF_LABELS: Final = cross_entropy, optax.softmax_cross_entropy_with_integer_labels
+"""Criteria that make integer targets labels of the prediction's classes."""
+
+_OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
+"""Criteria for which each logit answers a yes/no question."""
+
+
+def num_classes(
+    criteria: Mapping[str, Criterion], prediction: Any, target: Any
+) -> int | None:
+    """How many classes integer targets have, where the criteria tell.
+
+    Raises:
+        ValueError: if answers to yes/no questions were taken for logits of classes.
+    """
+    is_yes_no = criteria["loss"] in _OF_YES_NO
+    if is_yes_no and num_logits(prediction) > 1 and accuracy in criteria.values():
+        raise ValueError(
+            "`metrics`: 'accuracy' takes the largest of"
+            f" {num_logits(prediction)} logits for the answer, but in a binary"
+            " cross-entropy each of them answers a"
+            " yes/no question of its own. For the share of right answers use"
+            " 'binary_accuracy'; where one class is right, use loss='cross_entropy'."
+        )
+    if not jnp.issubdtype(getattr(target, "dtype", float), jnp.integer):
+        return None
+    if any(each in _OF_LABELS for each in criteria.values()):
+        return num_logits(prediction)
+    return 2 if is_yes_no else None
 
 
 def find_loss(loss: str | Criterion) -> Criterion:
@@ -259,15 +284,79 @@ def name_of(metric: str | Criterion) -> str:
     return name
 
 
-def _is_integer(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.integer)
+def _is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _same_shape(name: str, prediction: Array, target: Array) -> None:
+def _numbers(target: Array, prediction: Array) -> Array:
+    """Bools and integers as numbers of the prediction's dtype."""
+    return target if _is_float(target) else target.astype(prediction.dtype)
+
+
+def _paired(name: str, prediction: Array, target: Array) -> tuple[Array, Array]:
+    """A prediction and a target of one shape, which may differ by an axis of one at
+    the end."""
+    shapes = prediction.shape, target.shape
+    if prediction.shape == (*target.shape, 1):
+        prediction = prediction[..., 0]
+    elif target.shape == (*prediction.shape, 1):
+        target = target[..., 0]
     if prediction.shape != target.shape:
+        hint = ""
+        labels = target.shape[:-1] if target.shape[-1:] == (1,) else target.shape
+        if labels == prediction.shape[:-1] and not _is_float(target):
+            instead = "accuracy" if name == "binary_accuracy" else "cross_entropy"
+            hint = f" For labels of {prediction.shape[-1]} classes use {instead!r}."
         raise ValueError(
-            f"{name!r} got predictions of shape {prediction.shape} and targets of shape"
-            f" {target.shape}; they must be equal (broadcasting would silently compare"
-            " rows with other rows). Reshape one of them, for example with"
-            " `prediction.squeeze(-1)` or `target[:, None]`."
+            f"{name!r} got predictions of shape {shapes[0]} and targets of shape"
+            f" {shapes[1]}; they must be equal, but for an axis of one at the end"
+            " (broadcasting would silently compare rows with other rows). Reshape one"
+            f" of them.{hint}"
         )
+    return prediction, target
+
+
+def _errors(name: str, prediction: Array, target: Array) -> tuple[Array, Array | None]:
+    """What optax takes the errors from; of complex numbers, their distance."""
+    prediction, target = _paired(name, prediction, target)
+    target = _numbers(target, prediction)
+    if jnp.iscomplexobj(prediction) or jnp.iscomplexobj(target):
+        return jnp.abs(prediction - target), None
+    return prediction, target
+
+
+def _labels(name: str, prediction: Array, target: Array) -> Array:
+    """The class of every target."""
+    target = _classes(name, prediction, target)
+    return target if target.ndim < prediction.ndim else jnp.argmax(target, axis=-1)
+
+
+def _classes(name: str, prediction: Array, target: Array) -> Array:
+    """Labels `(batch, ...)`, or targets shaped like logits `(batch, ..., classes)`."""
+    got = (
+        f"{name!r} got logits of shape {prediction.shape} and targets of shape"
+        f" {target.shape}, {target.dtype}"
+    )
+    if (classes := num_logits(prediction)) == 1:
+        metric = name not in LOSSES
+        raise ValueError(
+            f"{got}: one logit per target, not one for each class. For yes/no targets"
+            f" use {'binary_accuracy' if metric else 'binary_cross_entropy'!r}."
+        )
+    if target.shape == prediction.shape:
+        return target
+    labels = target
+    if target.ndim == prediction.ndim and target.shape[-1] == 1:
+        labels = target[..., 0]
+    if labels.shape != prediction.shape[:-1]:
+        raise ValueError(
+            f"{got}; logits need one axis more than integer labels, (batch, ...,"
+            " classes) against (batch, ...) or (batch, ..., 1), or targets the shape"
+            " of the logits."
+        )
+    if _is_float(labels):
+        raise ValueError(
+            f"{got}. Labels of {classes} classes must be integers: pass"
+            " y.astype(np.int32). For probabilities pass one for each class."
+        )
+    return labels.astype(jnp.int32) if labels.dtype == bool else labels

@@ -118,9 +118,8 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
         if num_classes == 1:
             remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(
-            f"labels must be 0 to {num_classes - 1}, as the model returns"
-            f" {num_classes} logits; this batch has labels from {low} to {high}."
-            f" {remedy}"
+            f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
+            f" batch has labels from {low} to {high}. {remedy}"
         )
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, PyTree
 
 from .. import losses
@@ -28,9 +27,6 @@ from .returned import (
 )
 from .row_keys import MaskAndKeys
 from .whole import is_whole, plain
-
-_OF_LABELS = losses.cross_entropy, optax.softmax_cross_entropy_with_integer_labels
-"""Criteria that make integer targets labels of the prediction's classes."""
 
 
 class Values(NamedTuple):
@@ -106,10 +102,7 @@ class CriterionObjective:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
 
-        # Labels have as many classes as there are logits.
-        of_labels = any(each in _OF_LABELS for each in self.criteria.values())
-        labelled = of_labels and jnp.issubdtype(target.dtype, jnp.integer)
-        num_classes = prediction.shape[-1] if labelled else None
+        num_classes = losses.num_classes(self.criteria, prediction, target)
         outputs = None
         if self.keeps_outputs:
             outputs = _checked_outputs((prediction, given), len(rows.mask))
