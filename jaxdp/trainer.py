@@ -67,6 +67,9 @@ class Trainer:
             leaves get no gradient and no optimizer state.
         precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; see
             docs/precision.md.
+        after_update: a function model -> model, which may name `key` and `step`, called
+            inside each step behind the optimizer: to clip weights, add noise, copy
+            targets. It may change the values of all arrays, frozen ones, too.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: the largest global norm that the gradient may have.
         steps_per_execution: optimizer steps per call of the compiled program, or
@@ -105,6 +108,7 @@ class Trainer:
         state: eqx.nn.State | None = None,
         filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
         precision: str = "32-true",
+        after_update: Callable[..., PyTree] | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         steps_per_execution: int | str = 1,

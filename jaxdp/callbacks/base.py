@@ -178,6 +178,12 @@ class Callback:
         """
         return optimizer
 
+    def after_step(self, state: Any) -> Any:
+        """The new `TrainState`, with what this callback keeps of it in the state that
+        `wrap_optimizer` has added. Traced into the compiled step, behind the optimizer
+        and `Trainer(after_update=...)`."""
+        return state
+
     def evaluated_state(self, state: Any) -> Any:
         """The state whose weights validation, `test`, `predict` and `trainer.model`
         use, made of arrays in `state`; training continues with `state` itself."""
@@ -277,6 +283,10 @@ class Hooks:
         """The functions that callbacks want traced into the compiled step."""
         return tuple(callback.inside_step for callback in self._with("inside_step"))
 
+    def after_step(self) -> tuple[Callable[[Any], Any], ...]:
+        """What the train step ends with."""
+        return tuple(callback.after_step for callback in self._with("after_step"))
+
     def _with(self, name: str) -> list[Callback]:
         """The callbacks that override the method `name`."""
         return [each for each in self.callbacks if overrides(each, name)]
@@ -284,7 +294,7 @@ class Hooks:
 
 def _has_part(callback: Callback) -> bool:
     """Whether a callback has a part in the compiled step."""
-    names = "inside_step", "wrap_optimizer", "evaluated_state"
+    names = "inside_step", "wrap_optimizer", "after_step", "evaluated_state"
     return any(overrides(callback, name) for name in names)
 
 

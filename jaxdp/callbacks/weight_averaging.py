@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,6 +9,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count, check_number
 from ..basics.host_memory import on_device
+from ..basics.tree import map_nodes
 from .base import Callback, Trainer
 
 
@@ -68,10 +68,18 @@ class WeightAveraging(Callback):
             updates: PyTree, state: Any, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, Averaging]:
             updates, inner_state = inner.update(updates, state.inner, params, **extra)
-            new = eqx.apply_updates(params, updates)
-            return updates, self._take_in(new, state)._replace(inner=inner_state)
+            return updates, state._replace(inner=inner_state)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+    def after_step(self, state: Any) -> Any:
+        """`state` with its weights in the average."""
+
+        def taken_in(averaging: Averaging) -> Averaging:
+            return self._take_in(state.params, averaging)
+
+        opt_state = map_nodes(Averaging, taken_in, state.opt_state)
+        return state._replace(opt_state=opt_state)
 
     def evaluated_state(self, state: Any) -> Any:
         """`state` with the weights that are to be evaluated as its `params`."""

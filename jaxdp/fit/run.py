@@ -32,6 +32,7 @@ from ..data import (
 from ..distributed import Interrupts, Pulse, find_processes
 from ..engine import Engine, Kind, hyperparams
 from ..step import (
+    AfterUpdate,
     Batch,
     CriterionObjective,
     Ensemble,
@@ -138,6 +139,7 @@ class Run:
         self.parts = checks.split_model(self.model, trained)
         if self.ensemble is not None:  # can the optimizer be that of members?
             jax.eval_shape(self._own_optimizer().init, self.parts[0])
+        self._after_update = self._checked_after_update()
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
         own = several[0].objective if several else checks.choose_objective(arguments)
         self._objective = own
@@ -194,6 +196,8 @@ class Run:
                 self.hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
+                after_update=self._after_update,
+                after_step=self.hooks.after_step(),
                 parts=self.several,
                 ensemble=self.ensemble,
             ),
@@ -268,6 +272,16 @@ class Run:
         if self.ensemble is None:
             return optimizer
         return self.ensemble.wrap_optimizer(optimizer)
+
+    def _checked_after_update(self) -> AfterUpdate | None:
+        """What changes weights after each update, if it keeps shapes and dtypes."""
+        if (function := self.arguments["after_update"]) is None:
+            return None
+        *arrays, static = self.parts
+        members = None if self.ensemble is None else self.ensemble.size
+        found = AfterUpdate(function, static, members)
+        jax.eval_shape(found, *arrays, jax.random.key(0), jax.numpy.int32(1))
+        return found
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:
         """`strategy` as the trainer's arguments want it to compile."""

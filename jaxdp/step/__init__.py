@@ -1,5 +1,6 @@
 """The pure computation of a step: no devices, no jit."""
 
+from .after_update import AfterUpdate
 from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
 from .each import init_each, update_each
 from .ensemble import Ensemble

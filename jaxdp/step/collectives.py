@@ -58,6 +58,11 @@ class Collectives:
         """Gradients from `over_rows`, in the shapes of the parameters, for hooks."""
         return gradients
 
+    def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
+        """A new `TrainState` whose weights `change(params, buffers, key)` has made."""
+        params, buffers = change(state.params, state.buffers, key)
+        return state._replace(params=params, buffers=buffers)
+
     def need_all_rows(self) -> None:
         """Called, while a step is traced, if its rows can't be computed separately.
 

@@ -61,6 +61,12 @@ def mask_and_keys(
     )
 
 
+def key_after_update(state_key: Array, step: Int[Array, ""]) -> Any:
+    """The key of `after_update` in a step: of no row and no micro-batch."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state_key), step)
+    return jax.random.fold_in(key, jnp.uint32(0x80000000))
+
+
 def key_outside_training(weights: Weights) -> Any:
     """The key of validation and prediction, which is no step's."""
     key = jax.random.wrap_key_data(weights.key)

@@ -26,7 +26,8 @@ class TrainState(NamedTuple):
     params: PyTree
     """The trained leaves of the model; None elsewhere."""
     buffers: PyTree
-    """The other arrays of the model, which no step changes; None elsewhere."""
+    """The other arrays of the model, which only `after_update` changes; None
+    elsewhere."""
     model_state: PyTree
     """The `eqx.nn.State`, or None."""
     opt_state: PyTree

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
+from .after_update import AfterUpdate
 from .collectives import Collectives
 from .ensemble import Ensemble, OfMembers, call_members
 from .means import Sums, count_rows, over_micro_batches, sums_of
@@ -37,7 +38,7 @@ from .precision import (
     widen,
 )
 from .remat import Remat, remat_function, remat_submodules
-from .row_keys import key_outside_training, mask_and_keys
+from .row_keys import key_after_update, key_outside_training, mask_and_keys
 from .row_mixing import check_constant, mark_rows
 from .state import (
     Group,
@@ -79,6 +80,10 @@ class Steps(NamedTuple):
     """Whose members the models are, if there are several."""
     rows_interact: bool = False
     """Whether values of rows are known to depend on other rows; see `row_mixing`."""
+    after_update: AfterUpdate | None = None
+    """What changes the weights after each update."""
+    after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
+    """What callbacks keep of the weights that a step ends with."""
     parts: tuple[Any, ...] = ()
     """What `parts.StepsOfParts` takes one after the other."""
 
@@ -164,6 +169,9 @@ class Steps(NamedTuple):
             loss_scale=state.loss_scale,
         )
 
+        with jax.named_scope("update"):
+            new = self._after_update(collectives, state, new)
+
         inside: dict[str, Array] = {}
         seen = collectives.mean_gradients(grads)
         if (ensemble := self.ensemble) is not None:  # they are of the mean loss
@@ -199,6 +207,21 @@ class Steps(NamedTuple):
             spoilt = (summed.hidden > 0) & ~_all_finite(grads)
             means = jnp.append(means, spoilt.astype(means.dtype))
         return new, Metrics(summed.facts, means, inside)
+
+    def _after_update(
+        self, collectives: Collectives, old: TrainState, new: TrainState
+    ) -> TrainState:
+        """The new state with what the user, and then callbacks, make of it."""
+        if (change := self.after_update) is not None:
+
+            def changed(params: PyTree, buffers: PyTree, key: Any) -> Any:
+                return change(params, buffers, key, new.step)
+
+            key = key_after_update(old.key, old.step)
+            new = collectives.after_update(changed, new, key)
+        for keep in self.after_step:
+            new = keep(new)
+        return new
 
     def evaluate(
         self,

@@ -79,6 +79,8 @@ class LocalSGD(Sharded):
     - A checkpoint can be resumed on another number of replicas: each then
       starts from the mean of the saved replicas and of their optimizer states; integers
       come from the first.
+    - `after_update` changes each replica after its own steps, and the outer weights
+      after an outer step; arrays that are not trained must stay as they are.
     - Gradients are clipped in each replica; hooks of the step see the mean gradient.
     - `WeightAveraging` averages the outer weights, step by step.
 
@@ -218,9 +220,8 @@ class LocalSGD(Sharded):
     def _collectives(
         self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
     ) -> Collectives:
-        return _ByReplica(
-            self.mesh, self.row_axes, self._held, self._updated, apart=split
-        )
+        given = self.mesh, self.row_axes, self._held, self._updated
+        return _ByReplica(self.every, *given, apart=split)
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, replicas={self.num_shards})"
@@ -232,12 +233,49 @@ class _ByReplica(ByRows):
     Validation and prediction are those of `ByRows`.
     """
 
+    def __init__(self, every: int, *given: Any, apart: bool):
+        super().__init__(*given, apart=apart)
+        self.every = every
+
     def weights(self, state: TrainState) -> Weights:
         (local,) = nodes_of(LocalState, state.opt_state)
         return state.weights._replace(params=local.replicas)
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
+
+    def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
+        """Of the outer weights after an outer step, else of each replica."""
+        (local,) = nodes_of(LocalState, state.opt_state)
+
+        def changed(params: PyTree, key: Any) -> PyTree:
+            new, buffers = change(params, state.buffers, key)
+            pairs = zip(*map(jax.tree.leaves, (state.buffers, buffers)), strict=True)
+            if any(old is not new for old, new in pairs):
+                raise ValueError(
+                    "`after_update` changes arrays that are not trained, and the"
+                    " replicas of LocalSGD share those. Leave them as they are, or take"
+                    " another strategy."
+                )
+            return new
+
+        has_met = local.count % self.every == 0
+        keys = jax.random.split(key, self.mesh.shape[DATA])
+        replicas = jax.vmap(changed)(local.replicas, keys)
+        outer = jax.tree.map(
+            lambda new, old: jnp.where(has_met, new, old),
+            changed(state.params, key),
+            state.params,
+        )
+        replicas = jax.tree.map(
+            lambda own, all_: jnp.where(has_met, all_[None], own), replicas, outer
+        )
+
+        def with_replicas(local: LocalState) -> LocalState:
+            return local._replace(replicas=replicas)
+
+        opt_state = map_nodes(LocalState, with_replicas, state.opt_state)
+        return state._replace(params=outer, opt_state=opt_state)
 
     def over_rows(
         self,

@@ -1,0 +1,367 @@
+"""`Trainer(after_update=...)` beside loops by hand, under every strategy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import RAGGED, Deep, Mlp, batches, bits, cross_entropy, quiet
+
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Callback,
+    LocalSGD,
+    Members,
+    Part,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    ZeRO,
+)
+from jaxdp.callbacks import ModelCheckpoint, NanGuard, WeightAveraging
+
+DATA = batches(*RAGGED)
+
+
+class Pair(eqx.Module):
+    """A trained network, a slow copy of it, and a count of updates."""
+
+    online: eqx.nn.MLP
+    target: eqx.nn.MLP
+    count: jax.Array
+
+    def __init__(self, key):
+        self.online = eqx.nn.MLP(4, 3, 8, 1, key=key)
+        self.target, self.count = jax.tree.map(lambda x: x, self.online), jnp.int32(0)
+
+    def __call__(self, x):
+        return self.online(x) + 0.3 * self.target(x)
+
+
+def pair(key):
+    """With copies of the arrays in the target, and the filter that freezes it."""
+    model = Pair(key)
+    copied = jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model.target)
+    model = eqx.tree_at(lambda m: m.target, model, copied)
+    trained = jax.tree.map(eqx.is_inexact_array, model)
+    frozen = jax.tree.map(lambda _: False, trained.target)
+    return model, eqx.tree_at(lambda m: m.target, trained, frozen)
+
+
+def follow(model, step):
+    """Clips a weight, moves the slow copy in even steps, counts."""
+
+    def slow(old, new):
+        return jnp.where(step % 2 == 0, 0.8 * old + 0.2 * new, old)
+
+    arrays, rest = eqx.partition(model.target, eqx.is_array)
+    online = eqx.filter(model.online, eqx.is_array)
+    target = eqx.combine(jax.tree.map(slow, arrays, online), rest)
+    clipped = jnp.clip(model.online.layers[0].weight, -0.3, 0.3)
+    return eqx.tree_at(
+        lambda m: (m.online.layers[0].weight, m.target, m.count),
+        model,
+        (clipped, target, model.count + 1),
+    )
+
+
+def by_hand(model, trained, windows, after=follow):
+    """Plain JAX: the model, and the loss of every step."""
+    optimizer = optax.adam(3e-2)
+    params, rest = eqx.partition(model, trained)
+    state, losses = optimizer.init(params), []
+
+    @eqx.filter_jit
+    def update(params, rest, state, step, x, y):
+        def loss(params):
+            return cross_entropy(eqx.combine(params, rest), x, y)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        model = after(eqx.combine(eqx.apply_updates(params, updates), rest), step)
+        return *eqx.partition(model, trained), state, value
+
+    for step, (x, y) in enumerate(windows, 1):
+        params, rest, state, value = update(params, rest, state, jnp.int32(step), x, y)
+        losses.append(float(value))
+    return eqx.combine(params, rest), losses
+
+
+class Losses(Callback):
+    looks_inside_blocks = False
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.found.append(float(metrics["loss"]))
+
+
+def fit(model, strategy=None, after=follow, data=DATA, epochs=2, callbacks=(), **more):
+    trainer = quiet(
+        model, optax.adam(3e-2), strategy=strategy or SingleDevice(),
+        after_update=after, callbacks=callbacks,
+        **{"loss": None if "loss_fn" in more else "cross_entropy"} | more,
+    )  # fmt: skip
+    trainer.fit(data, max_epochs=epochs)
+    return trainer
+
+
+def close(found, expected):
+    for a, b in zip(
+        *map(jax.tree.leaves, (eqx.filter(found, eqx.is_array), expected)), strict=False
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+RULES = [(r"online.layers[0].weight", jax.sharding.PartitionSpec("model", None))]
+STRATEGIES = {
+    "single": lambda: SingleDevice(),
+    "sharded": lambda: Sharded(8),
+    "pmap": lambda: Pmap(8),
+    "fsdp": lambda: FSDP(8),
+    "zero": lambda: ZeRO(devices=8),
+    "tensor": lambda: TensorParallel({"data": 4, "model": 2}, RULES),
+    "bitwise": lambda: Bitwise(Sharded(4)),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"steps_per_execution": 2, "remat": True},
+        {"loss_fn": cross_entropy},  # a scalar: rows interact
+    ],
+    ids=["", "accumulated", "several", "interacting"],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_fit_is_the_loop_by_hand(strategy, options):
+    model, trained = pair(jax.random.key(0))
+    windows = DATA
+    if options.get("accumulate_grad_batches"):
+        joined = [DATA[0:2], DATA[2:4], DATA[4:]]
+        windows = [
+            [np.concatenate(each) for each in zip(*window, strict=True)]
+            for window in joined
+        ]
+    expected, losses = by_hand(model, trained, windows * 2)
+    seen = Losses()
+    trainer = fit(
+        model, STRATEGIES[strategy](), filter_spec=trained, callbacks=[seen], **options
+    )
+    np.testing.assert_allclose(seen.found, losses, rtol=2e-4)
+    close(trainer.model, eqx.filter(expected, eqx.is_array))
+    assert trainer.model.count == len(losses)
+    assert abs(trainer.model.online.layers[0].weight).max() <= np.float32(0.3)
+
+
+def clip_blocks(model):
+    return jax.tree.map(
+        lambda w: jnp.clip(w, -0.2, 0.2) if eqx.is_array(w) else w, model
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy", [Pipeline(4, 2), FSDP(8)], ids=["pipeline", "fsdp"]
+)
+def test_blocks_of_a_stack(strategy):
+    alone = fit(Deep(), after=clip_blocks)
+    apart = fit(Deep(), strategy, clip_blocks)
+    np.testing.assert_allclose(apart.history["loss"], alone.history["loss"], rtol=1e-4)
+    close(apart.model, eqx.filter(alone.model, eqx.is_array))
+
+
+def trained_only(model):
+    return eqx.tree_at(
+        lambda m: m.first.weight, model, jnp.clip(model.first.weight, -0.2, 0.2)
+    )
+
+
+def test_replicas_of_local_sgd_are_changed_each_and_after_they_meet():
+    model = Mlp(jax.random.key(0), rate=0.0)
+    together = LocalSGD(1, outer=optax.sgd(1.0), devices=4)
+    options = {"after": trained_only, "data": batches(16, 16, 16), "epochs": 3}
+    rates = [optax.sgd(0.1)]
+
+    def run(strategy):
+        trainer = quiet(
+            model, rates[0], loss="cross_entropy", strategy=strategy,
+            after_update=trained_only,
+        )  # fmt: skip
+        trainer.fit(options["data"], max_epochs=3)
+        return trainer
+
+    alone, apart = run(SingleDevice()), run(together)
+    # The mean of clipped replicas is not the clipped mean, but their clip holds.
+    assert abs(apart.model.first.weight).max() <= np.float32(0.2)
+    assert abs(alone.model.first.weight).max() <= np.float32(0.2)
+    two = run(LocalSGD(2, devices=4))
+    assert abs(two.state.opt_state.replicas.first.weight).max() <= np.float32(0.2)
+    with pytest.raises(ValueError, match="replicas of LocalSGD share"):
+        pair_model, trained = pair(jax.random.key(0))
+        fit(pair_model, LocalSGD(2, devices=4), filter_spec=trained)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice(), Members(2)], ids=repr)
+def test_the_function_sees_one_member_of_an_ensemble(strategy):
+    keys = jax.random.split(jax.random.key(3), 2)
+    models = [pair(key) for key in keys]
+    stacked = jax.tree.map(
+        lambda *each: jnp.stack(each) if eqx.is_array(each[0]) else each[0],
+        *(model for model, _ in models),
+    )
+    trainer = fit(stacked, strategy, filter_spec=models[0][1], ensemble=2)
+    for index, (model, trained) in enumerate(models):
+        expected, _ = by_hand(model, trained, DATA * 2)
+        close(trainer.member(index), eqx.filter(expected, eqx.is_array))
+
+
+def noise(model, key):
+    def noisy(w):
+        return w + 0.1 * jax.random.normal(key, w.shape)
+
+    return eqx.tree_at(lambda m: m.first.weight, model, noisy(model.first.weight))
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pmap", "fsdp", "bitwise"])
+def test_noise_is_the_same_anywhere_and_new_in_each_step(strategy):
+    still = optax.sgd(0.0)
+
+    def weights(strategy, seed=0):
+        trainer = quiet(
+            Mlp(jax.random.key(0)), still, loss="cross_entropy", seed=seed,
+            strategy=strategy, after_update=noise,
+        )  # fmt: skip
+        found = [np.asarray(trainer.model.first.weight)]
+        for _ in trainer.steps(batches(16, 16)):
+            found.append(np.asarray(trainer.model.first.weight))
+        return np.diff(found, axis=0)
+
+    found = weights(STRATEGIES[strategy]())
+    np.testing.assert_allclose(found, weights(SingleDevice()), atol=1e-6)
+    assert abs(found[0] - found[1]).max() > 0.01 and 0.05 < found.std() < 0.2
+    assert abs(found - weights(SingleDevice(), seed=1)).max() > 0.01
+
+
+def test_averages_are_of_the_changed_weights_and_hooks_see_them():
+    class See(Callback):
+        def inside_step(self, grads, updates, state):
+            return {"largest": abs(state.params.first.weight).max()}
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            assert metrics["largest"] <= np.float32(0.2)
+
+    averaging = WeightAveraging(0.5)
+    model = Mlp(jax.random.key(0))
+    trainer = quiet(
+        model, optax.sgd(5.0), loss="cross_entropy", after_update=trained_only,
+        callbacks=[averaging, See()], strategy=Sharded(4),
+    )  # fmt: skip
+    mean, taken = None, 0
+    for _ in trainer.steps(DATA):
+        weight = np.asarray(trainer.state.params.first.weight)
+        taken += 1
+        mean = weight if taken == 1 else mean + 0.5 * (weight - mean)
+        np.testing.assert_allclose(trainer.model.first.weight, mean, atol=1e-6)
+
+
+def count_only(model):
+    return eqx.tree_at(lambda m: m.count, model, model.count + 1)
+
+
+def test_skipped_steps_change_nothing():
+    model, trained = pair(jax.random.key(0))
+    data = batches(8, 8, 8)
+    data[1] = data[1][0] * np.nan, data[1][1]
+    with pytest.warns(UserWarning, match="skipped this update"):
+        trainer = fit(
+            model, after=count_only, filter_spec=trained, data=data, epochs=1,
+            callbacks=[NanGuard("skip")],
+        )  # fmt: skip
+    assert trainer.model.count == 2 and trainer.global_step == 3
+    # Gradients that overflow in float16 at the first scales, 2**16 and less.
+    trainer = fit(
+        model, after=count_only, filter_spec=trained, data=batches(8), epochs=6,
+        precision="16-mixed", loss_fn=lambda m, x, y: 50 * cross_entropy(m, x, y),
+    )  # fmt: skip
+    skipped = np.log2(2**16 / float(trainer.state.loss_scale.scale))
+    assert 0 < skipped < 6 and trainer.model.count == 6 - skipped
+
+
+def test_it_comes_after_all_parts():
+    seen = {}
+
+    def after(model):
+        seen["both"] = True
+        bound = lambda w: jnp.clip(w, -0.1, 0.1) if eqx.is_inexact_array(w) else w  # noqa: E731
+        return jax.tree.map(bound, model)
+
+    parts = [
+        Part("first", cross_entropy, optax.sgd(0.5)),
+        Part("last", cross_entropy, optax.sgd(0.5), every=2),
+    ]
+    model = Mlp(jax.random.key(0), rate=0.0)
+    trainer = quiet(model, parts, after_update=after, strategy=Sharded(4))
+
+    first, last = model.first, model.last
+    for step, ((x, y), _) in enumerate(zip(DATA, trainer.steps(DATA), strict=True), 1):
+        model = eqx.tree_at(lambda m: (m.first, m.last), model, (first, last))
+        grads = eqx.filter_grad(cross_entropy)(model, x, y)
+        down = lambda w, g: w - 0.5 * g  # noqa: E731
+        first = jax.tree.map(down, first, grads.first)
+        if step % 2 == 0:
+            model = eqx.tree_at(lambda m: m.first, model, first)
+            grads = eqx.filter_grad(cross_entropy)(model, x, y)
+            last = jax.tree.map(down, last, grads.last)
+        clip = lambda w: jnp.clip(w, -0.1, 0.1)  # noqa: E731
+        first, last = jax.tree.map(clip, first), jax.tree.map(clip, last)
+        close((trainer.model.first, trainer.model.last), (first, last))
+    assert seen
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    model, trained = pair(jax.random.key(0))
+    saver = lambda: ModelCheckpoint(tmp_path, every_n_train_steps=3)  # noqa: E731
+    whole = fit(model, Sharded(4), filter_spec=trained)
+    fit(model, Sharded(4), filter_spec=trained, epochs=1, callbacks=[saver()])
+    resumed = quiet(
+        model, optax.adam(3e-2), loss="cross_entropy", filter_spec=trained,
+        strategy=Sharded(4), after_update=follow, callbacks=[saver()],
+    )  # fmt: skip
+    resumed.fit(DATA, max_epochs=2, ckpt_path="last")
+    assert bits(eqx.filter(resumed.model, eqx.is_array)) == bits(
+        eqx.filter(whole.model, eqx.is_array)
+    )
+
+
+def at_weight(change):
+    return lambda m: eqx.tree_at(lambda m: m.first.weight, m, change(m.first.weight))
+
+
+@pytest.mark.parametrize(
+    "after, error, message",
+    [
+        (3, TypeError, "`after_update` must be a function model -> model"),
+        (lambda model, x: model, TypeError, "is called with the model and what it nam"),
+        (lambda: None, TypeError, "is called with the model"),
+        (lambda model: None, TypeError, "returned a NoneType of another structure"),
+        (lambda model: model.first, TypeError, "a Linear of another structure"),
+        (
+            at_weight(lambda w: w.T),
+            TypeError,
+            r"\(4, 16\), float32 of first.weight, wh",
+        ),
+        (at_weight(lambda w: w.astype(jnp.bfloat16)), TypeError, "bfloat16 of first.w"),
+        (at_weight(lambda w: 0.5), TypeError, "makes 0.5 of first.weight"),
+        (eqx.nn.inference_mode, TypeError, "makes True of dropout.inference, which is"),
+    ],
+)
+def test_mistakes_are_told_by_the_constructor(after, error, message):
+    with pytest.raises(error, match=message):
+        quiet(Mlp(jax.random.key(0)), after_update=after)
