@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> ray.train.Result:
     return JaxTrainer(
         run_script,
         train_loop_config={"argv": args.script, "folder": os.getcwd()},
-        # Ray would call `jax.distributed.initialize`: jaxdp's notices dead processes.
+        # Ray would call `jax.distributed.initialize` before the script can.
         jax_config=JaxConfig(use_gpu=False, use_tpu=False),
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
         run_config=RunConfig(

@@ -39,7 +39,6 @@ distributed/test_lockstep.py::test_meeting_rarely_is_enough_to_find_it
 distributed/test_failures.py::test_a_stopped_process_ends_the_others[0]
 distributed/test_failures.py::test_a_stopped_process_ends_the_others[1]
 distributed/test_failures.py::test_a_failing_loader_ends_all
-distributed/test_failures.py::test_a_process_that_leaves_before_a_test_ends_the_others
 distributed/test_together.py::test_a_signal_to_one_stops_all[SIGTERM-0-on_validation_start-143]
 engine/test_machine.py::test_memory_of_temporaries_is_kept_for_the_next_step
 engine/test_machine.py::test_the_users_own_cache_and_a_read_only_home_are_left_alone
@@ -449,5 +448,4 @@ fit/test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation
 fit/test_resume.py::test_a_replay_that_comes_to_another_batch_is_said[torch]
 cli/test_commands.py::test_the_doctor_starts_data_workers_as_a_fit_does
 test_examples.py::test_fashion_mnist_equals_a_hand_written_loop[2]
-distributed/test_roll_call.py::test_many_processes_with_long_names_hear_who_is_there[1000-70]
 """.strip().split("\n")

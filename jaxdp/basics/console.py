@@ -117,12 +117,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         _unheard()
 
 
-def shout(text: str) -> None:
-    """Writes lines past `sys.stderr`, whose lock a stuck thread may hold."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
-
-
 def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """A tqdm bar, or None where none can be drawn.
 

@@ -1,18 +1,16 @@
 """All that jaxdp changes in the process it runs in; docs/inside.md lists it for users.
 
-Nothing of it happens at import. The first `Trainer` keeps programs, its first use of a
-CPU keeps memory, and `jaxdp.distributed.initialize()` puts off aborts.
+Nothing of it happens at import. The first `Trainer` keeps programs, and its first use
+of a CPU keeps memory.
 """
 
 import ctypes
-import faulthandler
 import functools
 import hashlib
 import multiprocessing
 import os
 import pathlib
 import platform
-import signal
 import sys
 import time
 from typing import Any, Final
@@ -89,20 +87,6 @@ def keep_freed_memory() -> bool:
             f" ({_SWITCH}=0 switches this off)"
         )
     return bool(done)
-
-
-def put_off_aborts() -> None:
-    """Leaves the lifeline time to say who has died, before C++ ends this process.
-
-    When a process dies, gloo and JAX's service abort others, from threads of their own
-    and with other words. SIGABRT is answered by libc's `sleep` instead: the number of
-    the signal, 6, is its seconds, and no interpreter is needed. Then the abort goes on.
-    """
-    ours = signal.getsignal(signal.SIGABRT) is signal.SIG_DFL
-    if os.name == "posix" and ours and not faulthandler.is_enabled():
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def is_imported_by_a_worker() -> bool:

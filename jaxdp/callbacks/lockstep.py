@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from .. import checkpoint, distributed
+from .. import checkpoint
 from ..basics import coordination
 from ..basics.arguments import check_count, check_number
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
 from ..checkpoint import start_fingerprints
-from ..distributed import is_stop, meetings
+from ..distributed import meetings
 from ..step import IN_FLIGHT
 from .base import Callback, Trainer
 from .onlooker import Onlooker
@@ -85,8 +85,6 @@ class Lockstep(Callback):
             return
         self._set_limits()
         if trainer.run.is_fitting:
-            if (line := distributed.lifeline()) is not None:
-                line.begin_fit()
             # Should this process not come, it tells the others why, from a thread.
             self._onlooker = Onlooker("Lockstep", self._watch)
         facts = dict(_facts_of(trainer))
@@ -150,11 +148,6 @@ class Lockstep(Callback):
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True
-        if not trainer.run.is_fitting:
-            return
-        if (line := distributed.lifeline()) is not None:
-            agreed = is_stop(exception)  # by a signal that all have heard
-            line.end_fit(None if agreed else distributed.first_line(exception))
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._onlooker is not None:
@@ -165,9 +158,6 @@ class Lockstep(Callback):
         if self._fingerprints is not None:
             self._compare_states(trainer)
         self._meet(trainer, f"the end of the fit after step {trainer.global_step}")
-        if (line := distributed.lifeline()) is not None:
-            line.end_fit()
-            line.where = f"after a fit of {trainer.global_step} steps"
 
     def _meet(
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
@@ -178,8 +168,6 @@ class Lockstep(Callback):
 
     def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""
-        if (line := distributed.lifeline()) is not None:
-            line.where = f"at {where}"
         programs, found = trainer.run.program_digests, dict(facts)
         if programs is not self._programs:
             self._programs = programs

@@ -5,7 +5,7 @@ from .ending import first_line
 from .global_arrays import put
 from .row_blocks import RowBlocks, row_blocks
 from .signals import SIGNALS, Interrupts, Preempted, is_stop, tell
-from .start import forgotten, initialize, lifeline, together
+from .start import forgotten, initialize
 
 __all__ = [
     "Interrupts",
@@ -19,9 +19,7 @@ __all__ = [
     "forgotten",
     "initialize",
     "is_stop",
-    "lifeline",
     "put",
     "row_blocks",
     "tell",
-    "together",
 ]

@@ -1,4 +1,4 @@
-"""Starting as one of several processes, and ending with them.
+"""Starting as one of several processes.
 
     import jaxdp
 
@@ -6,26 +6,23 @@
     ...
     Trainer(model).fit(loader)
 
-Under torchrun, mpirun, srun or Kubernetes this finds out which process it is. Started
-alone, the same script trains alone.
+Under torchrun, and what JAX detects, this finds out which process it is. Started alone,
+the same script trains alone.
 """
 
-import contextlib
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 
 from ..basics.arguments import check_number
 from ..basics.environment import versions
-from ..basics.process import is_imported_by_a_worker, put_off_aborts
-from .ending import abandon, end_with_the_others, first_line
-from .launchers import Place, find_place
-from .lifeline import Lifeline
+from ..basics.process import is_imported_by_a_worker
+from .ending import end_at_once_by_exceptions
+from .launchers import bind_host, find_rank, join_address, started_several
 from .roll_call import call_the_roll
-from .signals import is_stop
 
-_lifeline: Lifeline | None = None
 _is_alone_on_purpose = False
 
 
@@ -36,7 +33,7 @@ def initialize(
     local_device_ids: int | Sequence[int] | None = None,
     *,
     initialization_timeout: float = 300.0,
-    heartbeat_timeout: float = 60.0,
+    heartbeat_timeout: float = 100.0,
     shutdown_timeout: float = 300.0,
     coordinator_bind_address: str | None = None,
 ) -> None:
@@ -45,10 +42,10 @@ def initialize(
     Call it before anything uses a device, and after any `jax.config.update`. Arguments
     that you leave out come from the launcher's environment. A second call does nothing.
 
-    From then on, if a process dies or fails, the others end within seconds. They say
-    which process it was, and never exit with code 0: see docs/failures.md. After an
-    exception that nobody catches, the process prints its traceback and ends by
-    `os._exit`. Nothing is authenticated, so the network must be trusted.
+    From then on, an exception that nobody catches is printed and ends the process by
+    `os._exit`; if a process dies, JAX ends the others after `heartbeat_timeout`, and a
+    launcher such as torchrun at once. None exits with code 0: see docs/failures.md.
+    Nothing is authenticated, so the network must be trusted.
 
     Args:
         coordinator_address: "host:port" of process 0, the same for all.
@@ -58,11 +55,11 @@ def initialize(
         local_device_ids: which GPUs of its machine this process uses. By default, if
             several processes run on one machine, each uses the one of its local number.
         initialization_timeout: seconds that processes wait for each other to start.
-        heartbeat_timeout: seconds without a sign of life after which a process counts
-            as dead. A process that was killed is noticed at once.
+        heartbeat_timeout: seconds without a sign of life after which JAX takes a
+            process for dead, and ends the others.
         shutdown_timeout: seconds that a process waits for the others when it is done.
-        coordinator_bind_address: the address that process 0 listens at, if it differs
-            from `coordinator_address`, as behind a proxy.
+        coordinator_bind_address: the address that process 0 listens at; all of its
+            machine's by default, or 127.0.0.1 if all processes are on one machine.
 
     Raises:
         ValueError: if arguments and environment do not give the process's number.
@@ -70,7 +67,7 @@ def initialize(
         TimeoutError: if a process is missing; the message says which.
         RuntimeError: if the processes don't belong together, or JAX has begun already.
     """
-    global _lifeline, _is_alone_on_purpose
+    global _is_alone_on_purpose
     if jax.distributed.is_initialized() or is_imported_by_a_worker():
         return
     timeouts = {
@@ -81,8 +78,10 @@ def initialize(
     for name, seconds in timeouts.items():
         check_number(name, seconds, above=0)
 
-    place = find_place(coordinator_address, num_processes, process_id)
-    if place is None:
+    rank = find_rank(
+        coordinator_address, num_processes, process_id, initialization_timeout
+    )
+    if rank is None:
         _is_alone_on_purpose = True
         return
     from jax._src import xla_bridge
@@ -94,69 +93,38 @@ def initialize(
             " top of the script, before arrays, keys or jax.devices()."
         )
 
-    # All are there, and from now on none dies or fails unheard.
-    roll = call_the_roll(
-        place, _facts(), initialization_timeout, coordinator_bind_address
-    )
-    _lifeline = Lifeline(place, roll, heartbeat_timeout, abandon)
-    _lifeline.start()
-    end_with_the_others(_lifeline)
-    put_off_aborts()
-
+    if local_device_ids is None and not os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        local_device_ids = rank.devices
+    bind = coordinator_bind_address or bind_host(rank.host)
+    call_the_roll(rank, _facts(), initialization_timeout, bind)
+    end_at_once_by_exceptions()
     jax.distributed.initialize(
-        roll.address,
-        place.num_processes,
-        place.process_id,
-        local_device_ids=_local_devices(place, local_device_ids),
+        rank.address,
+        rank.count,
+        rank.index,
+        local_device_ids=local_device_ids,
         cluster_detection_method="deactivate",
-        initialization_timeout=int(initialization_timeout) + 1,
-        # What JAX finds ends the process without a word: the lifeline comes first.
-        heartbeat_timeout_seconds=int(heartbeat_timeout) + 15,
-        shutdown_timeout_seconds=int(shutdown_timeout) + 1,
-        coordinator_bind_address=roll.bind_address or None,
+        initialization_timeout=math.ceil(initialization_timeout),
+        heartbeat_timeout_seconds=math.ceil(heartbeat_timeout),
+        shutdown_timeout_seconds=math.ceil(shutdown_timeout),
+        coordinator_bind_address=join_address(bind, rank.port),
     )
     # JAX's backends wait for each other too, and not for long. Now all are here.
     jax.devices()
 
 
-@contextlib.contextmanager
-def together(doing: str) -> Iterator[None]:
-    """While this lasts no other process may leave, or fail alone."""
-    line = _lifeline
-    if line is None or line.is_fitting:
-        yield
-        return
-    line.where = f"in {doing}"
-    line.begin_fit()
-    try:
-        yield
-    except BaseException as error:
-        line.end_fit(None if is_stop(error) else first_line(error))
-        raise
-    line.end_fit()
-    line.where = f"after {doing}"
-
-
-def lifeline() -> Lifeline | None:
-    """That of this process, if `initialize` has joined it to others."""
-    return _lifeline
-
-
 def forgotten() -> str | None:
     """A warning, if there are other processes in the environment only."""
     is_started = jax.distributed.is_initialized() or _is_alone_on_purpose
-    if is_started or is_imported_by_a_worker():
+    several = started_several()
+    if is_started or is_imported_by_a_worker() or several is None:
         return None
-    place = None
-    with contextlib.suppress(ValueError):
-        place = find_place(ask_jax=False)
-    if place is None:
-        return None
+    launcher, count = several
     return (
-        f"{place.launcher} started {place.num_processes} processes, and this one,"
-        f" {place.process_id}, trains alone, as each of them does. Call"
-        " `jaxdp.distributed.initialize()` at the top of the script to train together,"
-        " or `jaxdp.distributed.initialize(num_processes=1)` if that is meant."
+        f"{launcher} started {count} processes, and this one trains alone, as each of"
+        " them does. Call `jaxdp.distributed.initialize()` at the top of the script to"
+        " train together, or `jaxdp.distributed.initialize(num_processes=1)` if that is"
+        " meant."
     )
 
 
@@ -166,16 +134,3 @@ def _facts() -> dict[str, str]:
     python = found["python"].rpartition(".")[0]
     packages = {f"the version of {n}": found[n] for n in ("jax", "jaxlib", "jaxdp")}
     return {"the version of Python": python, **packages}
-
-
-def _local_devices(
-    place: Place, given: int | Sequence[int] | None
-) -> int | Sequence[int] | None:
-    """One GPU for each process, where several share a machine."""
-    if given is not None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return given
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    has_one = visible and "," not in visible  # from the launcher
-    if has_one or place.local_id is None or place.local_count in (None, 1):
-        return None
-    return [place.local_id]

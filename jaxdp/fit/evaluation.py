@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import distributed
 from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
@@ -118,7 +117,6 @@ def _totals(
         source.a_pass(),
         run.apart(),
         run.interrupts,
-        distributed.together(prefix),
         run.engine.as_settled(),
     ):
         engine = run.engine
@@ -248,7 +246,6 @@ def _predictions(
     with (
         run.apart(),
         run.interrupts,
-        distributed.together("predict"),
         run.engine.as_settled(),
     ):
         try:

@@ -1,7 +1,8 @@
-"""Processes that die, fail or stop: the others end too, and say which one it was."""
+"""Processes that die, fail or stop: none ends with exit code 0, and none hangs."""
 
 import os
 import re
+import time
 
 import pytest
 
@@ -9,61 +10,57 @@ pytest.importorskip("torch")
 
 import tasks
 
+SOON = {"heartbeat_timeout": 8.0, "shutdown_timeout": 8.0}
+
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_process_ends_the_others(crew, index):
-    job = crew("fit", processes=3, at=(index, 5, tasks.kill))
+    job = crew("fit", processes=3, at=(index, 5, tasks.kill), start=SOON)
     codes, outputs = job.join()
     assert codes[index] == -9
-    for other in {0, 1, 2} - {index}:
-        # An error of JAX's is sometimes quicker, if it is process 0.
-        assert codes[other] == 71 or codes[other] == 1 and index == 0
-        assert re.search(rf"jaxdp: process {index} \(.* died", outputs[other])
+    assert 0 not in codes, outputs
+    if index:  # with process 0 goes the service that would name it
+        assert any("tasks are unhealthy" in output for output in outputs)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_failing_callback_ends_all(crew, index):
-    codes, outputs = crew("fit", at=(index, 5, tasks.fail)).join()
-    assert codes[index] == 1 and codes[1 - index] == 71
+    job = crew("fit", at=(index, 5, tasks.fail), start=SOON)
+    job.processes[index].join(120)
+    job.wait_for("done 5", index=0)
+    codes, outputs = job.join()
+    assert codes[index] == 1 and codes[1 - index] != 0
     assert "raised by the callback At in on_boundary" in outputs[index]
-    said = f"jaxdp: process {index} ("
-    assert said in outputs[1 - index]
-    assert "failed, at step 5 of epoch 0: ValueError: a bad day" in outputs[1 - index]
+
+
+def test_one_that_raises_does_not_wait_for_the_others(crew):
+    job = crew("fail_alone", processes=2)  # the other one sleeps for a minute
+    job.wait_for("a bad day", index=1)
+    seen = time.monotonic()
+    job.processes[1].join(60)
+    assert job.processes[1].exitcode == 1 and time.monotonic() - seen < 10
 
 
 def test_a_failing_loader_ends_all(crew):
-    codes, outputs = crew("fit_with_a_broken_row").join()
-    assert codes[0] != 0 and codes[1] != 0
-    for output in outputs:
-        assert "OSError: a row can't be read" in output
+    codes, outputs = crew("fit_with_a_broken_row", start=SOON).join()
+    assert codes[0] != 0 and codes[1] == 1
+    assert "OSError: a row can't be read" in outputs[1]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_stopped_process_ends_the_others(crew, index):
-    job = crew("fit", at=(index, 5, tasks.stop), start={"heartbeat_timeout": 8.0})
+    job = crew("fit", at=(index, 5, tasks.stop), start=SOON)
     codes, outputs = job.join(but=[index])
-    assert codes[1 - index] == 71
-    said = rf"process {index} \(.*not a word of it for \d+ s"
-    assert re.search(said, outputs[1 - index])
-
+    assert codes[1 - index] != 0
     job.signal(index, "SIGCONT")  # it does not go on alone
     codes, outputs = job.join()
     assert codes[index] != 0
-    assert re.search(rf"process {1 - index} \(.* died", outputs[index])
 
 
 @pytest.mark.slow
 def test_a_process_that_leaves_ends_the_others(crew):
-    codes, outputs = crew("fit", at=(1, 5, tasks.leave)).join()
-    assert codes[0] == 71
-    assert "failed, at step 5 of epoch 0: SystemExit: 0" in outputs[0]
-
-
-def test_a_process_that_leaves_before_a_test_ends_the_others(crew):
-    codes, outputs = crew("leave_a_test").join()
-    assert codes[0] == 71
-    said = r"jaxdp: process 1 \(.* has ended, after test. Process 0, in test, can't"
-    assert re.search(said, outputs[0])
+    codes, outputs = crew("fit", at=(1, 5, tasks.leave), start=SOON).join()
+    assert 0 not in codes[:1], outputs
 
 
 def test_an_error_that_all_have_and_catch_ends_nobody(crew):
@@ -83,7 +80,7 @@ def test_kills_while_several_processes_write_a_checkpoint(crew, tmp_path):
 
     folder = tmp_path / "killed"
     for index in (0, 1, 1, 0):
-        job = crew("save_often", path=str(folder))
+        job = crew("save_often", path=str(folder), start=SOON)
         saved = whole(folder)
         while not (whole(folder) - saved and being_written(folder)):
             assert all(process.is_alive() for process in job.processes)

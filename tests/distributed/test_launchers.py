@@ -1,6 +1,7 @@
-"""Which process this is, by the variables that launchers set."""
+"""Which process this is: arguments, variables of the user, torchrun, what JAX finds."""
 
 import multiprocessing
+import os
 import warnings
 
 import jax
@@ -8,8 +9,7 @@ import pytest
 from toys import Mlp
 
 import jaxdp
-from jaxdp.distributed.launchers import find_place
-from jaxdp.distributed.start import _local_devices
+from jaxdp.distributed.launchers import Rank, bind_host, find_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -23,10 +23,9 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "node[003-004]",
     "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NTASKS": "8",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
@@ -34,125 +33,83 @@ OPEN_MPI_4 = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "2045444096.0;tcp://192.0.2.2,10.0.0.2:53329",
-    "PMIX_NAMESPACE": "2045444097",
 }
-OPEN_MPI_5 = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-node-7-5484@1",
-}
+OPEN_MPI_5 = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 KUBERNETES = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     "JOB_COMPLETION_INDEX": "1",
     "JAX_NUM_PROCESSES": "2",
     "JAX_COORDINATOR_ADDRESS": "train-0.train:1234",
 }
-PLACES = {
-    "torchrun": (TORCHRUN, 3, 4, "node7", range(29501, 29509), 1),
-    "slurm": (SLURM, 5, 8, "node003", None, 1),
-    "open mpi 4": (OPEN_MPI_4, 2, 4, "192.0.2.2", None, 0),
-    "open mpi 5": (OPEN_MPI_5, 2, 4, "node-7", None, 0),
-    "kubernetes": (KUBERNETES, 1, 2, "train-0.train", [1234], None),
-}
 
 
-@pytest.mark.parametrize("launcher", PLACES)
-def test_launchers_say_which_process_this_is(launcher):
-    environ, process_id, num_processes, host, ports, local_id = PLACES[launcher]
-    place = find_place(environ=environ)
-    assert place is not None
-    assert (place.process_id, place.num_processes) == (process_id, num_processes)
-    assert (place.host, place.local_id) == (host, local_id)
-    if ports is not None:
-        assert place.ports == tuple(ports)
-    assert all(1024 <= port < 65536 for port in place.ports)
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """Sets variables, of which there are none before."""
+    for name in os.environ:
+        if name.startswith(("JAX_NUM", "JAX_COORD", "JAX_PROC", "SLURM", "TORCHELA")):
+            monkeypatch.delenv(name)
 
+    def set_them(environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "open mpi 4", "open mpi 5"])
-def test_an_address_that_the_user_gives_comes_first(launcher):
-    environ = PLACES[launcher][0] | {"JAX_COORDINATOR_ADDRESS": "[fd00::2]:77"}
-    place = find_place(environ=environ)
-    assert place is not None
-    assert (place.host, place.ports) == ("fd00::2", (77,))
-
-
-def test_processes_of_one_machine_keep_to_it():
-    one = {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
-    place = find_place(environ=TORCHRUN | one)
-    assert place is not None
-    assert place.host == "127.0.0.1" and place.is_on_one_host
-    slurm = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "node1"}
-    place = find_place(environ=slurm)
-    assert place is not None
-    assert place.host == "127.0.0.1" and place.is_on_one_host
-
-
-def test_each_process_takes_one_gpu_where_several_share_a_machine():
-    slurm = find_place(environ=SLURM)
-    assert slurm is not None and slurm.local_count == 4
-    assert _local_devices(slurm, None) == [1]
-    unlike = find_place(environ=SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),4"})
-    assert unlike is not None and not unlike.is_on_one_host
-    assert _local_devices(unlike, None) == [1]
-    alone = {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}
-    slurm = find_place(environ=SLURM | alone)
-    assert slurm is not None and _local_devices(slurm, None) is None
-
-
-def test_the_tasks_of_a_job_are_those_of_its_step_where_srun_says_no_more():
-    environ = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NUM_TASKS"}
-    place = find_place(environ=environ | {"SLURM_NTASKS": "8"})
-    assert place is not None and place.num_processes == 8
-
-
-def test_what_the_user_has_set_comes_before_the_launcher():
-    place = find_place(environ=TORCHRUN | {"JAX_PROCESS_ID": "0"})
-    assert place is not None and (place.process_id, place.local_id) == (0, None)
-    place = find_place("here:77", process_id=2, environ=TORCHRUN)
-    assert place is not None
-    assert (place.host, place.process_id, place.num_processes) == ("here", 2, 4)
-
-
-def test_starts_of_a_job_are_told_apart():
-    again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    first, second = find_place(environ=TORCHRUN), find_place(environ=again)
-    assert first is not None and second is not None
-    assert first.job != second.job
+    return set_them
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("environ", "index", "count", "host", "devices"),
     [
-        ("node001", "node001"),
-        ("node001,host2", "node001"),
-        ("node[001-0015],host2", "node001"),
-        ("node[001,007-015],host2", "node001"),
-        ("a-[2,5]-ib,b1", "a-2-ib"),
+        (TORCHRUN, 3, 4, "node7", [1]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 3, 4, "127.0.0.1", [1]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 3, 4, "node7", None),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "6"}, 3, 4, "node7", None),
+        (SLURM, 5, 8, "node003", [1]),
+        (OPEN_MPI_4, 2, 4, "192.0.2.2", [0]),
+        (KUBERNETES, 1, 2, "train-0.train", None),
+        (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "[fd00::2]:77"}, 3, 4, "fd00::2", [1]),
+        (TORCHRUN | {"JAX_PROCESS_ID": "0"}, 0, 4, "node7", None),
     ],
 )
-def test_the_first_node_of_slurm(nodes, first):
-    place = find_place(environ=SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert place is not None and place.host == first
+def test_launchers_say_which_process_this_is(
+    variables, environ, index, count, host, devices
+):
+    variables(environ)
+    rank = find_rank()
+    assert rank is not None
+    assert (rank.index, rank.count, rank.host) == (index, count, host)
+    assert rank.devices == devices and 77 <= rank.port < 65536
+
+
+def test_arguments_come_first(variables):
+    variables(TORCHRUN)
+    rank = find_rank("here:77", process_id=2)
+    assert rank is not None and rank[:4] == (2, 4, "here", 77)
+    assert find_rank(num_processes=1) is None
+
+
+def test_jobs_and_starts_of_a_job_are_told_apart(variables):
+    ranks = []
+    for more in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"}):
+        variables(TORCHRUN | more)
+        ranks.append(find_rank())
+    first, again, other = ranks
+    assert first.job != again.job and first.port == again.port != other.port
 
 
 @pytest.mark.parametrize(
     "environ",
     [
         {},
-        TORCHRUN
-        | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        | {"LOCAL_RANK": "0"},
-        {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},  # sbatch
-        SLURM | {"SLURM_JOB_NAME": "interactive"},
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        {k: v for k, v in SLURM.items() if k == "SLURM_JOB_ID"},  # sbatch
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
     ],
 )
-def test_a_process_alone_is_alone(environ):
-    assert find_place(environ=environ) is None
+def test_a_process_alone_is_alone(variables, environ):
+    variables(environ)
+    assert find_rank() is None
 
 
 @pytest.mark.parametrize(
@@ -162,26 +119,19 @@ def test_a_process_alone_is_alone(environ):
             {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
             "`coordinator_address` is not known",
         ),
-        (
-            {k: v for k, v in TORCHRUN.items() if k != "RANK"},
-            "`process_id` is not known",
-        ),
-        (
-            {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NUM_TASKS"},
-            "`num_processes` is not known",
-        ),
         (TORCHRUN | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x', but must be an integer"),
         (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "node7"}, "must be 'host:port'"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
             "`coordinator_address` is not known",
         ),
-        (OPEN_MPI_5 | {"PMIX_NAMESPACE": "77"}, "mpirun -x JAX_COORDINATOR_ADDRESS"),
+        (OPEN_MPI_5, "`coordinator_address`, `num_processes`, `process_id` is not"),
     ],
 )
-def test_a_wrong_variable_is_named(environ, text):
-    with pytest.raises(ValueError, match=text.replace("(", r"\(")):
-        find_place(environ=environ)
+def test_a_wrong_variable_is_named(variables, environ, text):
+    variables(environ)
+    with pytest.raises(ValueError, match=text):
+        find_rank()
 
 
 def test_wrong_arguments_are_named():
@@ -198,28 +148,40 @@ def test_wrong_arguments_are_named():
         initialize(heartbeat_timeout=0)
 
 
+def test_where_all_are_on_one_machine_others_are_not_listened_to():
+    assert [bind_host(h) for h in ("localhost", "::1")] == ["127.0.0.1", "::1"]
+    assert bind_host("node7") in ("::", "0.0.0.0")
+    assert Rank(0, 2, "fd00::2", 77).address == "[fd00::2]:77"
+
+
 def test_alone_it_does_nothing():
     jaxdp.distributed.initialize()
     jaxdp.distributed.initialize(num_processes=1)
-    assert jaxdp.distributed.lifeline() is None
+    assert not jax.distributed.is_initialized()
 
 
-def test_a_spawned_worker_that_imports_the_script_joins_nobody(monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
+def test_a_spawned_worker_that_imports_the_script_joins_nobody(variables, monkeypatch):
+    variables(TORCHRUN)
     worker = multiprocessing.current_process()
     monkeypatch.setattr(worker, "_inheriting", True, raising=False)
     jaxdp.distributed.initialize()
-    assert jaxdp.distributed.lifeline() is None
+    assert not jax.distributed.is_initialized()
 
 
-def test_a_trainer_warns_of_a_start_that_was_forgotten(monkeypatch):
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (TORCHRUN, "torchrun started 4"),
+        (SLURM, "srun started 8"),
+        (OPEN_MPI_5, "mpirun started 4"),
+    ],
+)
+def test_a_trainer_warns_of_a_start_that_was_forgotten(
+    variables, monkeypatch, environ, told
+):
     monkeypatch.setattr("jaxdp.distributed.start._is_alone_on_purpose", False)
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    with pytest.warns(
-        UserWarning, match="torchrun started 4 processes, and this one, 3"
-    ):
+    variables(environ)
+    with pytest.warns(UserWarning, match=f"{told} processes, and this one trains"):
         jaxdp.Trainer(Mlp(jax.random.key(0)), loss="mse")
     jaxdp.distributed.initialize(num_processes=1)
     with warnings.catch_warnings(action="error"):

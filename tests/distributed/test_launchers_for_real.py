@@ -63,11 +63,10 @@ def test_ray_restarts_a_job_killed_twice_which_ends_as_if_it_had_not_been(
         folder=tmp_path,
     )
     assert code == 0, output
-    assert {len(path.read_text()) for path in (tmp_path / "b").glob("begun-*")} == {3}
-    assert re.search("continuing epoch 0 after batch [36],", output)
-    (end,) = re.findall("ended .*", outputs[0])
-    assert end in output
-    assert len(set(re.findall("ended .*", output))) == 1
+    texts = [(tmp_path / "b" / f"begun-{i}").read_text() for i in range(2)]
+    assert texts == ["..."] * 2
+    ends = [(tmp_path / "b" / f"end-{i}").read_text() for i in range(2)]
+    assert ends == re.findall("ended .*", outputs[0]) * 2
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun is installed")

@@ -43,6 +43,3 @@ def test_delay_and_loss_change_no_bit(tmp_path):
 def test_a_link_that_is_cut_ends_both(tmp_path):
     codes, outputs = train(tmp_path / "cut", cut_after=600)
     assert 0 not in codes, outputs
-    for index in range(2):
-        said = rf"process {1 - index} \(.*(not a word of it for \d+ s|died)"
-        assert re.search(said, outputs[index]), outputs

@@ -1,13 +1,44 @@
 """What can be wrong when the processes of a job start: named, and by all of them."""
 
 import concurrent.futures
+import contextlib
+import json
 import socket
+import threading
+import time
 
 import pytest
 from crew import free_port
 
-from jaxdp.distributed.launchers import Place
+from jaxdp.distributed import roll_call
+from jaxdp.distributed.launchers import Rank
 from jaxdp.distributed.roll_call import call_the_roll
+
+CARD = {"job": "j", "process": 1, "of": 2, "name": "x", "facts": {}}
+
+STRANGERS = {
+    "brackets": b"[" * 3000 + b"]" * 3000 + b"\n",
+    "deep in a card": json.dumps(CARD).encode()[:-1] + b',"x":' + b"[" * 3000 + b"\n",
+    "more than a message": b"x" * 200_000,
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "no text": b"\xff\xfe\n",
+    "null": b"null\n",
+    "number": b"9" * 4000 + b"\n",
+    "nothing at all": b"",
+    **{
+        f"{wrong}": json.dumps(CARD | wrong).encode() + b"\n"
+        for wrong in (
+            {"process": 99},
+            {"process": 0},
+            {"process": -1},
+            {"process": True},
+            {"process": 1.0},
+            {"of": True},
+            {"facts": [1]},
+            {"job": "k"},
+        )
+    },
+}
 
 
 def test_a_missing_process_is_named(crew):
@@ -24,8 +55,16 @@ def test_a_missing_process_0_is_named(crew):
     (code,), (_, *_) = job.join()
     assert code == 1
     output = (job.folder / "1.txt").read_text()
-    assert f"did not reach process 0 at 127.0.0.1, port {job.port}" in output
-    assert "nothing listens there" in output
+    said = f"process 1 of 2 does not reach process 0 at 127.0.0.1:{job.port}: "
+    assert f"{said}[Errno 111] Connection refused" in output
+
+
+def test_who_is_missing_is_said_while_others_wait(monkeypatch, caplog):
+    monkeypatch.setattr(roll_call, "_PATIENCE", 0.1)
+    port = free_port()
+    with pytest.raises(TimeoutError, match="process 1 of 2 not there"):
+        join(0, port, timeout=1.0)
+    assert f"process 0 waits at 127.0.0.1:{port} for process 1" in caplog.text
 
 
 def test_a_port_in_use_is_named(crew):
@@ -37,15 +76,17 @@ def test_a_port_in_use_is_named(crew):
             "nothing", start={"port": port, "initialization_timeout": 2.0}
         ).join()
     assert codes == [1, 1]
-    assert f"another program uses port {port}" in outputs[0]
-    assert "another program listens" in outputs[1]
+    assert f"process 0 can't listen at 127.0.0.1, port {port}: " in outputs[0]
+    assert "Address already in use" in outputs[0]
+    assert "another program, or process 0 of another job, listens there" in outputs[1]
 
 
 def test_two_processes_of_one_number_are_named(crew):
     codes, outputs = crew("nothing", only=[0, 1, 1], processes=3).join()
     assert codes == [1, 1, 1]
-    assert "two processes say that they are number 1: " in outputs[0]
-    assert "two processes say that they are number 1: " in outputs[1]
+    for output in outputs[:2]:
+        assert "the processes don't belong together: process 1 (" in output
+        assert "has the number of " in output
 
 
 def test_other_versions_are_named(crew):
@@ -55,14 +96,6 @@ def test_other_versions_are_named(crew):
     for output in outputs:
         assert "the version of jax is " in output
         assert ", but 0.1.2 for process 1 (" in output
-
-
-def test_a_process_that_fails_before_any_fit_ends_all(crew):
-    codes, outputs = crew("fail_alone", processes=3).join()
-    assert codes == [71, 1, 71]
-    assert "ValueError: a bad day" in outputs[1]
-    for output in (outputs[0], outputs[2]):
-        assert "failed, before the first fit: ValueError: a bad day" in output
 
 
 def test_a_device_used_too_early_is_named(crew):
@@ -77,19 +110,80 @@ def test_processes_start_with_nothing_but_their_variables(crew):
     assert "here" in outputs[0] and "here" in outputs[1]
 
 
-@pytest.mark.parametrize("count, length", [(250, 253), (1000, 70)])
-def test_many_processes_with_long_names_hear_who_is_there(monkeypatch, count, length):
-    """The answer has all names: more bytes than any other message may have."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "h" * length)
-    ports = (free_port(),)
+def join(process, port, count=2, timeout=20.0, **facts):
+    """The roll call, as one of the processes has it."""
+    rank = Rank(process, count, "127.0.0.1", port, "j")
+    call_the_roll(rank, facts, timeout, "127.0.0.1")
 
-    def call(process):
-        place = Place("x", process, count, "127.0.0.1", ports, "job", None, None)
-        return call_the_roll(place, {"jax": "1"}, 60.0)
 
-    with concurrent.futures.ThreadPoolExecutor(count) as threads:
-        found = list(threads.map(call, range(count)))
-    for roll_call in found:
-        assert len(roll_call.names) == count
-        for connection in roll_call.connections.values():
-            connection.close()
+def call(port):
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(500) as pool:
+        yield pool
+
+
+def test_strangers_do_not_disturb_the_roll_call(threads):
+    port = free_port()
+    host = threads.submit(join, 0, port, version="1")
+    with contextlib.ExitStack() as strangers:
+        for line in STRANGERS.values():
+            stranger = strangers.enter_context(call(port))
+            with contextlib.suppress(OSError):  # it may hang up before all is sent
+                stranger.sendall(line)
+        threads.submit(join, 1, port, version="1").result(60)
+        host.result(60)
+    with pytest.raises(ConnectionRefusedError):  # nothing listens after it
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_callers_that_say_nothing_are_hung_up_on(monkeypatch, threads):
+    monkeypatch.setattr(roll_call, "_SILENCE", 0.1)
+    port = free_port()
+    host = threads.submit(join, 0, port, timeout=2.0)
+    with call(port) as silent, call(port) as slow:
+        slow.sendall(b"{")
+        for stranger in silent, slow:
+            stranger.settimeout(5)
+            assert stranger.recv(100) == b""
+    with pytest.raises(TimeoutError, match="process 1 of 2 not there"):
+        host.result(60)
+
+
+@pytest.mark.parametrize("answer", [b"[" * 3000 + b"\n", b'{"wrong": ""}\n', b""])
+def test_one_that_poses_as_process_0_is_not_waited_for_without_end(
+    answer, monkeypatch, threads
+):
+    monkeypatch.setattr(roll_call, "_MORE_TIME", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port, stop = server.getsockname()[1], threading.Event()
+
+        def pose():
+            while not stop.is_set():
+                with contextlib.suppress(OSError), server.accept()[0] as sock:
+                    sock.sendall(answer)
+                    while not stop.wait(0.02):
+                        sock.sendall(b"{")
+
+        posing = threads.submit(pose)
+        with pytest.raises(TimeoutError, match="another program, or process 0 of ano"):
+            join(1, port, timeout=0.3)
+        stop.set()
+        posing.result(60)
+
+
+def test_many_processes_with_long_names_come_together(monkeypatch, threads):
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 253)
+    port, count = free_port(), 400
+    calls = [threads.submit(join, i, port, count, 60.0) for i in range(count)]
+    assert [each.result(90) for each in calls] == [None] * count
