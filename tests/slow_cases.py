@@ -285,7 +285,6 @@ strategies/test_gathering.py::test_a_run_goes_on_under_other_layouts
 strategies/test_gathering.py::test_evaluation_and_prediction_gather_too
 strategies/test_reproducible.py::test_rows_that_interact_are_computed_whole_by_every_device
 faults/test_unheard.py::test_a_healthy_run_goes_on_when_nobody_reads
-faults/test_unheard.py::test_a_run_without_descriptors_of_its_own
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[clipped-4]
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[accumulated-4]
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[accumulated, short end-4]

@@ -164,22 +164,6 @@ def _to_nowhere(descriptor: int) -> None:
         os.close(nowhere)
 
 
-def _hold_places() -> None:
-    """Where a program is started with `2>&-`, number 2 would be the next file's.
-
-    Then what XLA tells on stderr would be written into it, a checkpoint perhaps.
-    """
-    for number, file in ((1, sys.__stdout__), (2, sys.__stderr__)):
-        if file is None:
-            try:
-                os.fstat(number)
-            except OSError:
-                _to_nowhere(number)
-
-
-_hold_places()
-
-
 def listed(noun: str, numbers: Iterable[int]) -> str:
     """process 1; processes 1, 2 and 5; ports 61000 to 61007."""
     *first, last = sorted(numbers)

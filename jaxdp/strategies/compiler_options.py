@@ -1,6 +1,5 @@
 """XLA's options as a user gives them, in the spelling of the version that is here."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -26,35 +25,13 @@ _RENAMED: Final = {
 }
 """What jaxlib 0.12 calls that 0.10 called so, and took a bool for."""
 
-_KNOWN: Final = (
-    "optimization_level",
-    *_RENAMED,
-    *_RENAMED.values(),
-    "xla_cpu_copy_insertion_use_region_analysis",
-    "xla_cpu_enable_fast_math",
-    "xla_disable_hlo_passes",
-    "xla_gpu_all_gather_combine_threshold_bytes",
-    "xla_gpu_all_reduce_combine_threshold_bytes",
-    "xla_gpu_autotune_level",
-    "xla_gpu_deterministic_ops",
-    "xla_gpu_enable_command_buffer",
-    "xla_gpu_enable_highest_priority_async_stream",
-    "xla_gpu_enable_latency_hiding_scheduler",
-    "xla_gpu_enable_triton_gemm",
-    "xla_gpu_enable_while_loop_double_buffering",
-    "xla_gpu_execution_terminate_timeout",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes",
-)
-"""Names to tell of where one is misspelled; XLA knows many more."""
-
 
 def spelled_here(options: CompilerOptions) -> dict[str, Any]:
     """The options that this version of XLA takes.
 
     Raises:
         TypeError: if they are neither a dict nor a level.
-        ValueError: if XLA does not know one, or not with that value; it lists names
-            that are like it.
+        ValueError: if XLA does not know one, or not with that value.
     """
     if options is None:
         return {}
@@ -87,12 +64,9 @@ def _spelled(name: str, value: Any) -> tuple[str, Any]:
     if name.startswith("xla_tpu_"):
         return name, value  # known to the compiler for TPUs alone
 
-    others = [known for known in _KNOWN if known != name]
-    close = difflib.get_close_matches(name, others)
-    like = f" Like it are {', '.join(close)}." if close else ""
     raise ValueError(
         f"`compiler_options`: jaxlib {jaxlib_version} does not take"
-        f" {name!r}={value!r}: {faults[0]}.{like}"
+        f" {name!r}={value!r}: {faults[0]}."
     )
 
 

@@ -56,11 +56,3 @@ def test_a_healthy_run_goes_on_when_nobody_reads(tmp_path, table):
     table.add(
         "stderr is a broken pipe, on a full disk, closed or none", 4, 4, "nothing"
     )
-
-
-def test_a_run_without_descriptors_of_its_own(tmp_path, table):
-    """Started with `>&- 2>&-`: no file of the run takes their numbers."""
-    run = start(tmp_path, "4", "sh", "-c", 'exec "$0" "$@" >&- 2>&-')
-    assert run.wait(120) == 0
-    make().load(tmp_path / "checkpoints" / "4")
-    table.add("started with `>&- 2>&-`", 1, 1, "nothing")
