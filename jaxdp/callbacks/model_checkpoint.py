@@ -259,11 +259,14 @@ class ModelCheckpoint(Callback):
         every = self.every_n_epochs
         return every is not None and (trainer.current_epoch + 1) % every == 0
 
+    @property
+    def _saves_by_steps(self) -> bool:
+        return (self.every_n_train_steps or self.train_time_interval) is not None
+
     def _is_of_steps(self) -> bool:
         """Whether the values of single steps decide, because it saves by them."""
-        if self.every_n_train_steps is None and self.train_time_interval is None:
-            return False
-        return self._row is not None and self.monitor in (*self._row[1],)
+        row = self._row
+        return self._saves_by_steps and row is not None and self.monitor in (*row[1],)
 
     def _last_measured(self) -> tuple[int, float] | None:
         """The step at which the monitor was measured last, and its value there."""
@@ -314,6 +317,8 @@ class ModelCheckpoint(Callback):
 
     def identity(self, trainer: Trainer) -> str:
         unit = f"{self.monitor}, {self.mode}" if self.monitor else "no monitor"
+        if self._saves_by_steps and not (self.monitor or "val_").startswith("val_"):
+            unit += ", of steps"  # and not of epochs
         return f"{self.folder(trainer).path}\n{unit}"
 
     def state_dict(self) -> dict[str, Any]:

@@ -237,6 +237,16 @@ def test_by_steps_the_loss_is_that_of_the_step(tmp_path, size):
     assert list(scores(by_epochs).values()) == history["loss"]
 
 
+def test_the_losses_of_steps_are_not_compared_with_those_of_epochs(tmp_path):
+    make(ModelCheckpoint(tmp_path, "loss", save_top_k=2)).fit(DATA, max_epochs=2)
+    assert folders(tmp_path) == [6, 12]
+    saver = ModelCheckpoint(tmp_path, "loss", save_top_k=2, every_n_train_steps=4)
+    with pytest.warns(UserWarning, match="no state for the callback ModelCheckpoint"):
+        make(saver).fit(DATA, max_epochs=3, ckpt_path=tmp_path / "12")
+    assert list(scores(saver)) == [16]
+    assert folders(tmp_path) == [12, 16] and folders(tmp_path / "before-1") == [6]
+
+
 def test_a_value_of_an_epoch_judges_its_end(tmp_path):
     class Values(Callback):
         def on_train_epoch_end(self, trainer, metrics):
