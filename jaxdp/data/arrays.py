@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count
-from ..step import Batch, with_rows
-from .conversion import as_numpy, to_host
+from ..step import Batch, as_given, with_rows
+from .conversion import as_numpy, to_host, with_key_data
 from .loader_state import OwnState
 from .random_states import seed_of
 from .shares import Share
@@ -53,7 +53,7 @@ class Arrays:
         check_choice("shuffle", shuffle, (True, False))
         check_choice("drop_last", drop_last, (True, False))
         check_count("seed", seed, least=0)
-        self.tree = arrays[0] if len(arrays) == 1 else arrays
+        self.tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._columns, self.num_rows = _columns(self.tree)
@@ -82,7 +82,7 @@ class Arrays:
     def __iter__(self) -> Iterator[Any]:
         lists = self.lists(self.seed, self._epoch)
         self._epoch += 1
-        return self.batches(lists)
+        return map(as_given, self.batches(lists))
 
     def __repr__(self) -> str:
         return f"Arrays({self.num_rows} rows, batch_size={self.batch_size})"

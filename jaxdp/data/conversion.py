@@ -43,14 +43,12 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     # Each leaf by itself.
     wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
-    keys: dict[int, Any] = {}
+    keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
         array = as_numpy(leaf)
         if array is None and _is_key(leaf):
-            if leaf.ndim == 0 and with_rows(treedef)[index]:
-                raise ValueError(_single_key(batch, index))
-            keys[index] = jax.random.key_impl(leaf)
-            array = np.asarray(jax.random.key_data(leaf))
+            keys[index] = _key_data(batch, index, leaf)
+            array = keys[index].data
         if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_not_numbers(batch, index, leaf))
         if not array.dtype.isnative:  # big-endian, as some files are
@@ -192,20 +190,28 @@ def _is_key(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _with_keys(treedef: Any, arrays: list[np.ndarray], keys: dict[int, Any]) -> Batch:
-    """A batch of such arrays, of which some are the data of keys of a kind."""
-    nodes: list[Any] = list(arrays)
-    for index, kind in keys.items():
-        nodes[index] = KeyData(arrays[index], kind)
-    return treedef.unflatten(nodes)
+def with_key_data(tree: Any) -> Any:
+    """The tree with typed PRNG keys as `to_host` has them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found = enumerate(leaves)
+    keys = {i: _key_data(tree, i, leaf) for i, leaf in found if _is_key(leaf)}
+    return _with_keys(treedef, leaves, keys)
 
 
-def _single_key(batch: Any, index: int) -> str:
-    return (
-        f"{leaf_name(batch, index)} is a single PRNG key, which has no rows. Give each"
-        " row a key, jax.random.split(key, rows), or put one that is for all rows into"
-        " a jaxdp.Whole(key)."
-    )
+def _with_keys(treedef: Any, leaves: list[Any], keys: dict[int, KeyData]) -> Any:
+    """A tree of leaves, of which some are those of keys."""
+    return treedef.unflatten([keys.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _key_data(batch: Any, index: int, key: Any) -> KeyData:
+    """The data of a leaf of typed keys."""
+    if key.ndim == 0 and with_rows(jax.tree.structure(batch))[index]:
+        raise ValueError(
+            f"{leaf_name(batch, index)} is a single PRNG key, which has no rows. Give"
+            " each row a key, jax.random.split(key, rows), or put one that is for all"
+            " rows into a jaxdp.Whole(key)."
+        )
+    return KeyData(np.asarray(jax.random.key_data(key)), jax.random.key_impl(key))
 
 
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:

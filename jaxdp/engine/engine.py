@@ -335,7 +335,7 @@ class Engine:
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
-        self.in_flight.wait_for_all()
+        self.in_flight.check_all()
         return means_of(self.held.fetch_totals(), self.facts["train"])
 
     def weights(self) -> list[Array]:

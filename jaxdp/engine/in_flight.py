@@ -29,9 +29,9 @@ class InFlight:
         while len(self._waiting) > most:
             self._wait_for_first()
 
-    def wait_for_all(self) -> None:
-        """Waits for what was added, with all checks."""
-        while self._waiting:
+    def check_all(self) -> None:
+        """Waits until all is checked that was to be."""
+        while any(check is not None for _, check in self._waiting):
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:

@@ -7,7 +7,7 @@ import optax
 import pytest
 from toys import Mlp, Recorder, batches
 
-from jaxdp import FSDP, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, Whole
+from jaxdp import FSDP, Arrays, LocalSGD, Pmap, Sharded, SingleDevice, Trainer, Whole
 
 SIZES = 16, 11, 16, 5
 
@@ -124,6 +124,27 @@ def test_a_model_may_take_a_key_of_its_row():
     np.testing.assert_array_equal(
         trainer.predict(data)[16:27], trainer.predict(data[1:2])
     )
+
+
+def test_arrays_may_be_of_keys():
+    x, y, keys, _ = keyed()[0]
+    loader = Arrays(x, y, keys, batch_size=5, shuffle=False)
+    for number, (*_, own) in enumerate(loader):
+        assert (own == keys[5 * number :][:5]).all()
+    data = [(x[i : i + 5], y[i : i + 5], keys[i : i + 5]) for i in (0, 5, 10, 15)]
+
+    def of_rows(model, x, y, keys):
+        return losses_of(model, x, y, keys, jax.random.key(0))
+
+    def val_loss(loader):
+        trainer = Trainer(
+            Mlp(jax.random.key(0)), loss_fn=of_rows, enable_progress_bar=False
+        )
+        return trainer.validate(loader)
+
+    assert val_loss(loader) == val_loss(data)
+    with pytest.raises(ValueError, match="is a single PRNG key"):
+        Arrays(x, jax.random.key(0))
 
 
 @pytest.mark.parametrize(
