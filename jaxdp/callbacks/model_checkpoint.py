@@ -11,29 +11,18 @@ from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.durations import parse_duration
 from ..basics.files import absolute
-from ..basics.json_checks import (
-    each,
-    fields,
-    has_form,
-    maybe,
-    number_text,
-    row,
-    truth,
-    whole,
-)
+from ..basics.json_checks import each, fields, has_form, truth, whole
 from ..checkpoint import CheckpointDir
 from ..distributed import Pulse, is_stop
 from .base import Callback, Trainer
 from .monitor import announce, check_monitor
-from .scores import SCORES_FORM, Keeping, as_json, from_json
+from .scores import MEASURED_FORM, SCORES_FORM, Keeping, Scores, as_json, from_json
 from .states import saved_state
 
 _SAVED = fields(
     {"scores": SCORES_FORM, "is_due": truth()},
-    {
-        "measured": maybe(row(whole(), number_text())),  # checkpoints of 0.2 have none
-        "best_first": each(whole()),
-    },
+    # The first is in no checkpoint of 0.2, and the second in none of 0.1.
+    {"measured": MEASURED_FORM, "best_first": each(whole())},
 )
 
 _INSTEAD: Final = {
@@ -411,8 +400,7 @@ class ModelCheckpoint(Callback):
             more = "ModelCheckpoint(on_save_error='warn') would continue without it."
             error.add_note(more)
             raise error
-        text = f"{error} Training continues; the next one is tried when it is due."
-        warn(text)
+        warn(f"{error} Training continues; the next one is tried when it is due.")
 
     def _remove_what_is_not_kept(self) -> None:
         assert self._dir is not None
@@ -423,10 +411,9 @@ class ModelCheckpoint(Callback):
         if self._processes.index:
             return
         best = next(iter(self._keeping.ranked(self._scores)), None)
+        newest = max(self._scores, default=None)
         self._dir.link("best", best if self.monitor else None)
-        self._dir.link(
-            "last", max(self._scores, default=None) if self.save_last else None
-        )
+        self._dir.link("last", newest if self.save_last else None)
         for step in removed:
             try:
                 self._dir.remove(step)
@@ -470,18 +457,15 @@ class ModelCheckpoint(Callback):
             announce(trainer, "ModelCheckpoint", text)
         return list(scores.items())
 
-    def _told_by(
-        self, step: int, trainer: Trainer
-    ) -> tuple[str | None, dict[int, float | None]]:
+    def _told_by(self, step: int, trainer: Trainer) -> tuple[str | None, Scores]:
         """Whose run saved a step, and the scores that this callback had then."""
         try:
             meta = checkpoint.read_meta(self._path_of(step))
         except (OSError, ValueError):
             return None, {}
         state = saved_state(trainer, meta, self)
-        return meta["run_id"], from_json(state["scores"]) if has_form(
-            state, _SAVED
-        ) else {}
+        told = from_json(state["scores"]) if has_form(state, _SAVED) else {}
+        return meta["run_id"], told
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None

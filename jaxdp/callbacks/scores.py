@@ -12,6 +12,9 @@ Scores = Mapping[int, float | None]
 SCORES_FORM: Form = each(row(whole(), maybe(number_text())))
 """How they look in JSON."""
 
+MEASURED_FORM: Form = maybe(row(whole(), number_text()))
+"""How a step and what was measured on its weights look in JSON, if there is any."""
+
 
 def as_json(scores: Scores) -> list[Any]:
     """What `SCORES_FORM` says; NaN and infinity are texts."""
