@@ -16,7 +16,16 @@ from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
 from ..basics.tree import leaf_path
 from .folder import CheckpointDir
-from .leaves import differences, first_lines, plain, shape_text, unplain
+from .leaves import (
+    differences,
+    dtype_in,
+    first_lines,
+    is_key,
+    plain,
+    shape_in,
+    shape_text,
+    unplain,
+)
 from .restoring import CheckpointCorrupt, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
@@ -40,7 +49,8 @@ def load_model(
             taken (the last, if their `ModelCheckpoint` had no `monitor`); or a file
             that `save_model` wrote.
         like: a model of the same structure. Only structure, shapes and dtypes matter,
-            so `eqx.filter_eval_shape(Model, ...)` is enough.
+            so `eqx.filter_eval_shape(Model, ...)` is enough. Its floats may be wider
+            than those that were saved, under `precision="bf16-true"`, say.
         state: an `eqx.nn.State` to fill as well. Only checkpoints contain one.
         partial: keep the leaves of `like` that the file lacks or has in another shape,
             and say which.
@@ -76,6 +86,7 @@ def load_model(
         if state is not None:
             wanted |= {f"model_state: {n}": x for n, x in _shapes(state).items()}
 
+    stored = {n: _as_wanted(text, wanted.get(n)) for n, text in stored.items()}
     _report(path, wanted, stored, partial)
     values = read([name for name in wanted if stored.get(name) == wanted[name]])
     model = _filled(like, values, "")
@@ -139,13 +150,23 @@ def _filled(tree: PyTree, values: dict[str, Any], prefix: str) -> PyTree:
         value = values.get(prefix + (leaf_path(path) or "value"))
         if value is None:
             return leaf
-        return unplain(jnp.asarray(value), leaf)
+        value = jnp.asarray(value)
+        return unplain(value if is_key(leaf) else value.astype(leaf.dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
 
 
 def _shapes(tree: PyTree) -> dict[str, str]:
     return {name: shape_text(plain(leaf)) for name, leaf in _arrays(tree).items()}
+
+
+def _as_wanted(stored: str, wanted: str | None) -> str:
+    """What is wanted instead of narrower floats, which it holds as they are."""
+    if wanted is None or shape_in(stored) != shape_in(wanted):
+        return stored
+    narrow, wide = dtype_in(stored), dtype_in(wanted)
+    fits = all(jnp.issubdtype(each, jnp.floating) for each in (narrow, wide))
+    return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
 
 
 def _report(

@@ -336,9 +336,8 @@ def test_an_argument_of_others_says_what_there_is_instead(name, instead):
 
 def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    saver = ModelCheckpoint("~/runs", monitor="val_loss")
-    trainer = make(saver)
-    trainer.fit(DATA, VAL)
+    saver, again = (ModelCheckpoint("~/runs", monitor="val_loss") for _ in range(2))
+    make(saver).fit(DATA, VAL)
     assert saver.best_model_path == str(tmp_path / "runs" / "6")
-    make().load("~/runs/best")
-    make().fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")
+    make(again).load("~/runs/best")
+    make(again).fit(DATA, VAL, max_epochs=2, ckpt_path="~/runs/6")

@@ -163,21 +163,15 @@ def test_the_weights_of_a_checkpoint_are_those_scored(
     trainer.fit(TRAIN, VAL, max_epochs=4)
     score, step = saver.best_model_score, int(os.path.basename(saver.best_model_path))
 
-    like = Mlp(jax.random.key(1))
-    if precision == "bf16-true":
-        like = jax.tree.map(
-            lambda x: x.astype("bfloat16") if eqx.is_inexact_array(x) else x, like
-        )
-
     def load(**options):
-        return jaxdp.load_model(tmp_path / "run", like, **options)
+        return jaxdp.load_model(tmp_path / "run", Mlp(jax.random.key(1)), **options)
 
     def loaded(**options):
         return arrays(load(**options))
 
     for one, other in zip(loaded(), seen.scored[step], strict=True):
         np.testing.assert_array_equal(one, other)
-    floats = [leaf for leaf in loaded(which="raw") if leaf.dtype.kind not in "ib"]
+    floats = [leaf for leaf in loaded(which="raw") if leaf.dtype == np.float32]
     assert len(floats) == len(seen.raw[step])
     for one, other in zip(floats, seen.raw[step], strict=True):
         np.testing.assert_array_equal(one, other)
