@@ -35,7 +35,8 @@ class Trainer:
 
     Args:
         model: a callable pytree (an Equinox module) that takes one example; the step
-            vmaps it. The trainer works on a copy.
+            vmaps it. With `loss_fn`, any tree of arrays, such as a dict of networks.
+            The trainer works on a copy.
         optimizer: any `optax.GradientTransformation`, including those that evaluate the
             loss (`optax.lbfgs()`), or a list of `Part`. Default: `optax.adamw(1e-3)`.
         loss: compares `(prediction, target)` and returns `(batch,)` or a scalar: a name

@@ -1,15 +1,29 @@
 """Names of the leaves of a pytree, and its nodes of a class."""
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jaxtyping import PyTree
 
+_ROOT: Final = re.compile(r"^\['([A-Za-z_]\w*)'\]")
+
 
 def leaf_path(path: Sequence[Any]) -> str:
-    """A JAX key path as a user writes it: `layers[0].weight`."""
+    """A JAX key path as a user writes it: `layers[0].weight`; of models in a dict,
+    `generator.weight`."""
+    return plain_path(stored_path(path))
+
+
+def stored_path(path: Sequence[Any]) -> str:
+    """A JAX key path as checkpoints have it: `layers[0].weight`, `['a'].weight`."""
     return jax.tree_util.keystr(tuple(path)).removeprefix(".")
+
+
+def plain_path(name: str) -> str:
+    """The `leaf_path` of what `stored_path` has given."""
+    return _ROOT.sub(r"\1", name)
 
 
 def at_path(tree: PyTree, path: Sequence[Any]) -> Any:

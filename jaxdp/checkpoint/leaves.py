@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..basics.tree import leaf_path
+from ..basics.tree import plain_path, stored_path
 from ..step import TrainState, Weights
 
 WEIGHTS: Final = Weights._fields
@@ -49,7 +49,13 @@ def unname_leaves(named: Named, like: TrainState) -> TrainState:
 
 
 def _name(field: str, path: Any) -> str:
-    return f"{field}: {leaf_path(path) or 'value'}"
+    return f"{field}: {stored_path(path) or 'value'}"
+
+
+def shown(named: Mapping[str, str]) -> dict[str, str]:
+    """Texts by the names of leaves, as users know them: `params: generator.bias`."""
+    parts = [(name.partition(": "), text) for name, text in named.items()]
+    return {f"{field}{colon}{plain_path(p)}": text for (field, colon, p), text in parts}
 
 
 def arrays_of(state: TrainState) -> Named:

@@ -30,6 +30,7 @@ from .leaves import (
     of_weights,
     shape_in,
     shapes,
+    shown,
     unname_leaves,
     with_elements,
 )
@@ -247,7 +248,7 @@ def check_same(
     What it says are the arguments that have `changed`. Of a model's own fields, such as
     `Linear.in_features`, the leaves say more.
     """
-    lines = differences(wanted, stored)
+    lines = differences(shown(wanted), shown(stored))
     if not lines:
         return
     if any("." not in line.partition(" was ")[0] for line in changed):

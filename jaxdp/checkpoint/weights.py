@@ -14,7 +14,7 @@ from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
-from ..basics.tree import leaf_path
+from ..basics.tree import leaf_path, plain_path
 from .folder import CheckpointDir
 from .leaves import (
     differences,
@@ -239,7 +239,7 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
     for full in meta["leaves"]:
         field, _, name = full.partition(": ")
         if field in ("params", "buffers"):
-            full_names[name] = where.get(full, full)
+            full_names[plain_path(name)] = where.get(full, full)
         elif field == "model_state":
             full_names[full] = where.get(full, full)
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
@@ -255,7 +255,7 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
 def _open_safetensors(path: str) -> tuple[dict[str, str], Reader]:
     load = _safetensors().load_file
     try:
-        arrays = load(path)
+        arrays = {plain_path(name): array for name, array in load(path).items()}
     except FileNotFoundError:
         raise
     except Exception as error:

@@ -214,13 +214,10 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             f"`model` is the class {model.__name__}, not an instance of it; construct"
             " it, for example with key=jax.random.key(0)."
         )
-    if isinstance(model, list | tuple) and model and all(map(callable, model)):
-        raise TypeError(
-            f"`model` is a {kind} of {len(model)} models. To train them side by side,"
-            f" pass `ensemble`={len(model)} and one model whose arrays have an axis of"
-            " members in front: jax.tree.map(lambda *each: jnp.stack(each) if"
-            " eqx.is_array(each[0]) else each[0], *models)."
-        )
+    inside = [*model.values()] if isinstance(model, Mapping) else model
+    if must_be_callable and isinstance(inside, list | tuple) and inside:
+        if all(map(callable, inside)):
+            raise TypeError(_several_models(kind, inside))
 
     if must_be_callable and not callable(model):
         raise TypeError(
@@ -228,6 +225,23 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             " called on one example. For other pytrees of arrays pass"
             " `loss_fn(model, *batch)`."
         )
+
+
+def _several_models(kind: str, models: Sequence[Any]) -> str:
+    """What to say of several models without a loss that calls them."""
+    text = (
+        f"`model` is a {kind} of {len(models)} models, and only a loss of your own"
+        " can call them: pass `loss_fn(model, *batch)`, or a list of jaxdp.Part(...)"
+        " as `optimizer`."
+    )
+    shapes = [eqx.filter_eval_shape(lambda model=model: model) for model in models]
+    if len(models) > 1 and eqx.tree_equal(*shapes):
+        text += (
+            f" To train equal ones side by side, pass `ensemble`={len(models)} and one"
+            " model whose arrays have an axis of members in front: jax.tree.map(lambda"
+            " *each: jnp.stack(each) if eqx.is_array(each[0]) else each[0], *models)."
+        )
+    return text
 
 
 def check_optimizer(optimizer: Any) -> None:

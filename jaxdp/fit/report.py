@@ -9,7 +9,7 @@ import jax
 
 from ..basics.tree import leaf_path
 from ..callbacks.csv_logger import CSVLogger
-from ..callbacks.run_facts import run_facts
+from ..callbacks.run_facts import plain, run_facts
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -22,7 +22,7 @@ def in_a_line(trainer: "Trainer") -> str:
     run = trainer.run
     count = sum(leaf.size for leaf in jax.tree.leaves(run.parts[:2]))
     return (
-        f"Trainer({type(run.model).__name__}, {count:,} parameters, {run.strategy!r},"
+        f"Trainer({plain(run.model)}, {count:,} parameters, {run.strategy!r},"
         f" step {trainer.global_step}, epoch {trainer.current_epoch})"
     )
 

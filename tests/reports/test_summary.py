@@ -107,7 +107,7 @@ def test_shared_leaves_count_once_and_trees_without_modules_have_their_paths():
 
     tree = {"a": jnp.ones((3, 4)), "b": [jnp.ones(3)]}
     found = quiet(tree, loss_fn=lambda model, x: x.mean()).summary()
-    assert [each.path for each in found.layers] == ["", "['b']"]
+    assert [each.path for each in found.layers] == ["", "b"]
     assert found.parameters == 15
 
 
