@@ -75,13 +75,14 @@ def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def as_number(value: Any) -> float | None:
-    """A single number of any kind as a float; None for anything else.
+    """A single number of any kind as a float, an array of one too; else None.
 
     Waits for the device if it is there.
     """
     array = np.asarray(value)
     is_number = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
-    return float(array) if is_number and array.ndim == 0 else None
+    is_single = array.ndim == 0 or (array.size == 1 and hasattr(value, "dtype"))
+    return float(array.item()) if is_number and is_single else None
 
 
 def by_name_after_first(*order: str) -> Callable[[_Init], _Init]:

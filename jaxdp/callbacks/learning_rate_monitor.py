@@ -1,5 +1,6 @@
 """The learning rate of every step, as the optimizer's state has it."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from .base import Callback, Trainer
 
 class LearningRateMonitor(Callback):
     """Adds the learning rate to the metrics of every step, and so to all loggers.
+
+    The history, and the row of an epoch, have the rate of its last step.
 
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
         Trainer(model, optimizer, callbacks=[LearningRateMonitor()])
@@ -71,6 +74,11 @@ class LearningRateMonitor(Callback):
             else:
                 found[name] = jnp.float32(rate)
         return found
+
+    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        for name, rate in trainer.callback_metrics.items():
+            if re.fullmatch(rf"{re.escape(self.name)}(/.*)?(\[\d+\])?", name):
+                trainer.log(name, rate)
 
 
 def no_rate(trainer: Trainer, callback_name: str, remedy: str = "") -> ValueError:

@@ -153,6 +153,13 @@ class Logger(Callback):
                 self.log(epoch, trainer.global_step, trainer.run.last_values)
             self._log_history(trainer)
             self.close()
+            step, every = trainer.global_step, trainer.log_every_n_steps
+            if 0 < step < every and self._error is None:
+                warn(
+                    f"no row of a step was logged: `log_every_n_steps`={every}, and"
+                    f" {step} steps are done. Use Trainer(log_every_n_steps=1) to see"
+                    " single steps."
+                )
         self._active = False
 
     def identity(self, trainer: Trainer) -> str:

@@ -30,8 +30,9 @@ class NanGuard(Callback):
 
     Args:
         action: `"stop"` raises a FloatingPointError that names the step and what was
-            not finite; `trainer.model` is then the last good one. `"skip"` warns and
-            drops that update.
+            not finite; `trainer.model` is then the last good one. `"end"` warns and
+            ends the fit as `trainer.should_stop` does: validated, saved and without an
+            exception. `"skip"` warns and drops that update.
         max_skips: with `"skip"`, how many steps in a row may be dropped before a
             FloatingPointError after all.
 
@@ -43,7 +44,7 @@ class NanGuard(Callback):
     only_in_training = True
 
     def __init__(self, action: str = "stop", max_skips: int = 10):
-        check_choice("action", action, ("stop", "skip"))
+        check_choice("action", action, ("stop", "end", "skip"))
         check_count("max_skips", max_skips, least=0)
         self.action = action
         self.max_skips = max_skips
@@ -129,8 +130,14 @@ class NanGuard(Callback):
                 f"`NanGuard`: {place}. The update was not applied: `trainer.model` is"
                 " the last good one. Lower the learning rate, clip gradients"
                 " (`gradient_clip_val`), look at that batch, or use"
-                " `NanGuard('skip')`."
+                " `NanGuard('skip')`; `NanGuard('end')` ends the fit without an"
+                " exception."
             )
+        if self.action == "end":
+            if not trainer.should_stop:
+                warn(f"`NanGuard`: {place}. The update was not applied; the fit ends.")
+            trainer.should_stop = True
+            return
         if self._in_a_row > self.max_skips:
             raise FloatingPointError(
                 f"`NanGuard`: {place}. That makes {self._in_a_row} steps in a row"

@@ -26,7 +26,9 @@ class WeightAveraging(Callback):
         decay: how much of the average each step keeps; 0.999 looks back over about a
             thousand steps. None takes the plain mean of all steps since `start_step`
             (stochastic weight averaging).
-        every_n_steps: average only the weights of every n-th optimizer step.
+        every_n_steps: average only the weights after steps n, 2 n, 3 n and so on, as
+            `every_n_train_steps` of `ModelCheckpoint` counts. (Lightning's average has
+            those after the steps 1, n + 1, 2 n + 1.)
         start_step: how many steps to skip; until then the average is the weights.
         evaluate: whether validation, `test`, `predict` and `trainer.model` use the
             average. If not, only `averaged_model` returns it.

@@ -30,7 +30,8 @@ class MadeUp(Callback):
 def trainer_with(*callbacks, losses=tuple(range(9, 0, -1)), accuracies=tuple(range(9))):
     made_up = MadeUp(losses, accuracies)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    return make_small(None, optimizer, callbacks=[made_up, *callbacks])
+    callbacks = [made_up, *callbacks]
+    return make_small(None, optimizer, callbacks=callbacks, log_every_n_steps=1)
 
 
 def fit(trainer, epochs, **options):

@@ -26,7 +26,7 @@ def test_the_table_has_a_row_per_logged_step_and_per_epoch(tmp_path):
     rows = read(logger.path)
     assert list(rows[0]) == [
         *("epoch", "step", "loss", "accuracy", "lr"),
-        *("epoch_loss", "epoch_accuracy", "val_loss", "val_accuracy"),
+        *("epoch_loss", "epoch_accuracy", "epoch_lr", "val_loss", "val_accuracy"),
     ]
     places = [(row["epoch"], row["step"], row["loss"] != "") for row in rows]
     first = [("0", "2", True), ("0", "4", True), ("0", "5", False)]

@@ -12,7 +12,7 @@ import pytest
 from toys import Recorder, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
-from jaxdp.callbacks import NanGuard, StallWatch
+from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
 from jaxdp.callbacks.onlooker import waits_for
 
 
@@ -51,6 +51,33 @@ def test_a_step_inside_a_block_is_skipped_or_stops_the_fit():
     assert eqx.tree_equal(one[0], many[0]) and one[1] == many[1] == [18]
     np.testing.assert_array_equal(one[2], many[2])
     assert one[3].state_dict() == many[3].state_dict()
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("bad", [0, 17, 29])
+def test_a_fit_ends_gently(bad, steps, tmp_path):
+    class Ends(Callback):
+        exception, ended = None, 0
+
+        def on_exception(self, trainer, exception):
+            self.exception = exception
+
+        def on_fit_end(self, trainer):
+            self.ended += 1
+
+    guard, ends, saver = NanGuard("end"), Ends(), ModelCheckpoint(tmp_path)
+    trainer = make(guard, ends, saver, steps_per_execution=steps)
+    with pytest.warns(UserWarning, match=f"step {bad + 1} .*the fit ends") as told:
+        history = trainer.fit(data(bad), data()[:1], max_epochs=9)
+    assert len(told) == 1 and guard.skipped_steps == [bad + 1]
+    assert len(history.epochs) == 1
+    if steps == 1:
+        assert trainer.global_step == min(bad + 9, 30)
+    assert np.isfinite(history["val_loss"][0]) and saver.last_model_path
+    assert np.isfinite(trainer.model.weight).all()
+    assert ends.exception is None and ends.ended == 1
+    trainer.fit(data(), max_epochs=3)  # a second fit goes on
+    assert trainer.current_epoch == 3
 
 
 class Sleeping(Callback):

@@ -5,10 +5,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from logs import read
 from toys import batches
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
-from jaxdp.callbacks import LearningRateMonitor
+from jaxdp.callbacks import CSVLogger, LearningRateMonitor
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
 STEPS = [1e-2, 9e-3, 8e-3, 7e-3]
@@ -48,7 +49,9 @@ def rates_of(optimizer, monitor=None, **options):
         enable_progress_bar=False,
         **options,
     )
-    trainer.fit(batches(8, 8, 8, 8))
+    history = trainer.fit(batches(8, 8, 8, 8))
+    in_history = {name: history[name] for name in history if name.startswith("lr")}
+    assert in_history == {name: [rate] for name, rate in rates.seen[-1].items()}
     return {name: [seen[name] for seen in rates.seen] for name in rates.seen[0]}
 
 
@@ -153,3 +156,24 @@ def test_the_rate_is_the_factor_of_the_update():
         loss="cross_entropy",
     )
     trainer.fit(batches(8, 8, 8))
+
+
+def test_an_epoch_has_the_rate_of_its_last_step(tmp_path):
+    class Halves(Callback):
+        def on_validation_end(self, trainer, metrics):
+            rate = trainer.hyperparams["learning_rate"]
+            trainer.set_hyperparams(learning_rate=rate / 2)
+
+    trainer = Trainer(
+        make_model(),
+        injected(optax.sgd, 0.5),
+        loss="cross_entropy",
+        callbacks=[Halves(), LearningRateMonitor(), CSVLogger(tmp_path)],
+        strategy=SingleDevice(),
+        enable_progress_bar=False,
+    )
+    with pytest.warns(UserWarning, match="no row of a step was logged: `log_every_n_s"):
+        history = trainer.fit(batches(8, 8), batches(8), max_epochs=3)
+    assert history["lr"] == [0.5, 0.25, 0.125]
+    rows = read(tmp_path / "metrics.csv")
+    assert [float(row["epoch_lr"]) for row in rows] == history["lr"]

@@ -42,7 +42,8 @@ def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
 
 def test_a_validation_inside_an_epoch_has_its_own_row(tmp_path):
     trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=100)
-    trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
+    with pytest.warns(UserWarning, match="`log_every_n_steps`=100, and 5 steps are do"):
+        trainer.fit(batches(*[8] * 5), batches(8), val_check_interval=2)
     rows = read(tmp_path / "metrics.csv")
     seen = [
         (row["step"], row["val_loss"] != "", row["epoch_loss"] != "") for row in rows
@@ -148,3 +149,11 @@ def test_other_processes_write_nothing(tmp_path):
     trainer.is_global_zero = False
     trainer.fit(batches(8, 8), batches(8))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_steps_are_missed_where_there_are_none(tmp_path):
+    trainer = linear_trainer(CSVLogger(tmp_path), log_every_n_steps=4)
+    with pytest.warns(UserWarning, match=r"no row of a step.*log_every_n_steps=1"):
+        trainer.fit(batches(8, 8, 8))
+    trainer.fit(batches(8, 8, 8), max_epochs=2)  # step 4 has one
+    linear_trainer(log_every_n_steps=4).fit(batches(8))  # nobody logs

@@ -63,7 +63,9 @@ class Late(Counter):
 def fold(callback, scores=SCORES, **options):
     options = {"max_epochs": 5} | options
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    trainer = make_small(None, optimizer, callbacks=[MadeUp(scores), callback])
+    trainer = make_small(
+        None, optimizer, callbacks=[MadeUp(scores), callback], log_every_n_steps=1
+    )
     trainer.fit(batches(8, 8), batches(8), **options)
     return trainer
 

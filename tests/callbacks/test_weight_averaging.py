@@ -75,6 +75,24 @@ def test_some_steps_are_left_out():
     np.testing.assert_allclose(vector(trainer.model), np.mean(taken, 0), atol=1e-6)
 
 
+@pytest.mark.parametrize("n, start, steps", [
+    (1, 0, [1, 2, 3, 4, 5, 6, 7]),
+    (2, 0, [2, 4, 6]),
+    (3, 0, [3, 6]),
+    (2, 3, [4, 6]),
+    (3, 3, [6]),
+])  # fmt: skip
+def test_which_steps_are_averaged(n, start, steps):
+    weights = Weights()
+    averaging = WeightAveraging(0.5, every_n_steps=n, start_step=start)
+    trainer = make_trainer(weights, averaging)
+    trainer.fit(batches(*[8] * 7))
+    first, *rest = (weights.seen[step - 1] for step in steps)
+    for each in rest:
+        first = 0.5 * first + 0.5 * each
+    np.testing.assert_allclose(vector(trainer.model), first, atol=1e-6)
+
+
 def test_training_is_as_without_it():
     plain, averaged = Weights(), Weights()
     data = batches(*[8] * 10)

@@ -208,7 +208,8 @@ def test_other_callbacks_may_change_places(tmp_path):
         return [CSVLogger(tmp_path / name) for name in ("a", "b")]
 
     stopping, (first, second) = stoppers(), loggers()
-    trainer = make(*stopping, first, second, metrics="accuracy")
+    options = {"metrics": "accuracy", "log_every_n_steps": 1}
+    trainer = make(*stopping, first, second, **options)
     trainer.fit(DATA, max_epochs=2)
     second.state_dict = lambda: CSVLogger.state_dict(second) | {"rows": 1}
     path = trainer.save(tmp_path / "saved")

@@ -4,6 +4,7 @@ import csv
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -46,6 +47,7 @@ def read(folder):
 AREAS = [0.5, 0.7, 0.6, 0.65, 0.9]
 
 
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_a_value_of_a_validation_is_stopped_at_judged_and_written(tmp_path):
     """Also where the callback that logs it comes last in the list."""
     stop = EarlyStopping("val_area", patience=2, mode="max", verbose=False)
@@ -83,6 +85,7 @@ def test_values_of_steps_are_in_their_rows_and_the_last_one_in_the_epoch(tmp_pat
     assert [step["after"] for step in of_steps] == [7, 8, 9]
 
 
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_values_of_epochs_and_fits_are_where_their_hooks_are(tmp_path):
     logs = Logs(
         on_fit_start__first=lambda t: 1,
@@ -141,6 +144,16 @@ def test_what_was_logged_before_a_resume_is_in_the_history(tmp_path):
     assert second.history["early"] == whole.history["early"]
 
 
+@pytest.mark.parametrize("value", [
+    2, np.float32(2.0), np.array(2.0), np.full((1, 1), 2.0), jnp.full((1,), 2.0),
+    jnp.full((1, 1, 1), 2, jnp.bfloat16), np.array([True]) * 2,
+])  # fmt: skip
+def test_an_array_of_one_number_is_a_number(value):
+    logs = Logs(on_train_batch_end__area=lambda t: value)
+    trainer = make(logs)
+    assert trainer.fit(DATA)["area"] == [2.0]
+
+
 @pytest.mark.parametrize(
     "hook, value, error, match",
     [
@@ -149,6 +162,7 @@ def test_what_was_logged_before_a_resume_is_in_the_history(tmp_path):
         ("on_train_epoch_end__step", 1.0, ValueError, "name 'step' is taken"),
         ("on_train_epoch_end__area", [1.0], TypeError, r"one number; got \[1.0\]"),
         ("on_train_epoch_end__area", "1", TypeError, "of type str"),
+        ("on_train_epoch_end__area", np.ones((1, 2)), TypeError, "must be one number"),
     ],
 )
 def test_what_can_not_be_logged_is_refused(hook, value, error, match):
