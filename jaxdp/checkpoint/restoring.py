@@ -233,8 +233,7 @@ def changed_arguments(
     if then is None or now is None:
         return []
     return [
-        f"  `{name}` was {then.get(name) or 'nothing'}, and is"
-        f" {now.get(name) or 'nothing'}"
+        f"  `{name}` was {then.get(name)}, and is {now.get(name)}"
         for name in dict.fromkeys([*now, *then])
         if then.get(name) != now.get(name)
     ]

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
 import jax
@@ -18,24 +18,39 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+_AS_THEY_ARE: Final = (
+    "loss",
+    "loss_fn",
+    "precision",
+    "after_update",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "ensemble",
+)
+
+
 def described(run: "Run") -> dict[str, str]:
-    """The arguments by name; of a model, what is no array, by class and field."""
-    given, (_, buffers, rest) = run.arguments, run.parts
-    names = "loss", "loss_fn", "precision", "accumulate_grad_batches", "ensemble"
-    told = {name: _text(given[name]) for name in (*names, "gradient_clip_val")}
+    """Arguments that are not None by name; of a model what is no array, by field."""
+    _, buffers, rest = run.parts
+    told = {name: _text(run.arguments[name]) for name in _AS_THEY_ARE}
     told["optimizer"] = _optimizer(run)
     told["filter_spec"] = _frozen(buffers)
     told["callbacks"] = ", ".join(map(_text_of, filter(_is_part, run.hooks.callbacks)))
     wraps = type(run.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
     told["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
-    return told | _model(rest)
+    return {name: text for name, text in told.items() if text not in ("", "None")} | (
+        _model(rest)
+    )
 
 
 def _optimizer(run: "Run") -> str:
     parts = run.several or ()
     if not parts:
         return optimizer_text(run.arguments["optimizer"].update)
-    return "; ".join(f"{p.name}: {optimizer_text(p.optimizer.update)}" for p in parts)
+    return "; ".join(
+        f"{p.name}, every={p.every}: {optimizer_text(p.optimizer.update)}"
+        for p in parts
+    )
 
 
 def _frozen(buffers: Any) -> str:

@@ -40,6 +40,10 @@ def mean_loss(model, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
+def clipped(model):
+    return model
+
+
 def frozen(leaf):
     return eqx.is_inexact_array(leaf) and leaf.ndim == 2
 
@@ -60,7 +64,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("changes, names", [
     ({"callbacks": [WeightAveraging(0.9)]},
-     r"`callbacks` was nothing, and is WeightAveraging\(decay=0.9, every_n_steps=1"),
+     r"`callbacks` was None, and is WeightAveraging\(decay=0.9, every_n_steps=1"),
     ({"gradient_clip_val": 1.0}, "`gradient_clip_val` was None, and is 1.0"),
     ({"precision": "16-mixed"}, "`precision` was 32-true, and is 16-mixed"),
     ({"precision": "bf16-true"}, "`precision` was 32-true, and is bf16-true"),
@@ -83,7 +87,7 @@ def test_what_does_not_fit_is_named_as_an_argument(saved, changes, names):
 def test_what_was_left_out_is_named_too(saved):
     arguments = {"callbacks": [WeightAveraging(0.9)], "gradient_clip_val": 1.0}
     path = saved("averaged", **arguments)
-    with pytest.raises(ValueError, match="`callbacks` was Weight.*and is nothing") as e:
+    with pytest.raises(ValueError, match="`callbacks` was Weight.*and is None") as e:
         make().load(path)
     assert "`gradient_clip_val` was 1.0, and is None" in str(e.value)
 
@@ -98,6 +102,7 @@ def test_what_was_left_out_is_named_too(saved):
     ({"optimizer": optax.adamw(1e-2)}, ["step_size=-0.001", "step_size=-0.01"]),
     ({"precision": "bf16-mixed"}, ["`precision` was 32-true, and is bf16-mixed"]),
     ({"accumulate_grad_batches": 2}, ["`accumulate_grad_batches` was 1, and is 2"]),
+    ({"after_update": clipped}, ["`after_update` was None, and is clipped"]),
     ({"loss": None, "loss_fn": mean_loss},
      ["`loss` was cross_entropy, and is None", "`loss_fn` was None, and is mean_loss"]),
 ])  # fmt: skip
