@@ -15,13 +15,13 @@ import numpy as np
 import optax
 
 from .basics.arguments import check_choice, check_count
+from .basics.figures import Curve, draw
 from .basics.files import save_figure
 from .callbacks.learning_rate_monitor import is_rate
 from .data.own_generators import find
 from .data.random_states import set_states, states_of
 from .engine import hyperparams
 from .fit import checks
-from .reports import Curve, draw
 from .trainer import Trainer
 
 if TYPE_CHECKING:

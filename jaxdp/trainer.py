@@ -11,10 +11,9 @@ from jaxtyping import PyTree
 
 from . import checkpoint, losses
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, snapshot
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, snapshot
 from .fit.defaults import with_defaults
 from .fit.elsewhere import telling_where
-from .fit.report import in_a_line, report, summary
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -286,13 +285,11 @@ class Trainer:
             hosts: the number of hosts that share the devices equally. A topology
                 includes it, and so does a job of several processes.
         """
-        from .fit import previews
-
         return previews.plan(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "Plan | None":
         """The plan of the step in use, or None before there is one; never compiles."""
-        return self.run.plan()
+        return previews.running_plan(self)
 
     def predict(
         self,
@@ -318,7 +315,7 @@ class Trainer:
         return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
 
     def __repr__(self) -> str:
-        return in_a_line(self)
+        return previews.in_a_line(self)
 
     def summary(self) -> "Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
@@ -327,7 +324,7 @@ class Trainer:
 
         Nothing is placed or compiled for it; the model may be made of shapes.
         """
-        return summary(self)
+        return previews.summary(self)
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
@@ -343,8 +340,6 @@ class Trainer:
             strategies: instances; `SingleDevice()` by default.
             steps: optimizer steps; fewer if the loader has fewer batches.
         """
-        from .fit import previews
-
         return previews.compare(self, loader, strategies, steps)
 
     @property
@@ -467,7 +462,7 @@ class Trainer:
             path: the file, or a folder to write `report.html` into; it is returned.
             plan: a plan to show instead of `running_plan`.
         """
-        return report(self, path, plan)
+        return previews.report(self, path, plan)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

@@ -54,6 +54,32 @@ def test_rooms_import_only_what_is_below_them():
     ]
 
 
+EXTRAS = {"cli", "finders", "testing", "reports", "comparison", "plan", "extras"}
+"""What stands above the Trainer, which opens some of it in `fit/previews.py`."""
+
+OWN_HOMES = {"bitwise", "local_sgd", "pipeline", "members"}
+"""Strategies that nothing else knows of, by their modules."""
+
+
+def test_no_file_of_the_core_names_an_extra():
+    named = []
+    classes = {"".join(part.title() for part in home.split("_")) for home in OWN_HOMES}
+    classes = (classes - {"LocalSgd"}) | {"LocalSGD"}
+    for path in PACKAGE.rglob("*.py"):
+        relative = path.relative_to(PACKAGE)
+        parts = {relative.stem, *relative.parts[:-1]}
+        if parts & (EXTRAS | OWN_HOMES | {"__init__", "__main__"}):
+            continue
+        opens = relative.as_posix() in ("trainer.py", "fit/previews.py")
+        for target in imports(path):
+            if not opens and {target[0]} & EXTRAS | {*target} & OWN_HOMES:
+                named.append(f"{relative} imports {'.'.join(target)}")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name) and node.id in classes:
+                named.append(f"{relative}:{node.lineno} names {node.id}")
+    assert not named
+
+
 def test_what_users_are_told_goes_through_the_console():
     # Elsewhere a pipe that nobody reads would end the run.
     for path in PACKAGE.rglob("*.py"):

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import by_name, maybe, read_json, text, whole
-from ..reports import read_table
-from ..reports.runs import EPOCH, PLAN, VALIDATION
 from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice
+from ..basics.compiled import aliased_in, nbytes, overwritten_by
 from ..basics.console import warn
 from ..engine import StepOptions
-from ..plan.hlo_text import Module
-from ..plan.leaves import nbytes, overwritten_by
 from .base import Callback, Trainer
 
 
@@ -61,7 +60,9 @@ class DonateBuffers(Callback):
             nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
             for leaf in arrays.values()
         ]
-        places = overwritten_by(compiled, Module(compiled.as_text()).aliased)
+        places = overwritten_by(
+            compiled, aliased_in(compiled.as_text().partition("\n")[0])
+        )
         missing = {
             path: size
             for place, (path, size) in enumerate(zip(arrays, sizes, strict=True))

@@ -9,10 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..basics.arguments import check_number
+from ..basics.columns import EPOCH, VALIDATION
+from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
-from ..reports import draw, to_png
-from ..reports.page import metric_charts
-from ..reports.runs import EPOCH, Run
 from .base import Callback, Trainer
 from .logger import check_writable, epoch_means
 from .monitor import LateReads, in_notebook
@@ -136,7 +135,15 @@ class LivePlot(Callback):
 
     def _draw(self, trainer: Trainer) -> None:
         start = time.monotonic()
-        charts = metric_charts([Run("", {}, self._columns)])
+        charts = {
+            name: metric_curves(
+                *(self._columns.get(of + name, []) for of in (EPOCH, VALIDATION, ""))
+            )
+            for name in dict.fromkeys(
+                column.removeprefix(EPOCH).removeprefix(VALIDATION)
+                for column in self._columns
+            )
+        }
         figure = draw(charts, "optimizer step", (0.0, float(trainer.global_step)))
         save_figure(figure, self._file(trainer))
         self._show(figure)

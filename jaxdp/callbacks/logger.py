@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..basics.columns import EPOCH, VALIDATION
 from ..basics.console import warn
 from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
-from ..reports.runs import EPOCH, VALIDATION
 from .base import Callback, Trainer
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
-from ..plan.text import in_seconds
-from ..reports import in_words
+from ..basics.units import in_seconds, in_words
 from .base import Callback, Trainer
 from .monitor import LAG, in_notebook
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.extras import import_extra
+from ..basics.figures import to_png
 from ..basics.files import naming
 from ..basics.json_checks import by_name, whole
-from ..reports import to_png
 from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce

@@ -8,10 +8,9 @@ import numpy as np
 
 from ..basics import coordination
 from ..basics.arguments import check_number
+from ..basics.hardware import hardware_of
+from ..basics.units import in_seconds, in_words
 from ..distributed import meetings
-from ..plan.hardware import hardware_of
-from ..plan.text import in_seconds
-from ..reports import in_words
 from .base import Callback, Trainer
 from .monitor import announce
 from .stopwatch import PHASES, Phase, Stopwatch

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.extras import import_extra
+from ..basics.figures import to_png
 from ..basics.json_checks import maybe, text
-from ..reports import to_png
 from .base import Trainer
 from .logger import Logger, Number
 from .run_facts import Facts, flat

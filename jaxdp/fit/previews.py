@@ -1,14 +1,20 @@
-"""Before a fit: what a step would cost, and whether other strategies give the same."""
+"""What a trainer opens of the extras: plans, comparisons, summaries and pages."""
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import equinox as eqx
 import jax
 
 from ..basics.arguments import check_count
 from ..basics.tracebacks import UsersFramesFirst
+from ..basics.tree import leaf_path
+from ..callbacks.csv_logger import CSVLogger
+from ..callbacks.run_facts import plain, run_facts
 from ..data import NO_LOADER, open_loader, rows_of, shown, windows
 from ..engine import Engine
 from ..strategies import DataParallel, SingleDevice
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..comparison import Comparison
     from ..plan import Plan
+    from ..reports import Summary
 
 
 @jax.disable_jit(False)
@@ -115,3 +122,80 @@ def compare(
 
         traces = [trace(each) for each in strategies or (SingleDevice(),)]
         return comparison.compare(trace(run.strategy), traces)
+
+
+def running_plan(trainer: "Trainer") -> "Plan | None":
+    """`Trainer.running_plan`, made once for each compiled step."""
+    from ..plan import of_running
+
+    run = trainer.run
+    compiled = run.compiled_train_step()
+    if compiled is None:
+        return None
+    if run.planned is None or run.planned[0] is not compiled:
+        run.planned = compiled, of_running(run.engine)
+    return run.planned[1]
+
+
+def in_a_line(trainer: "Trainer") -> str:
+    """What `repr` says of a trainer."""
+    run = trainer.run
+    count = sum(leaf.size for leaf in jax.tree.leaves(run.parts[:2]))
+    return (
+        f"Trainer({plain(run.model)}, {count:,} parameters, {run.strategy!r},"
+        f" step {trainer.global_step}, epoch {trainer.current_epoch})"
+    )
+
+
+@jax.disable_jit(False)
+def summary(trainer: "Trainer") -> "Summary":
+    """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
+    from ..reports import summarize
+
+    run = trainer.run
+    state = run.shapes()
+    shapes = _by_path(state[:2])
+    by = [(part.name, eqx.filter(state[0], part.mask)) for part in run.several]
+    trained = {
+        path: name
+        for name, leaves in by or [("", state[0])]
+        for path in _by_path([leaves])
+    }
+    layouts = [getattr(leaf, "sharding", None) for leaf in shapes.values()]
+    return summarize(
+        run.model,
+        shapes,
+        trained,
+        model_state=state[2],
+        members=run.ensemble and run.ensemble.size,
+        strategy=run.strategy,
+        devices=max(len(each.device_set) if each else 1 for each in layouts),
+    )
+
+
+def _by_path(trees: Any) -> dict[str, Any]:
+    return {
+        leaf_path(path): leaf
+        for tree in trees
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
+    """Writes the page from the table of a `CSVLogger`, if there is one, else from the
+    history."""
+    from ..reports import read_run, run_of_history, write_report
+
+    record: dict[str, Any] = dict(run_facts(trainer, None))
+    tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]
+    tables = [table for table in tables if table is not None and table.exists()]
+    file = Path(path).expanduser()
+    if file.is_dir() or not file.suffix:
+        file = file / "report.html"
+    if tables:
+        run = read_run(tables[0])
+        run.record.update({**record, **run.record})
+        run = run._replace(name=str(tables[0].parent))
+    else:
+        run = run_of_history(str(trainer.default_root_dir), trainer.history, record)
+    return str(write_report(run, file, plan or trainer.running_plan()))

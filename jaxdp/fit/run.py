@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import optax
@@ -53,9 +53,6 @@ from .logged import Logged
 from .pass_metrics import split_metrics
 from .progress import Progress
 
-if TYPE_CHECKING:
-    from ..plan import Plan
-
 _LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
 """Arguments of a trainer that are looked at anew by every fit."""
 
@@ -95,6 +92,7 @@ class Run:
         several: the parts in the place of the optimizer, if there are some.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
         num_val_batches: batches of a validation, None if not known.
+        planned: the compiled train step and its plan, once it was asked for.
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
@@ -145,7 +143,7 @@ class Run:
         self._objective = own
         self._precision = find_precision(arguments["precision"])
         self._engine: Engine | None = None
-        self._planned: tuple[Any, Plan | None] | None = None
+        self.planned: tuple[Any, Any] | None = None
 
     @functools.cached_property
     def description(self) -> dict[str, str]:
@@ -441,17 +439,6 @@ class Run:
         """The compiled train step, or None before there is one."""
         program = None if self._engine is None else self._engine.programs.of_training()
         return None if program is None else program.compiled
-
-    def plan(self) -> "Plan | None":
-        """The plan of the compiled train step, or None before there is one."""
-        from ..plan import of_running
-
-        compiled = self.compiled_train_step()
-        if self._engine is None or compiled is None:
-            return None
-        if self._planned is None or self._planned[0] is not compiled:
-            self._planned = compiled, of_running(self._engine)
-        return self._planned[1]
 
     def _inferred(self, batch: Batch) -> Objective:
         name, reason = losses.infer_loss(split_batch(shown(batch))[1])

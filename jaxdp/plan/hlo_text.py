@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..basics.compiled import aliased_in
+
 Groups = tuple[tuple[int, ...], ...]
 
 _NAMES: Final = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
@@ -106,7 +108,7 @@ class Module:
             )
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = max(map(int, counts), default=1)
-        self.aliased = _aliased(header)
+        self.aliased = aliased_in(header)
         self.entry = ""
         self.texts: dict[str, str] = {}
         self._parsed: dict[str, dict[str, Instruction]] = {}
@@ -198,14 +200,6 @@ def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:
         return Array("bool", shape, math.prod(shape))
     size = (math.prod(shape) * int(bits or 0) + 7) // 8
     return Array(_NAMES.get(kind, kind) + bits + rest, shape, size)
-
-
-def _aliased(header: str) -> dict[int, str]:
-    """From `input_output_alias={ {0}: (1, {}, may-alias), ... }`."""
-    _, _, text = header.partition("input_output_alias=")
-    inside = matched(text) if text else ""
-    pairs = re.findall(r"\{([\d, ]*)\}:\s*\((\d+),", inside)
-    return {int(parameter): out.replace(" ", "") for out, parameter in pairs}
 
 
 def groups_in(attributes: str, num_devices: int) -> Groups:

@@ -1,12 +1,12 @@
 """The arrays that a compiled step takes: what they are, where they lie, how large."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 import jax
-import numpy as np
 
+from ..basics.compiled import nbytes, overwritten_by
 from ..basics.host_memory import HOST
 from ..basics.tree import leaf_path
 from .parts import Leaf
@@ -62,29 +62,6 @@ def leaves_of(
             zip(batch, of_batch, strict=True), len(named)
         )
     ]
-
-
-def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
-    """Places, among all flat arguments of a step, of those that it overwrites.
-
-    Args:
-        compiled: the step.
-        aliased: which of the program's inputs it overwrites.
-    """
-    # The program lacks the arguments that nothing depends on, and numbers the rest.
-    every = range(len(jax.tree.leaves(compiled.args_info)))
-    executable = getattr(compiled, "_executable", None)
-    kept = sorted(getattr(executable, "_kept_var_idx", every))
-    return {kept[number] for number in aliased}
-
-
-def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
-    """Bytes of an array of this type, of its own shape or another."""
-    size = math.prod(leaf.shape if shape is None else shape)
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return size * data.dtype.itemsize * math.prod(data.shape[leaf.ndim :])
-    return size * np.dtype(leaf.dtype).itemsize
 
 
 def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) -> Leaf:

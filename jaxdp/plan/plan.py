@@ -12,8 +12,9 @@ from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import save_figure
+from ..basics.units import in_bytes
 from .parts import Bound, Estimate, Leaf, Memory, Row, Traffic
-from .text import in_bytes, scaling_table, text
+from .text import scaling_table, text
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

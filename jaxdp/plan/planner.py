@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_number
+from ..basics.hardware import find_hardware
+from ..basics.units import in_bytes
 from ..step import Batch, map_rows
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
 from .reading import Reading, estimate
-from .text import in_bytes
 
 
 class Planner:
@@ -49,7 +50,7 @@ class Planner:
         self.strategy = strategy
         self.window = [_zeros(batch) for batch in window]
         self.topology = topology
-        self.hardware = None if hardware is None else devices_of.find_hardware(hardware)
+        self.hardware = None if hardware is None else find_hardware(hardware)
 
     def spread(self, num_devices: int | None, hosts: int) -> None:
         """From now on there are as many devices on each host as `hosts` leave of these.

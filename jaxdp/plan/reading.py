@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import jax
 
+from ..basics.compiled import nbytes
 from ..basics.tree import leaf_path
 from . import hlo
 from .hardware import Hardware, usable_memory
-from .leaves import leaves_of, nbytes
+from .leaves import leaves_of
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
 
 _MOST: Final = 3

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..basics.console import columns
+from ..basics.units import in_bytes, in_seconds, in_short
 from .parts import GROUPS, Memory, Row, Traffic
 
 _LABELS: Final = GROUPS | {"other": "step, key, sums"}
@@ -79,32 +80,6 @@ def scaling_table(scaling: Any) -> str:
     names = "devices rows peak/device sent/device step rows/s efficiency"
     rows = [names.split(), *map(_scaling_row, scaling.rows)]
     return "\n".join(columns(rows, right=range(len(rows[0]))))
-
-
-def in_bytes(number: float) -> str:
-    """`12345678` as `12.35 MB`."""
-    return in_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
-
-
-def in_seconds(number: float) -> str:
-    """`0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
-    if number >= 59.5:
-        minutes, seconds = divmod(round(number), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number * 1e9:.3g} ns"
-
-
-def in_short(number: float) -> str:
-    """`12345678` as `12.35 M`: powers of 1000."""
-    for power, prefix in enumerate("EPTGMk"):
-        size = 1000.0 ** (6 - power)
-        if abs(number) >= size:
-            return f"{number / size:.4g} {prefix}"
-    return f"{number:.4g} "
 
 
 def _memory(memory: Memory) -> Section:

@@ -7,19 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from ..basics.columns import EPOCH, PHASES, THROUGHPUT, VALIDATION
+from ..basics.figures import Curve, draw, metric_curves, to_svg
 from ..basics.files import write_whole
-from ..plan.text import in_seconds
-from .figures import Curve, draw, metric_curves, to_svg
+from ..basics.units import in_seconds, in_words
 from .html import document, table
 from .runs import (
-    EPOCH,
-    PHASES,
-    THROUGHPUT,
-    VALIDATION,
     Run,
     comparison,
     differences,
-    in_words,
     short_names,
     throughput_of,
 )

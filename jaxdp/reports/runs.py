@@ -9,25 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..basics.columns import EPOCH, PHASES, PLAN, THROUGHPUT, VALIDATION, read_table
 from ..basics.json_checks import anything, by_name, fields, read_json
 from ..basics.metric_names import larger_is_better
-from ..plan.text import in_seconds, in_short
-
-PLAN: Final = ".plan.txt"
-"""The end of the file that `CSVLogger` writes the plan to."""
-EPOCH: Final = "epoch_"
-VALIDATION: Final = "val_"
-THROUGHPUT: Final = "throughput/"
-
-PHASES: Final = {
-    "data": "waiting for data",
-    "device": "waiting for the device",
-    "callbacks": "callbacks",
-    "checkpoints": "checkpoints",
-    "validation": "validation",
-    "loop": "the host: packing batches, calling the step",
-}
-"""Where the time of a fit goes, as `ThroughputMonitor` has it."""
+from ..basics.units import in_percent, in_seconds, in_words
 
 _RECORD: Final = fields(
     {}, dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything))
@@ -99,17 +84,6 @@ def _of_csv_logger(path: Path) -> Iterator[None]:
             f"`{path}` is not what `CSVLogger` writes: {error}. Mend it, or move it"
             " away."
         ) from error
-
-
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
-    """The columns and rows of a table, and whether a torn last row was left out."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        lines = list(file)
-    # A run may be writing its last row at this moment, or was killed then.
-    torn = bool(lines) and not lines[-1].endswith("\n")
-    reader = csv.DictReader(lines[:-1] if torn else lines, restval="")
-    columns = list(reader.fieldnames or [])
-    return columns, [{name: row[name] for name in columns} for row in reader], torn
 
 
 def _columns(table: Path) -> dict[str, Points]:
@@ -257,13 +231,3 @@ def throughput_of(run: Run) -> dict[str, float]:
         scale = sum(logged["mfu"]) / sum(logged["examples_per_s"])
         totals["mfu"] = totals["examples_per_s"] * scale
     return totals
-
-
-def in_percent(share: float) -> str:
-    """A share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
-    return f"{100 * share:.3g}%" if math.isfinite(share) else "-"
-
-
-def in_words(value: float) -> str:
-    """A number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
-    return in_short(value).rstrip() if math.isfinite(value) else "-"

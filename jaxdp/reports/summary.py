@@ -9,10 +9,10 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ..basics.compiled import nbytes
 from ..basics.console import columns
 from ..basics.tree import at_path, leaf_path
-from ..plan.leaves import nbytes
-from ..plan.text import in_bytes
+from ..basics.units import in_bytes
 
 
 class Layer(NamedTuple):

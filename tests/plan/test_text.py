@@ -6,7 +6,7 @@ import json
 from planned import batch, trainer, whole_plan
 
 from jaxdp import Sharded
-from jaxdp.plan.text import in_short
+from jaxdp.basics.units import in_short
 
 
 def test_operations_are_those_of_the_traced_step():

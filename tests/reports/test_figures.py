@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from jaxdp.basics.files import save_figure
-from jaxdp.reports.figures import (
+from jaxdp.basics.figures import (
     Curve,
     _smoothed,
     draw,
     metric_curves,
     to_svg,
 )
+from jaxdp.basics.files import save_figure
 
 
 def axes_of(points, *, is_rough=False):

@@ -1,0 +1,39 @@
+"""Numbers in words: bytes, times, shares."""
+
+import math
+
+
+def in_bytes(number: float) -> str:
+    """`12345678` as `12.35 MB`."""
+    return in_short(number) + "B" if number >= 1000 else f"{number:.0f} B"
+
+
+def in_seconds(number: float) -> str:
+    """`0.0123` as `12.3 ms`, 125 as `2 min 5 s`."""
+    if number >= 59.5:
+        minutes, seconds = divmod(round(number), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number * 1e9:.3g} ns"
+
+
+def in_short(number: float) -> str:
+    """`12345678` as `12.35 M`: powers of 1000."""
+    for power, prefix in enumerate("EPTGMk"):
+        size = 1000.0 ** (6 - power)
+        if abs(number) >= size:
+            return f"{number / size:.4g} {prefix}"
+    return f"{number:.4g} "
+
+
+def in_percent(share: float) -> str:
+    """A share with three digits: 43.2%, 0.0259%; "-" if it is not finite."""
+    return f"{100 * share:.3g}%" if math.isfinite(share) else "-"
+
+
+def in_words(value: float) -> str:
+    """A number in short: 0.001, 12, 13.1 k, 5 M; "-" if it is not finite."""
+    return in_short(value).rstrip() if math.isfinite(value) else "-"
