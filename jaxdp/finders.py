@@ -18,8 +18,7 @@ from .basics.arguments import check_choice, check_count
 from .basics.figures import Curve, draw
 from .basics.files import save_figure
 from .callbacks.learning_rate_monitor import is_rate
-from .data.own_generators import find
-from .data.random_states import set_states, states_of
+from .data.random_states import set_states, states_of, torch_generators
 from .engine import hyperparams
 from .fit import checks
 from .trainer import Trainer
@@ -233,8 +232,8 @@ def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _generators_kept(loader: Any) -> Iterator[None]:
-    """Gives the generators of a loader and its parts back as they were."""
-    generators = find({"loader": loader})
+    """Gives the generators of a torch loader back as they were."""
+    generators = torch_generators(loader)
     states = states_of(generators)
     try:
         yield

@@ -29,7 +29,6 @@ test_docs.py::test_code_blocks_of_a_page_run_in_order[own_strategy.md]
 test_docs.py::test_code_blocks_of_a_page_run_in_order[watching.md]
 test_docs.py::test_code_blocks_of_a_page_run_in_order[plan.md]
 data/test_torch_workers.py::test_workers_find_the_libraries_of_the_script_already_imported
-data/test_own_generators.py::test_a_validation_goes_on_with_a_generator_of_its_own[False]
 distributed/test_together.py::test_generators_of_their_own_go_on_in_every_process
 distributed/test_lockstep.py::test_different_scripts_are_found_at_the_start_of_a_fit
 distributed/test_lockstep.py::test_evaluations_that_differ_are_found
@@ -295,16 +294,6 @@ engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[all de
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[a loop, devices-auto]
 engine/test_blocks.py::test_blocks_of_steps_give_the_bits_of_single_steps[Pmap-4]
 strategies/test_pipeline.py::test_the_numbers_are_those_of_one_device[<lambda>1]
-data/test_own_generators.py::test_a_sampler_goes_on_with_generators_of_every_kind[MT19937]
-data/test_own_generators.py::test_a_sampler_goes_on_with_generators_of_every_kind[Philox]
-data/test_own_generators.py::test_a_sampler_goes_on_with_generators_of_every_kind[SFC64]
-data/test_own_generators.py::test_a_sampler_goes_on_with_generators_of_every_kind[RandomState]
-data/test_own_generators.py::test_a_sampler_goes_on_with_generators_of_every_kind[random.Random]
-data/test_own_generators.py::test_the_same_rows_after_a_resume_are_no_cause_for_alarm[Same-6]
-data/test_own_generators.py::test_the_same_rows_after_a_resume_are_no_cause_for_alarm[Same-8]
-data/test_own_generators.py::test_the_same_rows_after_a_resume_are_no_cause_for_alarm[Tells-6]
-data/test_own_generators.py::test_the_same_rows_after_a_resume_are_no_cause_for_alarm[<lambda>-2]
-data/test_own_generators.py::test_the_same_rows_after_a_resume_are_no_cause_for_alarm[<lambda>-6]
 data/test_loader_state.py::test_grains_datasets_and_loaders_are_asked[iter]
 data/test_loader_state.py::test_grains_datasets_and_loaders_are_asked[iterator]
 checkpoint/test_saving.py::test_a_checkpoint_inside_an_epoch_resumes_inside_it[list-5]
@@ -413,7 +402,6 @@ data/test_sessions.py::test_without_cloudpickle_the_ways_out_are_told
 data/test_loaders.py::test_more_batches_than_the_length_says_all_count
 data/test_loader_state.py::test_datasets_of_huggingface_are_asked[torch's-False]
 data/test_loader_state.py::test_datasets_of_huggingface_are_asked[torchdata's-True]
-data/test_own_generators.py::test_a_validation_goes_on_with_a_generator_of_its_own[True]
 data/test_fits_over_loaders.py::test_a_save_after_a_fit_that_read_nothing_keeps_the_place[nested]
 faults/test_kills.py::test_sigterm_at_chosen_moments[a save]
 faults/test_kills.py::test_kills_while_a_checkpoint_is_removed

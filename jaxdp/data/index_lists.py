@@ -1,7 +1,7 @@
 """Whether a sampler gives the index lists after a resume that it would have given.
 
-A checkpoint has what a sampler's generators and its `state_dict` say. A sampler may
-draw from something else: a global of a module, a closure, an iterator. Then a resumed
+A checkpoint has what a sampler's `generator` of torch and its `state_dict` say. It may
+draw from something else: a generator of NumPy, a module's, an iterator. Then a resumed
 run would train on other rows, and nobody would know. So its index lists are noted.
 """
 
@@ -57,11 +57,10 @@ class IndexLists:
             f"`{self._argument}`: after the resume, its sampler {self._sampler}"
             " yields other index lists than the interrupted run would have seen,"
             " so some rows come twice and others not at all. It draws from a"
-            " generator that no checkpoint contains, such as one in a module, a"
-            " closure or an iterator. Make that generator an attribute of the"
-            " sampler (torch.Generator, np.random.Generator, random.Random), or"
-            " give it `state_dict` and `load_state_dict`, or a `set_epoch` that"
-            " seeds it."
+            " generator that no checkpoint contains, such as one of NumPy, or in a"
+            " module. Make it a torch.Generator that is the sampler's attribute"
+            " `generator`, or give the sampler `state_dict` and `load_state_dict`, or"
+            " a `set_epoch` that seeds it."
         )
 
 

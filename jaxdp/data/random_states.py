@@ -1,13 +1,13 @@
-"""The states of random generators of torch, NumPy and Python.
+"""The states of random generators.
 
-Those of the global generators come in sets, one for whoever draws in turn. Those of
-others are JSON.
+Those of the global ones of torch, NumPy and Python come in sets, one for whoever draws
+in turn. Those that a torch loader and its samplers have of their own are JSON.
 """
 
 import base64
 import contextlib
-import json
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ import numpy as np
 from ..basics.json_checks import anything, by_name, fields
 
 FORM: Final = by_name(fields({"kind": anything, "state": anything}))
-"""Of what `states_of` gives."""
+"""Of what `states_of` gives; of 0.2, which had generators of other kinds, too."""
+
+_KIND: Final = "torch.Generator"
 
 
 class Generators:
@@ -96,79 +98,66 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+def torch_generators(loader: Any) -> dict[str, Any]:
+    """torch's generators of a torch `DataLoader` and of its samplers, by their paths.
+
+    Each once; none of another loader.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
+        return {}
+    found: dict[str, Any] = {}
+    known = [torch.default_generator]  # which is seeded for every epoch
+    waiting: list[tuple[str, Any]] = [("", loader)]
+    while waiting:
+        path, part = waiting.pop(0)
+        generator = getattr(part, "generator", None)
+        is_torchs = isinstance(generator, torch.Generator)
+        if is_torchs and all(generator is not other for other in known):
+            known.append(generator)
+            found[f"{path}generator"] = generator
+        for name in ("sampler", "batch_sampler"):
+            if (inner := getattr(part, name, None)) is not None:
+                waiting.append((f"{path}{name}.", inner))
+    return found
+
+
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of generators by name, for `set_states`; JSON."""
-    return {name: _state_of(each) for name, each in generators.items()}
+    """The states of torch's generators by name, for `set_states`; JSON."""
+    return {name: {"kind": _KIND, "state": _told(g)} for name, g in generators.items()}
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
-    """Has those generators go on from `states` that are there, and of the same kind.
+    """Has those generators go on from `states` that are there, and of their kind.
 
     Raises a ValueError if these are no states of such; all generators are as before.
     """
     FORM(states, "generators")
-    before = states_of(generators)
-    there = [name for name in states if name in before]
-    there = [name for name in there if before[name]["kind"] == states[name]["kind"]]
+    before = {name: _told(generator) for name, generator in generators.items()}
+    there = [n for n in states if n in before and states[n]["kind"] == _KIND]
     try:
         for name in there:
             _set_state(generators[name], name, states[name]["state"])
     except ValueError:
         for name in there:
-            _set_state(generators[name], name, before[name]["state"])
+            _set_state(generators[name], name, before[name])
         raise
 
 
-def _state_of(generator: Any) -> dict[str, Any]:
-    kind, state = _told(generator)
-    plain = json.dumps(state, default=lambda value: value.tolist())  # NumPy's numbers
-    return {"kind": kind, "state": json.loads(plain)}
-
-
-def _told(generator: Any) -> tuple[str, Any]:
-    """What tells generators apart whose states differ in form; and the state."""
-    if isinstance(generator, random.Random):
-        return "random.Random", generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-        return f"RandomState of {state['bit_generator']}", state
-    if isinstance(generator, np.random.BitGenerator):
-        return type(generator).__name__, generator.state
-    content = generator.get_state().numpy().tobytes()
-    return "torch.Generator", base64.b64encode(content).decode()
+def _told(generator: Any) -> str:
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def _set_state(generator: Any, name: str, state: Any) -> None:
-    try:
-        _check_places(state)
-        if isinstance(generator, random.Random):
-            version, numbers, normal = state
-            generator.setstate((version, tuple(numbers), normal))
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state)
-        elif isinstance(generator, np.random.BitGenerator):
-            generator.state = state
-        else:
-            import torch
+    import torch
 
-            content = bytearray(base64.b64decode(state))
-            generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
-        if _state_of(generator)["state"] != state:
+    try:
+        content = bytearray(base64.b64decode(state))
+        generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+        if _told(generator) != state:
             raise ValueError("another one came of it")
     except Exception as error:  # of whatever stands in the place of what was saved
         raise ValueError(
             f"the state of the generator {name!r} can't be loaded:"
             f" {type(error).__name__}: {error}."
         ) from error
-
-
-def _check_places(value: Any) -> None:
-    """Raises where NumPy and Python would take a state without a look."""
-    if isinstance(value, dict):
-        numbers = value | value["state"]
-        is_fine = 0 <= numbers.get("pos", 0) <= 624
-        is_fine = is_fine and 0 <= numbers.get("buffer_pos", 0) <= 4
-    else:
-        is_fine = isinstance(value, str) or type(value[2]) in (float, type(None))
-    if not is_fine:
-        raise ValueError("a position is out of range")

@@ -39,11 +39,8 @@ class Share:
         """Batches as this process gets them; `peek` gives some, if they come again."""
         return batches
 
-    def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
-        """The indices that this process is to fetch, and `of` for what it fetched.
-
-        So many of the first ones are `passed`: fetched, but not wanted.
-        """
+    def of_lists(self, lists: Iterator[Any]) -> _Fetched:
+        """The indices that this process is to fetch, and `of` for what it fetched."""
         return lists, self.of
 
     def length(self, argument: str, own: int | None) -> int | None:
@@ -76,7 +73,7 @@ class GlobalShare(Share):
             own = functools.partial(_taken, places=places)
             yield Portion(map_rows(own, batch), counts)
 
-    def of_lists(self, lists: Iterator[Any], passed: int = 0) -> _Fetched:
+    def of_lists(self, lists: Iterator[Any]) -> _Fetched:
         cut = _Cut(self._packer())
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
@@ -90,8 +87,6 @@ class GlobalShare(Share):
                 yield [indices[i] for place in places for i in place]
 
         def portions(batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
-            for _ in range(min(passed, len(waiting))):
-                waiting.popleft()
             for batch in batches:
                 yield Portion(batch, waiting.popleft())
 
@@ -100,17 +95,6 @@ class GlobalShare(Share):
     def length(self, argument: str, own: int | None) -> int | None:
         self._processes.same(f"`{argument}`", {"its number of batches": own})
         return own
-
-    def states(self, own: Any) -> Any:
-        # They differ where a dataset draws as it is asked for a process's rows.
-        told = self._processes.all("the loaders' states", own)
-        return own if all(each == own for each in told) else {"of_each": told}
-
-    def state(self, states: Any) -> Any:
-        found = _by_process(states, "of_each")
-        if found is None or len(found) != self._processes.count:
-            return super().state(states)
-        return found[self._processes.index]
 
 
 class LocalShare(Share):

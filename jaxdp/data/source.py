@@ -16,7 +16,6 @@ from ..basics.console import Outlet, open_bar, warn
 from ..step import NOTHING, Batch
 from .conversion import to_host
 from .loader_state import OwnState, checksum, generators_of, own_state
-from .own_generators import find
 from .random_states import set_states, states_of
 from .shares import Share
 
@@ -250,9 +249,7 @@ class Source:
         return {path: each for path, each in found.items() if id(each) not in known}
 
     def _own_generators(self) -> dict[str, Any]:
-        # An iterator is replayed from its start, and one with a state tells it all.
-        tells = self._own is not None or isinstance(self.loader, list | tuple)
-        return {} if self.is_iterator or tells else find({"loader": self.loader})
+        return {}
 
     def _begin(self, position: Position) -> Position:
         """Has the loader be where an epoch starts; returns the position, complete."""

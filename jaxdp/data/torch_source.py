@@ -17,13 +17,13 @@ from ..step import Batch
 from .batches import taken
 from .index_lists import IndexLists
 from .loader_state import OwnState
-from .own_generators import find
 from .random_states import (
     Generators,
     seed_generators,
     seed_of,
     set_states,
     states_of,
+    torch_generators,
 )
 from .shares import Share
 from .source import ALL, END, START, Position, Source
@@ -37,9 +37,6 @@ from .torch_workers import (
     started,
     with_workers,
 )
-
-_FETCHING = "dataset", "collate_fn"
-"""The parts of a loader that make batches of index lists."""
 
 _DRAW_AT_ONCE = 64
 """Index lists drawn from a sampler per change of generators."""
@@ -151,15 +148,13 @@ class TorchSource(SeededSource):
             return self.share.of(converted, self._peek_here)
 
         whole_rows = self._whole_rows() if is_torchs else None
-        first, lists = self._lists(position, draws=whole_rows is None)
-        share, passed = self.share.of, position.batches - first
+        lists, share = self._lists(position), self.share.of
         if is_torchs:  # each process need only fetch its own rows
-            lists, share = self.share.of_lists(lists, passed)
+            lists, share = self.share.of_lists(lists)
         if whole_rows is not None:
             batches = whole_rows(lists)
         else:
-            batches = self._by_index(lists, position.epoch, first)
-            self._pass_over(batches, passed)
+            batches = self._by_index(lists, position.epoch, position.batches)
         ready = whole_rows is not None
         converted = self._converted(batches, position, copy, ready)
         return share(converted, self._peek_here)
@@ -213,14 +208,7 @@ class TorchSource(SeededSource):
         return self.peek() if is_here else None
 
     def _own_generators(self) -> dict[str, Any]:
-        apart = (*_FETCHING, "_iterator")
-        parts = {k: v for k, v in vars(self.loader).items() if k not in apart}
-        return find(parts, self.loader.dataset) | self._drawn_in_fetching()
-
-    def _drawn_in_fetching(self) -> dict[str, Any]:
-        """What the dataset has, unless it tells it itself."""
-        owner = None if self._own is None else self._own.owner
-        return find({name: getattr(self.loader, name) for name in _FETCHING}, owner)
+        return torch_generators(self.loader)
 
     def _telling_samplers(self) -> list[OwnState]:
         found = filter(_has_state, self._samplers if self._is_plain else ())
@@ -251,18 +239,12 @@ class TorchSource(SeededSource):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(self, position: Position, draws: bool) -> tuple[int, Iterator[Any]]:
-        """The number of the batch to be fetched first, and the lists from its own on.
-
-        All are fetched of a dataset that `draws` from generators of its own, to lead
-        them to where they were.
-        """
-        lists, first = self._drawn_lists(position.epoch), position.batches
+    def _lists(self, position: Position) -> Iterator[Any]:
+        """The index lists of the batches from a position on."""
+        lists = self._drawn_lists(position.epoch)
         if self._keeps_places and not self._has_torchs_samplers:
             lists = self._index_lists.noted(lists, (position.place or {}).get("lists"))
-        if first and draws and not self.loader.num_workers:
-            first = 0 if self._drawn_in_fetching() else first
-        return first, itertools.islice(lists, first, None)
+        return itertools.islice(lists, position.batches, None)
 
     def _drawn_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""

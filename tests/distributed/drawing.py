@@ -1,43 +1,29 @@
-"""Samplers and datasets with generators of their own, in several processes."""
+"""Samplers with generators of their own, in several processes."""
 
-import numpy as np
+import torch
 from together import data, tell, trainer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from toys import Recorder
 from twins import Saves
 
 
 class Draws(Sampler):
     def __init__(self, count):
-        self.generator, self.count = np.random.default_rng(3), count
+        self.generator, self.count = torch.Generator().manual_seed(3), count
 
     def __len__(self):
         return self.count
 
     def __iter__(self):
-        return (int(self.generator.integers(self.count)) for _ in range(self.count))
-
-
-class Noisy(Dataset):
-    """In a job of several processes each draws for the rows that it loads."""
-
-    def __init__(self, rows):
-        self.rows, self.generator = rows, np.random.default_rng(5)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        x, y = self.rows[index]
-        return x + np.float32(self.generator.normal()), y
+        drawn = torch.randint(self.count, (self.count,), generator=self.generator)
+        return iter(drawn.tolist())
 
 
 def fit(run, recorder, **options):
     """The losses of two epochs, or of what is left of them."""
     recorder.losses.clear()
-    rows = Noisy(data(32))
-    loader = DataLoader(rows, 8, sampler=Draws(len(rows)))
-    val = DataLoader(Noisy(data(16)), 8, sampler=Draws(16))
+    loader = DataLoader(data(32), 8, sampler=Draws(32))
+    val = DataLoader(data(16), 8, sampler=Draws(16))
     run.fit(loader, val, max_epochs=2, **options)
     return [*recorder.losses, *run.history["val_loss"]]
 
