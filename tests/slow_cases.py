@@ -433,6 +433,5 @@ fit/test_resume.py::test_another_batch_size_after_a_resume_is_said
 fit/test_resume.py::test_a_run_goes_on_on_other_devices[<lambda>-<lambda>0]
 fit/test_resume.py::test_resuming_between_an_epochs_last_step_and_its_validation[6]
 fit/test_resume.py::test_a_replay_that_comes_to_another_batch_is_said[torch]
-cli/test_commands.py::test_the_doctor_starts_data_workers_as_a_fit_does
 test_examples.py::test_fashion_mnist_equals_a_hand_written_loop[2]
 """.strip().split("\n")

@@ -77,10 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     # One command after the other.
-    option = add(_doctor, "say what works here, and what to do about the rest")
-    option(
-        "--quick", action="store_true", help="leave out the checks that take seconds"
-    )
+    add(_doctor, "say whether JAX computes right here, and what to do if not")
 
     option = add(
         _plan,
@@ -120,16 +117,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Tries what training needs: devices, data workers, checkpoints.
+    """Looks for devices, and compares what they compute with NumPy.
 
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
     is a problem.
     """
-    states = []
-    for finding in examine(quick=options.quick):
-        print(finding, flush=True)
-        states.append(finding.state)
-    return int("problem" in states)
+    found = examine()
+    print(*found, sep="\n", flush=True)
+    return int("problem" in [finding.state for finding in found])
 
 
 def _plan(options: argparse.Namespace) -> None:

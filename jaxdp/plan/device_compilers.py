@@ -16,19 +16,6 @@ import jax
 from jax.experimental import topologies
 
 
-def installed() -> dict[str, str]:
-    """The compilers that are, by their devices: `{"GPU": "jax-cuda12-plugin 0.10.2"}`.
-
-    Whether or not all is there that they need.
-    """
-    packages = {"GPU": f"jax-cuda{_cuda()}-plugin", "TPU": "libtpu"}
-    return {
-        what: f"{package} {_version(package)}"
-        for what, package in packages.items()
-        if _version(package)
-    }
-
-
 def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
     """GPUs to compile for.
 

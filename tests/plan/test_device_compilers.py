@@ -10,7 +10,6 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from jaxdp.cli import doctor
 from jaxdp.plan import device_compilers
 from jaxdp.plan.hardware import topology
 
@@ -165,17 +164,6 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
 def test_slices_of_no_power_of_two_are_named_by_their_shape(packages):
     with pytest.raises(ValueError, match="by its shape: v5e:4x6"):
         topology("v5e-24")
-
-
-def test_the_doctor_names_the_compilers(packages, monkeypatch):
-    monkeypatch.setattr(doctor, "_try", lambda code: ("1|cpu|cpu", ""))
-    said = [str(finding) for finding in doctor.examine(quick=True)]
-    assert any(f"GPU compiler, jax-cuda12-plugin {JAXLIB}, is" in each for each in said)
-    assert any("TPU compiler, libtpu 0.0.1, is installed" in each for each in said)
-    packages.clear()
-    *_, last = doctor.examine(quick=True)
-    assert last.state == "ok" and "plan]'" in last.remedy
-    assert "GPU compiler" in last.what and "TPU compiler" in last.what
 
 
 USED = """
