@@ -29,13 +29,11 @@ class Trainer:
 
         trainer = Trainer(model, optax.adam(1e-3), metrics=["accuracy"])
         history = trainer.fit(train_loader, val_loader, max_epochs=10)
-        trainer.model                                # trained
-        infer = trainer.inference_model()            # to call on one example
+        trainer.inference_model()                    # trained, to call on one example
 
     Args:
         model: a callable pytree (an Equinox module) that takes one example; the step
-            vmaps it. With `loss_fn`, any tree of arrays, such as a dict of networks.
-            The trainer works on a copy.
+            vmaps it; with `loss_fn`, also a dict or tuple of them. It stays as it is.
         optimizer: any `optax.GradientTransformation`, including those that evaluate the
             loss (`optax.lbfgs()`), or a list of `Part`. Default: `optax.adamw(1e-3)`.
         loss: compares `(prediction, target)` and returns `(batch,)` or a scalar: a name
@@ -137,8 +135,7 @@ class Trainer:
         self.is_global_zero = self.run.processes.index == 0
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
-        self.num_training_batches: int | None = None
-        """Batches of an epoch, None if not known."""
+        self.num_training_batches: int | None = None  # of an epoch, if that is known
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
@@ -185,22 +182,20 @@ class Trainer:
             max_steps: total number of optimizer steps, including earlier fits.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, a dict of its arguments, or seconds.
-            min_epochs: until then nothing ends the fit early: not `max_time`, no
-                callback, and not `should_stop`, which then counts later.
-            min_steps: the same in optimizer steps. The fit goes on to both.
+            min_epochs, min_steps: until both are done, `max_time`, callbacks and
+                `should_stop` do not end the fit.
             ckpt_path: the checkpoint to resume from: a path, or `"last"`, `"best"` or
                 `"auto"` (the last, or a fresh start if there is none) among those that
                 the `ModelCheckpoint` callback has saved. These words skip damaged ones.
-            limit_train_batches: batches per epoch; a float is a share of the epoch.
-            limit_val_batches: the same for validation.
+            limit_train_batches, limit_val_batches: batches per epoch and validation; a
+                float is a share of them.
             check_val_every_n_epoch: validate after every n-th epoch.
             val_check_interval: also validate after every so many training batches; a
                 float is a share of the epoch.
             fast_dev_run: run one batch (or this many) of training and validation to
                 find mistakes, without loggers and checkpoints. It counts as an epoch.
-            overfit_batches: train and validate on the first batches only (this many, or
-                this share), unshuffled, again and again, to see whether the model can
-                learn at all.
+            overfit_batches: train and validate on the first batches only, unshuffled
+                (this many, or this share), to see whether the model can learn at all.
 
         Returns:
             The history of this trainer: means per epoch over real rows.
@@ -216,14 +211,9 @@ class Trainer:
                 for metrics in trainer.steps(loader):
                     ...
 
-        `setup` and the batch hooks of callbacks run; validation and the rest are up to
-        you. `current_epoch` grows when the generator is exhausted.
-
-        Args:
-            train_loader: as for `fit`.
-
-        Yields:
-            The lazy metrics of each optimizer step.
+        `setup`, `teardown` and the batch hooks of callbacks run; validation and the
+        rest are up to you. `current_epoch` grows when the generator is exhausted. It
+        yields the lazy metrics of each optimizer step.
         """
         return loop.own_loop(self, train_loader)
 
@@ -240,9 +230,8 @@ class Trainer:
 
         Args:
             loader: as for `fit`; several have names, `{"clean": a, "shifted": b}`.
-            ckpt_path: use the weights of a checkpoint: a path, or `"best"` or `"last"`
-                among those that the `ModelCheckpoint` callback has saved. The trainer
-                keeps its own weights; `load` replaces them.
+            ckpt_path: whose weights to take, for this pass alone: the path of a
+                checkpoint, or `"best"` or `"last"` of the `ModelCheckpoint` callback.
             limit_batches: how many of each loader; a float is a share of them.
         """
         return evaluation.validate(self, loader, ckpt_path, limit_batches)
@@ -303,8 +292,7 @@ class Trainer:
 
         Args:
             loader: as for `fit`; of a tuple batch such as `(x, y)`, only `x` is used.
-            ckpt_path: as for `validate`.
-            limit_batches: as for `validate`.
+            ckpt_path, limit_batches: as for `validate`.
             gather: with several processes, whether each gets the predictions for all
                 rows. If not, it gets those for the rows it loaded, and sends nothing.
 
@@ -333,7 +321,7 @@ class Trainer:
 
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each starts from this trainer's state, which does not change.
+        Each starts from this trainer's state, which stays as it is.
 
         Args:
             loader: as for `fit`.
@@ -359,20 +347,17 @@ class Trainer:
     def inference_model(self, member: int | None = None) -> InferenceModel:
         """The model in inference mode with its state inside, to call on one example.
 
-            infer = trainer.inference_model()
+            infer = trainer.inference_model()  # an Equinox module
             infer(x), jax.vmap(infer)(xs), eqx.filter_jit(infer)(x)
 
-        An Equinox module, which later steps do not change. Of an ensemble, without a
-        `member`, predictions are shaped `(members, ...)`.
+        Of an ensemble, without a `member`, predictions are `(members, ...)`.
         """
         return self.run.inference_model(member)
 
     @property
     def state(self) -> TrainState:
-        """The `TrainState` on the devices. The next step overwrites it: copy it first.
-
-        Writing into it is an error; write into a `copy.deepcopy`.
-        """
+        """The `TrainState` on the devices. The next step overwrites it: `copy.deepcopy`
+        it first, also to write into it."""
         return self.run.settled_engine("`trainer.state`").held.hand_out()
 
     @property
@@ -387,13 +372,11 @@ class Trainer:
             trainer = Trainer(model, optimizer)
             trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
 
-        Nothing is compiled again, and checkpoints contain the values. If several have
-        the same name, the key of `optax.partition` or a number stands before it, as
-        `hyperparams` shows: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All
-        processes must call it with the same values.
-
-        Args:
-            values: of the same shape and dtype as now. Schedules can't be set.
+        Values have the shape and dtype of now; schedules can't be set. Nothing is
+        compiled again, and checkpoints contain the values. If several have the same
+        name, the key of `optax.partition` or a number stands before it, as in
+        `hyperparams`: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes
+        must call it with the same values.
         """
         self.run.set_hyperparams(values)
 
@@ -402,17 +385,16 @@ class Trainer:
 
             trainer.log("val_auroc", auroc)  # in `on_validation_end`, say
 
-        The history, loggers and every `monitor=` see it: beside the other values of the
-        validation or, from other hooks, beside those of the epoch (the last value
-        counts); batch hooks also add it to the row of the step. All processes must call
-        it; the value of the first is taken. A value on the device is waited for.
+        The history, loggers and every `monitor=` see it: beside the values of the
+        validation or, from other hooks, of the epoch (the last one counts); batch hooks
+        also add it to the row of the step. A value on the device is waited for. All
+        processes must call it; the first one's value is taken.
         """
         self.run.log(name, value)
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The last value of everything logged, by name: of steps, epochs, passes and
-        `log`. Waits for the last step."""
+        """The last value of everything logged, by name. Waits for the last step."""
         return self.run.logged.last_values()
 
     @property
@@ -435,9 +417,7 @@ class Trainer:
         """Writes the whole `TrainState` and the counters into `path`, a new folder.
 
         All processes must call it, with the same path in a file system that they share.
-
-        Returns:
-            The absolute path, once all is on disk.
+        It returns the absolute path, once all is on disk.
         """
         with self.run.interrupts.whole():
             return self.start_saving(path).finish()
@@ -459,7 +439,7 @@ class Trainer:
         A `CSVLogger` adds single steps to it, a `ThroughputMonitor` the speed.
 
         Args:
-            path: the file, or a folder to write `report.html` into; it is returned.
+            path: the file, or a folder for `report.html`; the file is returned.
             plan: a plan to show instead of `running_plan`.
         """
         return previews.report(self, path, plan)
