@@ -239,18 +239,25 @@ def changed_arguments(
     ]
 
 
+def _of_model(leaves: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's arrays, trained or not, of whatever precision."""
+    named = ((name.partition(": "), text) for name, text in leaves.items())
+    fields = "params", "buffers"
+    return {path: shape_in(text) for (field, _, path), text in named if field in fields}
+
+
 def check_same(
     path: str, wanted: dict[str, str], stored: dict[str, str], changed: list[str]
 ) -> None:
     """Raises unless a checkpoint's arrays are those that are wanted.
 
-    What it says are the arguments that have `changed`. Of a model's own fields, such as
-    `Linear.in_features`, the leaves say more.
+    If the arrays of the model are the same ones, it names the arguments that have
+    `changed`; else the leaves.
     """
     lines = differences(shown(wanted), shown(stored))
     if not lines:
         return
-    if any("." not in line.partition(" was ")[0] for line in changed):
+    if changed and _of_model(wanted) == _of_model(stored):
         raise ValueError(
             f"`path`: {path} was saved with other arguments, and what they add to the"
             f" state differs:\n{first_lines(changed)}\nPass the same ones to resume;"
