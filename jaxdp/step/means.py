@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .jaxprs import OWN_LOOP, has_convolutions
-from .metrics import Facts, vector
+from .metrics import Facts, sum_dtype, vector
 from .objective import Values
 from .precision import widen
 from .row_mixing import mark_values
@@ -125,7 +125,7 @@ def over_micro_batches(
 def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     """How many real rows there are, on all devices."""
     total = jnp.stack([group.counts.sum() for group in groups]).sum()
-    return total.astype(jnp.float32)
+    return total.astype(sum_dtype())
 
 
 def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:

@@ -57,7 +57,7 @@ class Facts(NamedTuple):
 class Metrics(Mapping[str, Any]):
     """The metrics of one step by name: lazy, nothing leaves the device until read.
 
-    `metrics["loss"]` waits for the step and gives a NumPy float32; all means come in
+    `metrics["loss"]` waits for the step and gives a NumPy float; all means come in
     one transfer. Values from `Callback.inside_step` are read one by one.
 
     Args:
@@ -166,17 +166,23 @@ def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:
 
 def vector(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
     """In the order of `names`: a dict that went through JAX comes back sorted."""
-    return jnp.stack([sums[name].astype(jnp.float32) for name in names])
+    return jnp.stack([sums[name].astype(sum_dtype()) for name in names])
+
+
+def sum_dtype() -> Any:
+    """What sums are kept in: float32, or float64 under `jax_enable_x64`."""
+    return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 def add_to_totals(totals: Array, total: Array, sums: Array) -> Array:
-    """Adds a step's sums in float32 with Kahan's compensation.
+    """Adds a step's sums, in the dtype of `totals`, with Kahan's compensation.
 
     Plain float32 sums stop counting rows at 2**24. Row 0 holds the sums, row 1 what
     rounding added to them.
     """
     # By selections, which XLA fuses with what follows; to join and pad the values is an
     # operation more, and a small step takes as long as it has operations.
+    total, sums = total.astype(totals.dtype), sums.astype(totals.dtype)
     places = jnp.arange(totals.shape[1])
     step = jnp.zeros_like(totals[0])
     if len(sums) > MAX_METRICS:  # those of each member of an ensemble

@@ -60,13 +60,13 @@ def checked(
             f"{argument} has dtype {value.dtype} and can't be differentiated; it must"
             " be floating point."
         )
+    wide = jnp.promote_types(value.dtype, jnp.float32)
     if weight is None:
-        return Found(value if name == "loss" else value.astype(jnp.float32))
+        return Found(value if name == "loss" else value.astype(wide))
 
     # The sums over each row of values times weights, and of the weights.
     if weight.ndim < value.ndim:
         value = losses.per_row(value)
-    wide = jnp.promote_types(value.dtype, jnp.float32)
     weight = jax.lax.stop_gradient(weight).astype(wide)
     products = jnp.where(weight == 0, 0, value.astype(wide) * weight)
     hidden = (weight == 0) & ~jnp.isfinite(value)

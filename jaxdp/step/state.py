@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
     step: Any
     """int32 `()`. Number of completed optimizer steps."""
     totals: Any
-    """float32 `(2, metrics)`: sums over this epoch, first of real rows; see
+    """`(2, metrics)`, of `sum_dtype`: sums over this epoch, first of real rows; see
     `metrics.add_to_totals`."""
     loss_scale: Any = None
     """`precision.LossScale` under "16-mixed", or None."""

@@ -25,6 +25,7 @@ from .metrics import (
     Metrics,
     add_to_totals,
     check_count,
+    sum_dtype,
 )
 from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
@@ -95,7 +96,7 @@ class Steps(NamedTuple):
 
     def new_totals(self) -> np.ndarray:
         """The zero that `TrainState.totals` starts an epoch from."""
-        return np.zeros((2, self.most_values + 1), np.float32)
+        return np.zeros((2, self.most_values + 1), sum_dtype())
 
     @property
     def _objective_of_all(self) -> Objective | OfMembers:
@@ -237,7 +238,7 @@ class Steps(NamedTuple):
         them, padding included.
         """
         summed, outputs = self.evaluated(collectives, weights, batch_idx, group)
-        total = group.counts.sum().astype(jnp.float32)
+        total = count_rows([group])
         sums, facts = summed.in_order(), summed.facts
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs

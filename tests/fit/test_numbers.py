@@ -327,3 +327,28 @@ def test_accumulation_keeps_rows_that_interact_at_their_true_size():
         accumulate_grad_batches=3,
     )  # fmt: skip
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"ensemble": 2}, {"steps_per_execution": 2}])
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
+def test_losses_under_x64_are_float64(strategy, options):
+    with jax.enable_x64(True):
+        draw = np.random.default_rng(0)
+        x, y, weight = (draw.normal(size=s) for s in ((24, 4), 24, 24))
+        model = eqx.nn.Linear(4, "scalar", key=jax.random.key(0))
+        if options.get("ensemble"):
+            model = jax.tree.map(lambda w: jnp.stack([w, w]), model)
+        trainer = quiet(
+            model, optax.sgd(0.0), loss="mse", metrics=["mae"], strategy=strategy(),
+            **options,
+        )  # fmt: skip
+        one = trainer.member(0) if "ensemble" in options else model
+        errors = np.asarray(jax.vmap(one)(x)) - y
+        data = [tuple(each[i : i + 8] for each in (x, y)) for i in (0, 8, 16)]
+        for metrics, own in zip(trainer.steps(data), errors.reshape(3, 8), strict=True):
+            assert metrics["loss"].dtype == np.float64
+            np.testing.assert_allclose(metrics["loss"], (own**2).mean(), rtol=1e-14)
+            np.testing.assert_allclose(metrics["mae"], abs(own).mean(), rtol=1e-14)
+        found = trainer.validate([(x, y, weight**2)])
+        mean = np.average(errors**2, weights=weight**2)
+        np.testing.assert_allclose(found["val_loss"], mean, rtol=1e-14)
