@@ -230,7 +230,7 @@ def infer_loss(target: Any) -> tuple[str, str]:
     dtype = getattr(target, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
         return "cross_entropy", f"targets are integers ({dtype})"
-    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         return "mse", f"targets are floating point ({dtype})"
     found = jax.tree.structure(target) if dtype is None else f"of dtype {dtype}"
     raise ValueError(

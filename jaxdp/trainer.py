@@ -70,6 +70,8 @@ class Trainer:
             targets. It may change the values of all arrays, frozen ones, too.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: the largest global norm that the gradient may have.
+        conjugate_complex: whether optimizers are given the conjugates of JAX's
+            gradients of complex leaves; not for one that conjugates them itself.
         steps_per_execution: optimizer steps per call of the compiled program, or
             "auto", which measures and picks. It changes only the speed: hooks see every
             step. If a hook may look at the state, steps run one by one.
@@ -109,6 +111,7 @@ class Trainer:
         after_update: Callable[..., PyTree] | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
+        conjugate_complex: bool = True,
         steps_per_execution: int | str = 1,
         remat: Remat = False,
         data: str = "global",

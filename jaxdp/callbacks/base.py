@@ -164,7 +164,9 @@ class Callback:
         """Traced into the compiled step; returns values for the step's `metrics`.
 
         Args:
-            grads: the gradients of the trained leaves, each in the shape of its leaf.
+            grads: the gradients of the trained leaves, each in the shape of its leaf;
+                of complex ones as JAX has them, the conjugates of what the optimizer
+                is given.
             updates: what the optimizer adds to these leaves.
             state: the new `TrainState`.
         """

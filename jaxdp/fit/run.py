@@ -194,6 +194,7 @@ class Run:
                 self.hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
+                conjugate_complex=self.arguments["conjugate_complex"],
                 after_update=self._after_update,
                 after_step=self.hooks.after_step(),
                 parts=self.several,

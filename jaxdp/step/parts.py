@@ -45,7 +45,8 @@ class Part:
             bools that is a prefix of the model.
         loss_fn: like the `loss_fn` of a `Trainer`. All parts get the same keys; if
             their draws should differ, fold a number of your own into them.
-        optimizer: any `optax.GradientTransformation` of a `Trainer`.
+        optimizer: any `optax.GradientTransformation` of a `Trainer`; given the
+            conjugates of complex gradients, too.
         every: the part runs in steps that this divides, counted from 1. In other
             steps its loss is not computed and is NaN among the metrics; means are over
             the steps in which the part ran.

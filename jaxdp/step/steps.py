@@ -49,7 +49,7 @@ from .state import (
     as_before,
     only_micro_batch,
 )
-from .value_fn import offered
+from .value_fn import conjugated, notes_on_complex, offered
 from .whole import as_given, joined
 
 
@@ -85,6 +85,8 @@ class Steps(NamedTuple):
     """What changes the weights after each update."""
     after_step: tuple[Callable[[TrainState], TrainState], ...] = ()
     """What callbacks keep of the weights that a step ends with."""
+    conjugate_complex: bool = True
+    """Whether optimizers are given the conjugates of complex gradients."""
     parts: tuple[Any, ...] = ()
     """What `parts.StepsOfParts` takes one after the other."""
 
@@ -327,6 +329,9 @@ class Steps(NamedTuple):
 
                 # Whether rows may have been worked on apart.
                 facts = self._facts(found, stateful=model_state is not None)
+                if self.conjugate_complex:
+                    notes = *facts.notes, *notes_on_complex(params)
+                    facts = facts._replace(notes=notes)
                 if facts.rows_interact:
                     collectives.need_all_rows()
                 summed = sums_of(found, rows.mask, facts)
@@ -421,7 +426,9 @@ class Steps(NamedTuple):
     ) -> tuple[PyTree, PyTree]:
         """The optimizer's updates and new state."""
         update = self.optimizer.update
-        extra = offered(update, loss, grads, evaluate)
+        turned = conjugated if self.conjugate_complex else lambda grads: grads
+        grads = turned(grads)
+        extra = offered(update, loss, grads, evaluate, turned)
 
         try:
             return update(grads, state.opt_state, state.params, **extra)

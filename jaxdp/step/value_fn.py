@@ -15,20 +15,42 @@ from jaxtyping import Array, PyTree
 _NAMES: Final = {"value", "grad", "value_fn", "grad_fn"}
 
 
+_ON_COMPLEX: Final = (
+    "trained leaves are complex: the optimizer is given the conjugates of JAX's"
+    " gradients of them, which point uphill; if it conjugates them itself, pass"
+    " `conjugate_complex=False`"
+)
+
+
+def notes_on_complex(params: PyTree) -> tuple[str, ...]:
+    """What the user is told of complex parameters, if there are some."""
+    return (_ON_COMPLEX,) if any(map(jnp.iscomplexobj, jax.tree.leaves(params))) else ()
+
+
+def conjugated(grads: PyTree) -> PyTree:
+    """Gradients as directions in which the loss grows: of complex leaves, JAX's
+    gradient is the conjugate of that."""
+    return jax.tree.map(
+        lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads
+    )
+
+
 def offered(
     update: Callable[..., Any],
     value: Array,
     grad: PyTree,
     evaluate: Callable[[PyTree], tuple[Array, PyTree]],
+    turned: Callable[[PyTree], PyTree] = conjugated,
 ) -> dict[str, Any]:
     """The keyword arguments that an optimizer's `update` asks for.
 
     Args:
         update: of the optimizer.
         value: the mean loss.
-        grad: its gradient.
+        grad: its gradient, as the optimizer is given it.
         evaluate: `(params) -> (value, grad)` elsewhere. What is not called is not
-            traced, and what is not used of it is not computed.
+            traced, and what is not used of it is not computed. Its gradients are JAX's.
+        turned: makes of these what the optimizer is given.
     """
 
     @jax.custom_jvp
@@ -45,7 +67,7 @@ def offered(
         return value, total.astype(value.dtype)
 
     def grad_fn(params: PyTree, *_: Any) -> PyTree:
-        return evaluate(params)[1]
+        return turned(evaluate(params)[1])
 
     known = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
     return {name: known[name] for name in _asked_for(update)}

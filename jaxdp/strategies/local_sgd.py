@@ -349,7 +349,7 @@ def _spread(leaf: Array, replicas: int) -> Array:
     """As many replicas, which begin at the mean of those that there are."""
     if len(leaf) == replicas:
         return leaf
-    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
+    is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
     one = _mean(leaf).astype(leaf.dtype) if is_number else leaf[0]
     return jnp.broadcast_to(one, (replicas, *leaf.shape[1:]))
 

@@ -1,0 +1,186 @@
+"""Complex parameters, beside loops by hand on their real and imaginary parts."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Recorder, quiet
+
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Callback,
+    LocalSGD,
+    Part,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    ZeRO,
+)
+from jaxdp.callbacks import GradientMonitor, ModelCheckpoint, NanGuard, WeightAveraging
+
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape):
+    numbers = RNG.normal(size=shape) + 1j * RNG.normal(size=shape)
+    return numbers.astype(np.complex64)
+
+
+X, Y = drawn(16, 8), drawn(16)
+START = np.full(8, 0.5, np.complex64)
+
+
+class Linear(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return (x * self.weight).sum()
+
+
+def loss_at(weight):
+    return (jnp.abs(X @ weight - Y) ** 2).mean()
+
+
+def of_parts(parts):
+    return loss_at(parts[0] + 1j * parts[1])
+
+
+def in_parts(optimizer, steps):
+    """Losses of plain descent on real and imaginary parts."""
+    params = jnp.stack([START.real, START.imag])
+    state, losses = optimizer.init(params), []
+    optimizer = optax.with_extra_args_support(optimizer)
+    for _ in range(steps):
+        value, grad = jax.value_and_grad(of_parts)(params)
+        more = {"value": value, "grad": grad, "value_fn": of_parts}
+        updates, state = optimizer.update(grad, state, params, **more)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses
+
+
+def with_uphill(optimizer, steps):
+    """The same in complex numbers, by the conjugates of JAX's gradients."""
+    params = jnp.asarray(START)
+    state, losses = optimizer.init(params), []
+    for _ in range(steps):
+        value, grad = jax.value_and_grad(loss_at)(params)
+        updates, state = optimizer.update(jnp.conj(grad), state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses
+
+
+OWN = optax.chain(
+    optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads)), optax.sgd(0.02)
+)
+SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+ZOOM = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(10))
+SAM = optax.contrib.sam(
+    optax.sgd(0.02),
+    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    opaque_mode=True,
+)
+
+
+def fitted(optimizer, strategy=None, steps=8, **options):
+    recorder = Recorder()
+    options["callbacks"] = [recorder, *options.get("callbacks", ())]
+    trainer = quiet(
+        Linear(jnp.asarray(START)), optimizer, strategy=strategy or SingleDevice(),
+        **{"loss": None if isinstance(optimizer, list) else "mse"} | options,
+    )  # fmt: skip
+    trainer.fit([(X, Y)], max_epochs=steps)
+    return recorder.losses, trainer
+
+
+@pytest.mark.parametrize(
+    "optimizer, by_hand, options",
+    [
+        (optax.sgd(0.02), in_parts, {}),
+        (optax.sgd(0.02, momentum=0.9), in_parts, {"gradient_clip_val": 1e9}),
+        (optax.contrib.split_real_and_imaginary(optax.adam(0.05)), None, {}),
+        (optax.adam(0.05), with_uphill, {}),
+        (optax.lbfgs(), in_parts, {}),
+        (SEARCH, in_parts, {}),
+        (ZOOM, in_parts, {}),
+        (OWN, None, {"conjugate_complex": False}),
+    ],
+    ids=["sgd", "momentum", "split", "adam", "lbfgs", "backtracking", "zoom", "own"],
+)
+def test_losses_are_those_of_descent_by_hand(optimizer, by_hand, options):
+    losses, _ = fitted(optimizer, **options)
+    if "conjugate_complex" in options:
+        expected = in_parts(optax.sgd(0.02), 8)
+    elif by_hand is None:
+        expected = in_parts(optax.adam(0.05), 8)
+    else:
+        expected = by_hand(optimizer, 8)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_sam_looks_uphill():
+    losses, _ = fitted(SAM, steps=20)
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "strategy, options",
+    [
+        (Sharded(8), {"accumulate_grad_batches": 1, "callbacks": [NanGuard("skip")]}),
+        (Pmap(8), {"remat": True}),
+        (FSDP(8), {"callbacks": [WeightAveraging(0.0), GradientMonitor()]}),
+        (ZeRO(devices=8), {}),
+        (Bitwise(Sharded(4)), {}),
+        (LocalSGD(1, outer=optax.sgd(1.0), devices=4), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else repr(value)[:20],
+)
+def test_under_every_strategy(strategy, options):
+    losses, _ = fitted(optax.sgd(0.02), strategy, **options)
+    np.testing.assert_allclose(losses, in_parts(optax.sgd(0.02), 8), rtol=1e-4)
+
+
+def test_parts_and_hooks():
+    class See(Callback):
+        def inside_step(self, grads, updates, state):
+            return {
+                "same": jnp.abs(jnp.conj(grads.weight) * -0.02 - updates.weight).max()
+            }
+
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            assert metrics["same"] < 1e-5
+
+    def loss_fn(model, x, y):
+        return jnp.abs(jax.vmap(model)(x) - y) ** 2
+
+    losses, _ = fitted([Part("weight", loss_fn, optax.sgd(0.02))], callbacks=[See()])
+    np.testing.assert_allclose(losses, in_parts(optax.sgd(0.02), 8), rtol=1e-4)
+
+
+def test_it_is_said_once_and_resumed(tmp_path, caplog):
+    saver = lambda: ModelCheckpoint(tmp_path, every_n_train_steps=2)  # noqa: E731
+    caplog.set_level("INFO")
+    whole, _ = fitted(optax.adam(0.05))
+    said = [each for each in caplog.messages if "point uphill" in each]
+    assert len(said) == 1 and "`conjugate_complex=False`" in said[0]
+    fitted(optax.adam(0.05), steps=4, callbacks=[saver()])
+    recorder = Recorder()
+    resumed = quiet(
+        Linear(jnp.asarray(START)), optax.adam(0.05), loss="mse",
+        strategy=SingleDevice(), callbacks=[recorder, saver()],
+    )  # fmt: skip
+    resumed.fit([(X, Y)], max_epochs=8, ckpt_path="last")
+    assert recorder.losses == whole[4:]
+
+
+def test_nothing_is_said_of_real_ones(caplog):
+    caplog.set_level("INFO")
+    quiet(eqx.nn.Linear(4, 1, key=jax.random.key(0)), loss="mse").fit(
+        [(X.real[:, :4], Y.real[:, None])]
+    )
+    assert not any("uphill" in each for each in caplog.messages)
