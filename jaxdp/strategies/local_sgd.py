@@ -79,8 +79,9 @@ class LocalSGD(Sharded):
     - A checkpoint can be resumed on another number of replicas: each then
       starts from the mean of the saved replicas and of their optimizer states; integers
       come from the first.
-    - `after_update` changes each replica after its own steps, and the outer weights
-      after an outer step; arrays that are not trained must stay as they are.
+    - `after_update` changes each replica after a step of its own, and after an outer
+      step the outer weights, which all continue from; arrays that are not trained must
+      stay as they are.
     - Gradients are clipped in each replica; hooks of the step see the mean gradient.
     - `WeightAveraging` averages the outer weights, step by step.
 
