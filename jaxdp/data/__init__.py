@@ -2,7 +2,7 @@
 
 from .arrays import Arrays
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
-from .conversion import check_targets, to_host, without_ignored
+from .conversion import check_targets, targeted, to_host, without_ignored
 from .loader_state import checksum
 from .padding import Dispatch, Packer
 from .shares import GlobalShare, LocalShare, Share, check_states

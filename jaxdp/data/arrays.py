@@ -1,19 +1,22 @@
 """A loader over arrays that are in memory."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count
-from ..step import Batch, as_given, with_rows
+from ..step import Batch, Picked, Table, as_given, with_rows
 from .conversion import as_numpy, to_host, with_key_data
 from .loader_state import OwnState
 from .random_states import seed_of
-from .shares import Share
+from .shares import LocalShare, Share
 from .source import ALL, START, Position, Source
 from .table import fetch
+
+_SHARE: Final = 0.1
+"""Of a device's memory, at most, that arrays take by themselves."""
 
 
 class Arrays:
@@ -38,6 +41,10 @@ class Arrays:
             `Trainer(data="local")`, those of one process.
         shuffle: whether training takes the rows in another order in each epoch.
         drop_last: whether to leave out a last batch that is smaller.
+        on_device: whether the arrays are copied to each device once, where the step
+            then takes the rows. "auto" does so if they take at most a tenth of the
+            memory of a device that tells how much it has, which CPUs do not. The
+            numbers are the same.
         seed: for iterating by hand; a trainer has a seed of its own.
     """
 
@@ -47,15 +54,17 @@ class Arrays:
         batch_size: int = 32,
         shuffle: bool = True,
         drop_last: bool = False,
+        on_device: bool | str = "auto",
         seed: int = 0,
     ):
         check_count("batch_size", batch_size)
         check_choice("shuffle", shuffle, (True, False))
         check_choice("drop_last", drop_last, (True, False))
+        check_choice("on_device", on_device, ("auto", True, False))
         check_count("seed", seed, least=0)
         self.tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
         self.batch_size, self.seed = int(batch_size), int(seed)
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
         self._columns, self.num_rows = _columns(self.tree)
         leaves, treedef = jax.tree.flatten(self.tree)
         self._rows = with_rows(treedef)
@@ -67,6 +76,7 @@ class Arrays:
             to_host(treedef.unflatten(first))
         )
         self._epoch = 0
+        self._table: Table | None = None
         if not len(self):
             raise ValueError(
                 f"`Arrays`: {self.num_rows} rows are less than one batch"
@@ -96,6 +106,17 @@ class Arrays:
         for number in range(first, len(self)):
             yield rows[number * size :][:size]
 
+    def table(self, devices: Iterable[Any]) -> Table | None:
+        """All rows, to be kept on these devices; None if they stay on the host."""
+        nbytes = sum(column.nbytes for column in self._columns)
+        if not self.on_device or _ignores_rows(self.tree):
+            return None
+        if self.on_device == "auto" and nbytes > _SHARE * _bytes_of(devices):
+            return None
+        if self._table is None:
+            self._table = Table(to_host(self.tree))
+        return self._table
+
     def batches(self, lists: Iterator[Any]) -> Iterator[Batch]:
         """Host batches of such rows."""
         return map(self._filled, fetch(tuple(self._columns), [], lists))
@@ -114,6 +135,7 @@ class ArraysSource(Source):
 
     Args:
         in_order: whether rows come as they are, whatever `shuffle` says.
+        devices: tells those that the steps run on. If not given, all stays on the host.
     """
 
     loader: Arrays
@@ -126,16 +148,24 @@ class ArraysSource(Source):
         share: Share = ALL,
         *,
         in_order: bool = False,
+        devices: Callable[[], Iterable[Any]] | None = None,
     ):
         super().__init__(loader, argument, share)
         self._seed = () if in_order else (seed, *share.sampling)
+        self._devices = None if isinstance(share, LocalShare) else devices
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         position = self._begin(position)
         seed = (*self._seed, position.epoch) if self._seed else ()
         lists = self.loader.lists(*seed, first=position.batches)
         lists, share = self.share.of_lists(lists)
-        batches = self.loader.batches(lists)
+        table = None
+        if self._devices is not None:
+            table = self.loader.table(self._devices())
+        if table is None:
+            batches = self.loader.batches(lists)
+        else:
+            batches = (Picked(np.asarray(rows, np.int32), table) for rows in lists)
         converted = self._converted(batches, position, copy=False, ready=True)
         return share(converted, self._peek_here)
 
@@ -155,6 +185,18 @@ class ArraysSource(Source):
 
     def _own_generators(self) -> dict[str, Any]:
         return {}
+
+
+def _ignores_rows(tree: Any) -> bool:
+    """Whether rows have the weight 0. The trainer replaces those, on the host."""
+    return isinstance(tree, list | tuple) and len(tree) == 3 and not np.all(tree[2])
+
+
+def _bytes_of(devices: Iterable[Any]) -> int:
+    """What the smallest of these devices has; 0 of those that do not tell."""
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    told = [device.memory_stats() or {} for device in here]
+    return min((stats.get("bytes_limit", 0) for stats in told), default=0)
 
 
 def _columns(tree: Any) -> tuple[list[np.ndarray], int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..step import Batch, Rowless, as_given, with_rows
+from ..step import Batch, Picked, Rowless, as_given, with_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +40,15 @@ def counts_of(batch: Batch) -> tuple[int, ...]:
     return (len(leaves[with_rows(treedef).index(True)]),)
 
 
+def own_of(batch: Batch) -> Batch:
+    """What of a batch is here."""
+    return batch.own if isinstance(batch, Portion) else batch
+
+
 def shown(batch: Batch) -> Batch:
     """What of a batch is here, as callbacks see it."""
-    return batch.own if isinstance(batch, Portion) else batch
+    own = own_of(batch)
+    return own.rows() if isinstance(own, Picked) else own
 
 
 def inputs_of(batch: Batch) -> Any:
@@ -51,6 +57,9 @@ def inputs_of(batch: Batch) -> Any:
         return Portion(inputs_of(batch.own), batch.counts)
     if isinstance(batch, Rowless):
         batch = batch.batch
+    if isinstance(batch, Picked):
+        inputs_of(batch.table.tree)  # are they?
+        return Picked(batch.index, batch.table.first)
     x = batch[0] if isinstance(batch, tuple) else batch
     has_rows = with_rows(jax.tree.structure(x))
     if has_rows and not any(has_rows):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.console import some_of
-from ..step import NOTHING, Batch, KeyData, Rowless, with_rows
+from ..step import NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
 from .batches import Portion, leaf_name
 
 _NARROW = {
@@ -93,6 +93,16 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     return _with_keys(treedef, arrays, keys)
 
 
+def targeted(group: Group, num_classes: int | None) -> Any:
+    """What `check_targets` looks at of a group, on the host."""
+    if not isinstance(group.batch, Picked):
+        return group.batch
+    _, *others = group.whole.tree
+    if num_classes is None and len(others) == 1:
+        return None, None
+    return None, *group.whole.rows(group.batch.index, tuple(others))
+
+
 def check_targets(batch: Batch, num_classes: int | None) -> None:
     """Raises for a negative weight in a batch `(x, y)` or `(x, y, weight)`, and for an
     integer label that is no class of the model."""
@@ -133,6 +143,8 @@ def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
             and nothing is replaced.
         in_step: whether the step replaces predictions and targets.
     """
+    if isinstance(batch, Picked):  # of no table with such rows
+        return batch
     if len(batch) != 3 or (counts := _counting(batch[2])).all():
         return batch
     if not apart:

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from ..basics.console import some_of
-from ..step import Batch, Group, Rowless, joined, with_rows
+from ..step import Batch, Group, Picked, Rowless, joined, with_rows
 from .batches import leaf_name
 
-Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]]
+Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...], *tuple[int, ...]]
 """A form as it is compared: the structure, and each leaf's shape without its rows, and
-dtype."""
+dtype; of rows of a table, how many it has besides."""
 
 Leaves = list[np.ndarray]
 
@@ -28,7 +28,8 @@ class Form:
     def __init__(self, key: Key):
         self.key = key
         self.text = _text(key)
-        treedef, _ = key
+        treedef, _, *self.of_table = key
+        self.program = " of ".join([self.text, *map(str, self.of_table)])
         has_rows = with_rows(treedef)
         # Which leaves have none, and the structures of both kinds.
         self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
@@ -40,6 +41,8 @@ class Form:
             )
             for kind in (True, False)
         ]
+        if self.of_table:
+            self.wholes, self.of_rows = [], jax.tree.structure(Picked(True))
         self.size = 0  # rows of a padded batch, of all processes
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
         self.if_full: dict[tuple[int, int], Any] = {}  # the packer's, of this size
@@ -75,8 +78,15 @@ class Forms:
         self._key: Key | None = None  # of the batch before, if all leaves have rows
         self._form: Form
 
-    def find(self, batch: Batch) -> tuple[Leaves, Leaves, Form]:
-        """The leaves of a batch that have rows, those in a `Whole`, and its form."""
+    def find(self, batch: Batch) -> tuple[Leaves, Any, Form]:
+        """The leaves of a batch that have rows, those in a `Whole`, and its form.
+
+        Of rows of a table their numbers, the table, and the form.
+        """
+        if type(batch) is Picked:
+            if self._key is not batch.table.key:
+                self._turn_to(batch.table.key, batch)
+            return [batch.index], batch.table, self._form
         leaves, treedef = jax.tree.flatten(batch)
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key != self._key:
@@ -111,10 +121,11 @@ class Forms:
 
     def difference(self, batch: Batch) -> str:
         """That a batch differs from the first one, leaf by leaf; "" if it does not."""
-        treedef, found = key_of(batch)
-        if self._first is None or self._first == (treedef, found):
+        treedef, found, *_ = key_of(batch)
+        if self._first is None or self._first[:2] == (treedef, found):
             return ""
-        start, (first, expected) = f"a {self._what} batch", self._first
+        start, (first, expected) = f"a {self._what} batch", self._first[:2]
+        batch = batch.table.tree if type(batch) is Picked else batch
         if treedef != first:
             start += " differs from the first one in structure"
             return f"{start}: was {first}, is {treedef}."
@@ -129,6 +140,8 @@ class Forms:
 
     def note(self, group: Group) -> str:
         """What may help where a step for batches like those of a group failed."""
+        if isinstance(group.batch, Picked):
+            return ""
         stacked = joined(group.batch, group.whole)
         batch = jax.tree.map(lambda leaf: leaf[0], stacked)
         if not (difference := self.difference(batch)):
@@ -157,6 +170,8 @@ class Forms:
 
 def key_of(batch: Batch) -> Key:
     """The form of a batch, as it is compared."""
+    if type(batch) is Picked:
+        return batch.table.key
     leaves, treedef = jax.tree.flatten(batch)
     # A bool is the number of axes that rows have.
     pairs = zip(leaves, with_rows(treedef), strict=True)
@@ -169,7 +184,7 @@ def shapes_of(batch: Batch) -> list[list[int]]:
 
 
 def _kind(key: Key) -> Any:
-    treedef, leaves = key
+    treedef, leaves, *_ = key
     return treedef, [dtype for _, dtype in leaves]
 
 

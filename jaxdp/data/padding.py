@@ -7,11 +7,12 @@ import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, NamedTuple
 
+import jax
 import numpy as np
 
 from ..distributed import RowBlocks
-from ..step import Batch, Group
-from .batches import Portion, counts_of, shown
+from ..step import Batch, Group, Picked
+from .batches import Portion, counts_of, own_of
 from .forms import Form, Forms, Leaves, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
@@ -35,6 +36,11 @@ class Dispatch(NamedTuple):
     """Of the groups, in words."""
     shape: Hashable
     """What a compiled step depends on: the split, the steps, each group's sizes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows, padding included."""
+        return sum(map(_bytes_of, self.groups))
 
 
 class Packer:
@@ -126,9 +132,10 @@ class Packer:
             here = slice(start, stop)
             of_all = self._counts(counts[here])
             groups.append(_group(micros[here], wholes[here], of_all, form))
-            shapes.append((stop - start, size, form.text))
+            shapes.append((stop - start, size, form))
             start = stop
-        texts = tuple(text for _, _, text in shapes)
+        texts = tuple(form.text for *_, form in shapes)
+        shapes = [(*sizes, form.program) for *sizes, form in shapes]
         return Dispatch(
             windows, groups, split, rows, texts, (split, steps, tuple(shapes))
         )
@@ -159,7 +166,7 @@ class Packer:
         """The windows in runs of neighbours whose batches have the same forms."""
 
         def forms(window: list[Batch]) -> Any:
-            return {key_of(shown(batch)) for batch in window}
+            return {key_of(own_of(batch)) for batch in window}
 
         if _are_same(windows):
             return iter([windows])
@@ -171,7 +178,7 @@ class Packer:
         if _are_same(windows):
             count = sum(map(len, windows))
             return not self.rows_interact or count == slots * len(windows)
-        if len(keys := {key_of(shown(batch)) for batch in windows[0]}) > 1:
+        if len(keys := {key_of(own_of(batch)) for batch in windows[0]}) > 1:
             return False
         counts = [counts_of(batch) for window in windows for batch in window]
         if self.rows_interact:
@@ -242,17 +249,25 @@ def _if_full(form: Form, steps: int, slots: int, counts: np.ndarray) -> tuple[An
     """What all dispatches of full batches have in common: the counts of their group,
     and the fields of a `Dispatch` after its groups."""
     rows = [slots * form.size] * steps
-    shape = True, steps, ((steps * slots, form.size, form.text),)
+    shape = True, steps, ((steps * slots, form.size, form.program),)
     return counts, True, rows, (form.text,), shape
 
 
 def _group(
-    micros: list[Leaves], wholes: list[Leaves], counts: np.ndarray, form: Form
+    micros: list[Leaves], wholes: list[Any], counts: np.ndarray, form: Form
 ) -> Group:
     """Micro-batches of one shape, stacked."""
     batch = form.of_rows.unflatten(_stacked(micros))
+    if form.of_table:
+        return Group(batch, counts, wholes[0])
     whole = form.of_whole.unflatten(_stacked(wholes)) if form.wholes else None
     return Group(batch, counts, whole)
+
+
+def _bytes_of(group: Group) -> int:
+    if isinstance(group.batch, Picked):
+        return group.batch.index.size * group.whole.row_bytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(group))
 
 
 def _are_same(windows: list[list[Batch]]) -> bool:
@@ -262,6 +277,8 @@ def _are_same(windows: list[list[Batch]]) -> bool:
     flatten each batch once.
     """
     batches = list(itertools.chain.from_iterable(windows))
+    if all(type(batch) is Picked for batch in batches):
+        return len({(id(batch.table), len(batch.index)) for batch in batches}) == 1
     if any(type(batch) is not tuple for batch in batches):
         return False
     try:

@@ -383,17 +383,16 @@ def open_loader(
     argument: str,
     seed: int,
     share: Share = ALL,
-    *,
-    in_order: bool = False,
+    **of_arrays: Any,
 ) -> Source:
     """The source of batches for what a user passed as `argument`, if it gives some.
 
-    With `in_order`, a loader that only we shuffle is not shuffled.
+    `of_arrays` are further arguments of `ArraysSource`.
     """
     from .arrays import Arrays, ArraysSource
 
     if isinstance(loader, Arrays):
-        return ArraysSource(loader, argument, seed, share, in_order=in_order)
+        return ArraysSource(loader, argument, seed, share, **of_arrays)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(loader, torch.utils.data.DataLoader):

@@ -10,7 +10,7 @@ import jax
 
 from ..basics.console import say, some_of, warn
 from ..data import Dispatch, leaf_name
-from ..step import joined, with_rows
+from ..step import joined, shapes_of_rows, with_rows
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -107,7 +107,8 @@ class Compilations:
 
 
 def _form(packed: Dispatch) -> _Form:
-    batches = [joined(group.batch, group.whole) for group in packed.groups]
+    given = map(shapes_of_rows, packed.groups)
+    batches = [joined(group.batch, group.whole) for group in given]
     groups = [
         (len(group.counts), tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch)))
         for group, batch in zip(packed.groups, batches, strict=True)

@@ -5,9 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-import jax
-from jaxtyping import PyTree
-
 from ..basics.console import say
 from ..distributed import find_processes
 
@@ -52,14 +49,17 @@ class DispatchSize:
     def time(
         self,
         seconds: float,
-        batches: PyTree,
+        size: int,
         epoch: int | None,
         loops_well: Callable[[], bool],
     ) -> None:
         """Takes the time of a single step; the last one needed ends the trial.
 
-        `epoch` is the number of steps in one, if it is known, and `loops_well` tells
-        whether a loop over steps is as fast as they are.
+        Args:
+            seconds: of the step.
+            size: of its batches, in bytes.
+            epoch: the number of steps in one, if it is known.
+            loops_well: tells whether a loop over steps is as fast as they are.
         """
         self._seconds.append(seconds)
         if len(self._seconds) < _TRIAL_STEPS:
@@ -70,7 +70,6 @@ class DispatchSize:
         # One process's clock decides for all.
         seconds = find_processes().first("steps_per_execution", lambda: seconds)
         enough = math.ceil(_ENOUGH_SECONDS / seconds)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches))
         most = min(_MOST_STEPS, enough, _MOST_BYTES // size)
 
         # As many as are quick enough, and divide an epoch well.

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tracebacks import noted
-from ..data import Dispatch, Packer, check_targets, without_ignored
+from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -323,7 +323,7 @@ class Engine:
             means.block_until_ready()  # a wait for the device, in the trial only
             self._dispatch_size.time(
                 time.perf_counter() - started,
-                dispatch.groups,
+                dispatch.nbytes,
                 self.steps_per_epoch,
                 lambda: self._loops_well(dispatch),
             )
@@ -437,7 +437,7 @@ class Engine:
             return
         for group in dispatch.groups:
             try:
-                check_targets(group.batch, facts.num_classes)
+                check_targets(targeted(group, facts.num_classes), facts.num_classes)
             except ValueError:
                 self._unpad(kind)
                 raise

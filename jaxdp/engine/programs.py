@@ -24,6 +24,7 @@ from ..step import (
     Steps,
     TrainState,
     Weights,
+    opening,
     values_mix_rows,
 )
 from ..strategies import DataParallel
@@ -185,7 +186,7 @@ class Programs:
     def traced(self, steps: Steps, state: PyTree, packed: Dispatch) -> Any:
         """A train step for batches like `packed`, as JAX sees it."""
         with no_ambient_mesh():
-            return _traced(steps.train, state, packed.groups)
+            return _traced(opening(steps.train, packed.groups), state, packed.groups)
 
     def _compile(
         self, kind: Kind, packed: Dispatch, groups: list[Group], inputs: Any
@@ -230,7 +231,9 @@ class Programs:
 
     def _made(self, step: _Step, split: bool, donate: tuple[int, ...] = ()) -> Program:
         """`DataParallel.compile`, and `RowsInteract` where it could not tell."""
-        batches = jax.tree.leaves([group.batch for group in step.arguments[-1]])
+        groups = step.arguments[-1]
+        step = step._replace(function=opening(step.function, groups))
+        batches = jax.tree.leaves([group.batch for group in groups])
         if split and 1 < self.strategy.num_shards == min(x.shape[1] for x in batches):
             # One row for each device: shapes agree that would not, and operations say
             # less, so the step is looked at over all rows first.

@@ -1,13 +1,15 @@
-"""Row counts that the devices keep."""
+"""What of batches the devices keep: row counts, and the arrays that rows are of."""
 
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import jax
 from jaxtyping import Array
 
+from ..basics.console import say
 from ..distributed import put
-from ..step import Group
+from ..step import Group, Table
 
 _MOST_COUNTS: Final = 128
 """Of one program that are kept; there are more only if batches have all sizes."""
@@ -47,5 +49,30 @@ class Counts:
                 sharding = positional[-1][place].counts
                 # None where the step has no use for them, as prediction has not.
                 placed[key] = counts if sharding is None else put(counts, sharding)
-            found.append(Group(group.batch, placed[key], group.whole))
+            whole = group.whole
+            whole = _on_devices(whole, step, place) if type(whole) is Table else whole
+            found.append(Group(group.batch, placed[key], whole))
         return found
+
+
+def _on_devices(table: Table, step: Callable[..., Any], place: int) -> Table:
+    """A table as `step` takes it, placed once for all steps that take it so."""
+    if not table.placed:
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree)) / 1e6
+        say(
+            f"`jaxdp.Arrays`: {size:.3g} MB are kept on each device, where the steps"
+            " take their rows; on_device=False leaves them on the host"
+        )
+    known = table.placed.setdefault("steps", weakref.WeakKeyDictionary())
+    if step not in known:
+        positional, _ = step.input_shardings  # pyright: ignore
+        layouts = positional[-1][place].whole
+        leaves, treedef = jax.tree.flatten(table.tree)
+        placed = []
+        for number, leaf in enumerate(leaves):
+            sharding = jax.tree.leaves(layouts, is_leaf=lambda x: x is None)[number]
+            if sharding is not None and (number, sharding) not in table.placed:
+                table.placed[number, sharding] = put(leaf, sharding)
+            placed.append(table.placed.get((number, sharding), leaf))
+        known[step] = Table(treedef.unflatten(placed))
+    return known[step]

@@ -240,7 +240,7 @@ def _predictions(
 
     def inputs() -> Iterator[Any]:
         for batch in _pass(trainer, source, "predict", limit):
-            given[:] = shown(batch) if isinstance(shown(batch), tuple) else ()
+            given[:] = [batch]
             yield inputs_of(batch)
 
     with (
@@ -251,7 +251,9 @@ def _predictions(
         try:
             return run.engine.predict(inputs(), weights, gather=gather)
         except Exception as error:
-            if any(isinstance(each, Whole) for each in given[1:]):
+            batch = shown(given[0]) if given else ()
+            beside = batch[1:] if isinstance(batch, tuple) else ()
+            if any(isinstance(each, Whole) for each in beside):
                 error.add_note(
                     "`predict` gave the model the first element of the batch, without"
                     " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."

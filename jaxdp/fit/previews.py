@@ -54,9 +54,14 @@ def plan(
         )
 
     run = trainer.run
-    source = open_loader(NO_LOADER if loader is None else loader, "loader", run.seed)
+    source = open_loader(
+        NO_LOADER if loader is None else loader,
+        "loader",
+        run.seed,
+        devices=jax.local_devices,
+    )
     with contextlib.closing(source):
-        batch = shown(source.peek())
+        batch = source.peek()
     run.renew_hooks(trainer.callbacks)
     options, objective = run.hooks.step_options(), run.objective_for(batch)
 

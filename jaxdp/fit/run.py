@@ -299,8 +299,14 @@ class Run:
         has_own_loss = self.arguments["loss_fn"] is not None or self.several
         if loader is None and kind == "train" and has_own_loss:
             loader = NO_LOADER
-        in_order, share = kind != "train", self.share(kind)
-        source = open_loader(loader, argument, self.seed, share, in_order=in_order)
+        source = open_loader(
+            loader,
+            argument,
+            self.seed,
+            self.share(kind),
+            in_order=kind != "train",
+            devices=lambda: self.engine.held.arrays[0].sharding.device_set,
+        )
         if kind != "predict":
             checks.check_first(loader, argument, needs_pairs=not has_own_loss)
         return source

@@ -12,7 +12,7 @@ import numpy as np
 from ..basics.arguments import check_number
 from ..basics.hardware import find_hardware
 from ..basics.units import in_bytes
-from ..step import Batch, map_rows
+from ..step import TABLE, Batch, Picked, Table, map_rows
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
@@ -216,6 +216,10 @@ def _notes(
         f"this is the step for the shape of the first batch, {shapes}; other"
         " shapes have programs of their own",
     ]
+    kept = [leaf.bytes_per_device for leaf in batch if f"whole.{TABLE}" in leaf.path]
+    if kept:
+        exact.append(f"{in_bytes(sum(kept))} of the batch are arrays (`jaxdp.Arrays`)")
+        exact[-1] += " that each device keeps; steps take their rows there"
     unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
 
     # What the compiler of other devices can't tell.
@@ -265,6 +269,8 @@ def _zeros(batch: Batch, rows: int | None = None) -> Batch:
     def zeros(leaf: Any) -> Any:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
+    if isinstance(batch, Picked):
+        return Picked(_zeros(batch.index, rows), Table(_zeros(batch.table.tree)))
     if rows is not None:
         batch = map_rows(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), batch)
     return jax.tree.map(zeros, batch)

@@ -1,13 +1,31 @@
 """`Arrays`: batches of arrays in memory, which a trainer shuffles and resumes."""
 
+import contextlib
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from toys import Recorder, mlp_trainer, rows
+from toys import Mlp, Recorder, bits, mlp_trainer, quiet, rows
 from twins import check_twins
 
-from jaxdp import Arrays, Sharded, Whole
+from jaxdp import (
+    FSDP,
+    Arrays,
+    Bitwise,
+    Callback,
+    LocalSGD,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    Whole,
+    ZeRO,
+)
+from jaxdp.callbacks import DonateBuffers
+from jaxdp.data.arrays import ArraysSource
 
 X, Y = rows(53)
 """In batches of 16: three, and one of five rows."""
@@ -144,3 +162,173 @@ def test_it_is_trained_on_over_several_devices():
 def test_what_it_cannot_make_batches_of_is_refused_at_once(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+# On the devices.
+
+STRATEGIES = {
+    "SingleDevice": SingleDevice,
+    "Sharded": Sharded,
+    "Pmap": Pmap,
+    "ZeRO": ZeRO,
+    "FSDP": FSDP,
+    "LocalSGD": lambda: LocalSGD(every=3),
+    "Bitwise": lambda: Bitwise(Sharded()),
+    "TensorParallel": lambda: TensorParallel(
+        {"data": 4, "model": 2},
+        [("first.weight", jax.sharding.PartitionSpec("model", None))],
+    ),
+}
+
+
+def all_numbers(on_device, strategy=SingleDevice, **options):
+    """What training, validation and prediction over ragged batches give."""
+
+    def arrays(*leaves):
+        return Arrays(*leaves, batch_size=16, on_device=on_device)
+
+    recorder = Recorder()
+    callbacks = [recorder, *options.pop("callbacks", ())]
+    trainer = quiet(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        metrics=["accuracy"],
+        strategy=strategy(),
+        callbacks=callbacks,
+        **options,
+    )
+    history = trainer.fit(arrays(X, Y), arrays(X[:21], Y[:21]), max_epochs=2)
+    predicted = trainer.predict(arrays(X, Y)).tobytes()
+    mixed = trainer.validate([(X, Y)])  # from the host, by the same trainer
+    return recorder.losses, bits(trainer.state), str(history), predicted, mixed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2}, {"steps_per_execution": 3}],
+    ids=["single", "accumulated", "several"],
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rows_taken_on_the_devices_give_the_bits_of_the_host(name, options):
+    strategy = STRATEGIES[name]
+    found, wanted = [all_numbers(on, strategy, **options) for on in (True, False)]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("way", ["no jit", "donated"])
+def test_so_they_do_where_the_device_keeps_nothing(way):
+    options = {"callbacks": [DonateBuffers("all")]} if way == "donated" else {}
+    with jax.disable_jit() if way == "no jit" else contextlib.nullcontext():
+        found, wanted = [all_numbers(on, **options) for on in (True, False)]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("first, then", [(True, True), (True, False), (False, True)])
+def test_a_run_goes_on_from_inside_an_epoch_wherever_the_rows_are(
+    tmp_path, first, then
+):
+    def fit(on_device, **options):
+        trainer = mlp_trainer()
+        loader = Arrays(X, Y, batch_size=16, on_device=on_device)
+        trainer.fit(loader, **options)
+        return trainer
+
+    path = fit(first, max_steps=3).save(tmp_path / "saved")
+    whole = fit(first, max_epochs=2)
+    assert bits(fit(then, max_epochs=2, ckpt_path=path).state) == bits(whole.state)
+
+
+class TimedLinear(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        x, times = x
+        return self.linear(x) * times.sum()
+
+
+@pytest.mark.parametrize("tree", ["weights", "whole", "dict"])
+def test_trees_are_kept_on_the_devices_with_weights_and_wholes(tree):
+    times, weight = Whole(np.linspace(0, 1, 5)), np.linspace(0.1, 1, 53)
+    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    arrays, model, options = {
+        "weights": ((X, Y, weight), linear, {"loss": "cross_entropy"}),
+        "whole": (((X, times), Y), TimedLinear(linear), {"loss": "cross_entropy"}),
+        "dict": (
+            ({"a": X, "b": X[:, :3]},),
+            linear,
+            {"loss_fn": lambda m, d: ((jax.vmap(m)(d["a"]) - d["b"]) ** 2).mean(1)},
+        ),
+    }[tree]
+
+    def run(on_device):
+        recorder = Recorder()
+        trainer = quiet(
+            model, optax.sgd(0.1), strategy=Sharded(), callbacks=[recorder], **options
+        )
+        trainer.fit(Arrays(*arrays, batch_size=16, on_device=on_device), max_epochs=2)
+        return recorder.losses
+
+    assert run(True) == run(False)
+
+
+def test_a_step_is_given_the_numbers_of_rows_and_hooks_see_the_rows(caplog):
+    class Shows(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            self.seen.append(batch)
+
+    def run(on_device):
+        trainer = mlp_trainer(shows := Shows())
+        loader = Arrays(X, Y, batch_size=16, on_device=on_device)
+        trainer.fit(loader, max_epochs=1)
+        return trainer, shows.seen, loader
+
+    trainer, seen, loader = run(True)
+    assert bits(seen) == bits(run(False)[1])
+    batch = [leaf for leaf in trainer.running_plan().leaves if leaf.group == "batch"]
+    named = {leaf.path: leaf.shape for leaf in batch}
+    assert named["batch.rows"] == (1, 16) and named["whole.table[0]"] == (53, 4)
+    assert "arrays (`jaxdp.Arrays`) that each device keeps" in str(trainer.plan(loader))
+    assert caplog.text.count("are kept on each device, where the steps take") == 1
+
+
+def test_a_label_that_is_no_class_is_found_on_the_devices_too():
+    wrong = np.where(np.arange(53) == 40, 7, Y)
+    trainer = mlp_trainer()
+    with pytest.raises(ValueError, match="labels must be 0 to 2.*from 0 to 7"):
+        trainer.fit(Arrays(X, wrong, batch_size=16, on_device=True))
+
+
+class Device:
+    process_index = 0
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+SIZE = X.nbytes + Y.nbytes
+
+
+@pytest.mark.parametrize(
+    "on_device, limits, is_kept",
+    [
+        ("auto", [None], False),  # as CPUs are
+        ("auto", [SIZE * 10], True),
+        ("auto", [SIZE * 10, SIZE * 10 - 1], False),
+        (True, [None], True),
+        (False, [SIZE * 100], False),
+    ],
+)
+def test_arrays_are_kept_where_they_take_a_tenth_at_most(on_device, limits, is_kept):
+    loader = Arrays(X, Y, on_device=on_device)
+    devices = list(map(Device, limits))
+    source = ArraysSource(loader, "train_loader", 0, devices=lambda: devices)
+    assert (type(source.peek()) is not tuple) == is_kept
+    in_order = Arrays(X, Y, np.zeros(53, np.float32), on_device=True)
+    assert in_order.table(devices) is None  # rows of weight 0 are replaced on the host

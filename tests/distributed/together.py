@@ -223,6 +223,9 @@ def loaders():
     found = {
         "list": losses(arrays()),
         "Arrays": losses(Arrays(*rows(ROWS), batch_size=16)),
+        "Arrays on the devices": losses(
+            Arrays(*rows(ROWS), batch_size=16, on_device=True)
+        ),
         "iterator": losses(iter(arrays()), epochs=1),
         "by index": losses(DataLoader(logged, 16, shuffle=True)),
         "stream": losses(DataLoader(Stream(), 16)),
