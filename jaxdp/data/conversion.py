@@ -212,7 +212,9 @@ def with_key_data(tree: Any) -> Any:
 
 def _with_keys(treedef: Any, leaves: list[Any], keys: dict[int, KeyData]) -> Any:
     """A tree of leaves, of which some are those of keys."""
-    return treedef.unflatten([keys.get(i, leaf) for i, leaf in enumerate(leaves)])
+    if keys:
+        leaves = [keys.get(index, leaf) for index, leaf in enumerate(leaves)]
+    return treedef.unflatten(leaves)
 
 
 def _key_data(batch: Any, index: int, key: Any) -> KeyData:

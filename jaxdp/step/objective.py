@@ -327,7 +327,8 @@ def _of_criterion(
                 " row with every other. Make the shapes equal, for example with"
                 " `prediction.squeeze(-1)` in the model or `y[:, None]` in the data."
             )
-    if weight is not None and _is_named(criterion):
+    is_named = _is_named(criterion)
+    if weight is not None and is_named:
         # The gradient of NaN is NaN, also of one that nothing selects.
         prediction, target = without_ignored(weight, prediction, target)
     try:
@@ -339,7 +340,8 @@ def _of_criterion(
         )
         raise
 
-    return checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    found = checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    return found._replace(hidden=None) if is_named else found  # nothing is left
 
 
 _OUTPUTS = "predictions", "targets"

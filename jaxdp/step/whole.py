@@ -17,7 +17,8 @@ class Whole(eqx.Module):
 
     Use it for the times of a neural ODE, class weights or a graph. It is neither split
     over devices nor padded: each device has all of it. The loss gets the array itself,
-    and so does the model, together with one row of the other arrays.
+    and so does the model, together with one row of the other arrays. A batch of nothing
+    else counts as one row.
 
     Args:
         array: of any shape, including `()`, or a tree of arrays. They are converted
