@@ -216,7 +216,9 @@ class Trainer:
 
         `setup`, `teardown` and the batch hooks of callbacks run; validation and the
         rest are up to you. `current_epoch` grows when the generator is exhausted. It
-        yields the lazy metrics of each optimizer step.
+        yields the lazy metrics of each optimizer step. `steps_per_execution` holds for
+        a list of batches or a loader with a length, if the loop does not use the
+        trainer after its first step.
         """
         return loop.own_loop(self, train_loader)
 

@@ -37,6 +37,7 @@ class Feed:
         self._trainer, self._run = trainer, trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
         self._begun: Iterator[Dispatch] | None = None
+        self._shows_one = False  # a single step, to see what the caller does
 
     def begin(self) -> None:
         """Reads the first batch and compiles for it; `epoch` goes on from there."""
@@ -73,17 +74,26 @@ class Feed:
         engine.held.check_state()
         engine.in_flight.wait = self._run.stopwatch.function("device", wait)
         engine.set_options(self._hooks.step_options())
-        engine.steps_per_epoch = None if limits is None else limits.steps_per_epoch
+        engine.steps_per_epoch = self._steps_per_epoch()
 
         who = self._hooks.who_looks_inside_blocks()
         engine.one_by_one = False
-        if limits is None:
-            self._take_one_by_one("the loop is the caller's")
+        if limits is None and engine.steps_per_epoch is None:
+            self._take_one_by_one(
+                "`train_loader` has no length, so its batches may depend on the steps"
+                " before them. If they do not, pass a list of them"
+            )
         elif who is not None:
             self._take_one_by_one(
                 f"{who} may look at the state after each. If it does not, set its"
                 " `looks_inside_blocks = False`; `on_boundary` is the place to look"
             )
+
+    def _steps_per_epoch(self) -> int | None:
+        if self._limits is not None:
+            return self._limits.steps_per_epoch
+        known, size = self._source.num_batches, self._run.accumulate_grad_batches
+        return known and -(-known // size)
 
     def _take_one_by_one(self, why: str) -> None:
         engine = self._run.engine
@@ -149,7 +159,7 @@ class Feed:
     def _room(self) -> int:
         """How many steps may run as one, before somebody must see the state."""
         most, progress = self._run.engine.steps_per_execution, self._run.progress
-        if most == 1 or not self._source.may_read_ahead:
+        if most == 1 or not self._source.may_read_ahead or self._caller_looks():
             return 1
         stop = self._hooks.next_stop(self._trainer)
         rooms = [most] if stop is None else [most, stop - progress.global_step]
@@ -157,6 +167,19 @@ class Feed:
             left = self._limits.steps_until_stop(progress.global_step, progress.done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
+
+    def _caller_looks(self) -> bool:
+        """Whether a caller's loop uses the trainer; a single first step shows it."""
+        run = self._run
+        if self._limits is None and run.looks_at is None:
+            if not self._shows_one:
+                self._shows_one = True
+                return True
+            run.looks_at = ""
+        if self._limits is None and run.looks_at:
+            self._take_one_by_one(f"the loop uses {run.looks_at} between them")
+            return True
+        return False
 
     def _follow(self, steps_before: int) -> None:
         """The loader looks at the trainer: from now on at one that is up to date."""

@@ -378,7 +378,8 @@ def _own_loop(
                 metrics = next(steps, None)
             if metrics is None:
                 break
-            yield metrics
+            with run.with_caller():
+                yield metrics
     run.progress.next_epoch()
 
 

@@ -4,8 +4,8 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import jax
@@ -78,6 +78,8 @@ class Run:
         dispatching: held while the state is given to a step, and by what other threads
             make of it.
         ahead: how many steps of the present dispatch have no hooks called yet.
+        looks_at: what of the trainer a caller's own loop uses between steps, "" if
+            nothing, None if that is not known yet.
         is_fitting: whether `fit` is running.
         doing: what callbacks were set up for and that still goes on; "" if nothing.
         epoch_is_over: whether no batch of the epoch is left, while it is being ended.
@@ -121,6 +123,8 @@ class Run:
         # Where a fit is.
         self.dispatching = threading.RLock()
         self.ahead, self.doing = 0, ""
+        self.looks_at: str | None = None
+        self._is_with_caller = False
         self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.last_values: dict[str, float] = {}
@@ -337,19 +341,43 @@ class Run:
             RuntimeError: if steps that run as one are past that one already; or where
                 code has written into a state that it was handed.
         """
+        self.check_is_settled(wanted)
+        self.engine.held.check_handed_out()
+        return self.engine
+
+    def check_is_settled(self, wanted: str) -> None:
+        """Raises in the middle of steps that run as one; notes who uses the trainer."""
         self.progress.note_look(wanted)
+        if self._is_with_caller and self.looks_at is None:
+            self.looks_at = wanted
         while self.ahead and self.progress.is_elsewhere:
             time.sleep(1e-3)  # the steps are taken by another thread
         if self.ahead:
+            remedy = (
+                "Use it in `on_boundary` (with `next_stop` at the steps you need) or at"
+                " the end of an epoch; or leave `looks_inside_blocks` of the callback"
+                " True."
+            )
+            if self._is_with_caller:
+                remedy = (
+                    "Use it after the loop; or leave `steps_per_execution` out. (A loop"
+                    " that uses the trainer after the first step, too, gets its steps"
+                    " one by one.)"
+                )
             raise RuntimeError(
                 f"{wanted} was used between steps that run in one call"
                 f" (`steps_per_execution`={self.steps_per_execution}), when the"
-                " later ones are already done. Use it in `on_boundary` (with"
-                " `next_stop` at the steps you need) or at the end of an epoch;"
-                " or leave `looks_inside_blocks` of the callback True."
+                f" later ones are already done. {remedy}"
             )
-        self.engine.held.check_handed_out()
-        return self.engine
+
+    @contextmanager
+    def with_caller(self) -> Iterator[None]:
+        """Around what a caller's own loop does between two steps."""
+        self._is_with_caller = True
+        try:
+            yield
+        finally:
+            self._is_with_caller = False
 
     def apart(self) -> AbstractContextManager[Any]:
         """Around what uses the state: no step takes it away, if this thread takes none.
@@ -381,6 +409,7 @@ class Run:
                 f"`{method}` was called while a fit of the same trainer is running,"
                 " from a callback perhaps; use a Trainer of its own."
             )
+        self.check_is_settled(f"`{method}`")
 
     def check_may_be_set(self, name: str) -> None:
         """Raises for an argument of the trainer that nothing would look at again."""

@@ -88,6 +88,7 @@ def weights_at(
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run
+    run.check_is_settled("`load`")
     with run.interrupts.whole():
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
             run.take_over(trainer.callbacks)
