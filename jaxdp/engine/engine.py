@@ -340,7 +340,7 @@ class Engine:
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, asked for once per pass: they may be many."""
-        return jax.tree.leaves(self.held.evaluated.weights)
+        return self.held.weights()
 
     def evaluate(
         self,

@@ -56,6 +56,8 @@ class HeldState:
         totals, self._strategy = state.totals, strategy
         self.arrays, self.treedef = jax.tree.flatten(state)
         self._totals = next(i for i, x in enumerate(self.arrays) if x is totals)
+        places = self.treedef.unflatten(range(len(self.arrays)))
+        self._weights = jax.tree.leaves(places.weights)
         self._zeros = _zeros(totals.shape, totals.dtype, totals.sharding)
         self._made = {"state": state}
 
@@ -151,6 +153,13 @@ class HeldState:
         if view is None:
             return self.state
         return self._once("evaluated", lambda: view(self.state))
+
+    def weights(self) -> list[Array]:
+        """The leaves that are evaluated of `state`, without making a tree of them."""
+        if self._view is not None:
+            return jax.tree.leaves(self.evaluated.weights)
+        self.check_state()
+        return [self.arrays[place] for place in self._weights]
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live; gathered once per step."""

@@ -188,6 +188,7 @@ class Run:
 
     def new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
+        has_view = type(strategy).evaluated_state is not DataParallel.evaluated_state
         return Engine(
             self.parts,
             self.model_state,
@@ -208,7 +209,8 @@ class Run:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
-            view=self.hooks.evaluated_state() or strategy.evaluated_state,
+            view=self.hooks.evaluated_state()
+            or (strategy.evaluated_state if has_view else None),
             in_order=self.data == "global",
             abstract=abstract,
         )
