@@ -349,7 +349,7 @@ def test_a_resumed_float16_training_goes_on_with_its_scale(tmp_path):
         Mlp(jax.random.key(1)), optax.adam(1e-2), loss="cross_entropy",
         callbacks=[Recorder()], enable_progress_bar=False,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="loss_scale: scale: the checkpoint has float"):
+    with pytest.raises(ValueError, match="`precision` was 16-mixed, and is 32-true"):
         other.load(path)
 
 
