@@ -175,8 +175,9 @@ class Trainer:
                 append to the history
 
         Args:
-            train_loader: a torch `DataLoader`, or any iterable of batches. Without one,
-                `loss_fn(model)` takes no batch, and `max_steps` says how often.
+            train_loader: `Arrays(x, y)`, a torch `DataLoader`, or any iterable of
+                batches. Without one, `loss_fn(model)` takes no batch, and `max_steps`
+                says how often.
             val_loader: used for validation after each epoch. Several loaders have
                 names: `{"clean": a, "shifted": b}` logs `val_clean_loss` and so on.
             max_epochs: total number of epochs, including those of earlier fits; 1 by
@@ -400,6 +401,7 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, float]:
         """The last value of everything logged, by name. Waits for the last step."""
+        self.run.progress.note_look("`trainer.callback_metrics`")
         return self.run.logged.last_values()
 
     @property

@@ -32,6 +32,8 @@ LOOKS = {
     )[0],
     "predict": lambda trainer: float(trainer.predict([np.zeros_like(X[:8])])[0, 0]),
     "validate": lambda trainer: trainer.validate([(X[:8], Y[:8])])["val_loss"],
+    "inference_model": lambda trainer: float(trainer.inference_model()(X[0])[0]),
+    "callback_metrics": lambda trainer: trainer.callback_metrics.get("loss", -1.0),
     "global_step": lambda trainer: float(trainer.global_step),
 }
 
