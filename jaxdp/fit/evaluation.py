@@ -157,7 +157,11 @@ def _evaluate(
 ) -> dict[str, float]:
     """Means over a loader or several; `names` are of the method, keys and hooks."""
     method, prefix, kind = names
-    with _asked_for(trainer, method) as hooks, contextlib.ExitStack() as stack:
+    with (
+        UsersFramesFirst(),
+        _asked_for(trainer, method) as hooks,
+        contextlib.ExitStack() as stack,
+    ):
         sources = open_loaders(trainer, loader, "loader", prefix)
         for source in sources.values():
             stack.callback(source.close)
@@ -174,21 +178,20 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     """Around a pass that a user asks for; gives the hooks of those who hear of it."""
     run = trainer.run
     run.renew_hooks(trainer.callbacks)
-    with UsersFramesFirst():
-        if run.doing:  # the callbacks are set up, and hear of what goes wrong
+    if run.doing:  # the callbacks are set up, and hear of what goes wrong
+        run.settled_engine(f"`{method}`")
+        yield Hooks(()) if run.is_fitting else run.hooks
+        return
+    hooks = Hooks(each for each in trainer.callbacks if not each.only_in_training)
+    with doing(trainer, method, hooks):
+        try:
+            hooks.setup(trainer)
             run.settled_engine(f"`{method}`")
-            yield Hooks(()) if run.is_fitting else run.hooks
-            return
-        hooks = Hooks(each for each in trainer.callbacks if not each.only_in_training)
-        with doing(trainer, method, hooks):
-            try:
-                hooks.setup(trainer)
-                run.settled_engine(f"`{method}`")
-                yield hooks
-            except BaseException as exception:
-                with noting(exception):
-                    hooks.on_exception(trainer, exception)
-                raise
+            yield hooks
+        except BaseException as exception:
+            with noting(exception):
+                hooks.on_exception(trainer, exception)
+            raise
 
 
 def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
@@ -214,6 +217,7 @@ def predict(
     run = trainer.run
     run.check_callable("predict")
     with (
+        UsersFramesFirst(),
         _asked_for(trainer, "predict") as hooks,
         contextlib.closing(run.open(loader, "loader", "predict")) as source,
     ):
