@@ -16,6 +16,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
+# They are run for a few steps, which is less often than loggers write.
+pytestmark = pytest.mark.filterwarnings("ignore:no row of a step was logged")
+
+
 @pytest.fixture(autouse=True)
 def plain_jax():
     """Examples add biases as everyone does, by implicit broadcasting."""

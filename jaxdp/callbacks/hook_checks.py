@@ -118,8 +118,10 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
             own, ()
         )
         if theirs != own and means_another:
+            model = " The model is `trainer.model`." * (theirs == "pl_module")
             raise TypeError(
                 f"{where} has `{theirs}` where it is given `{own}`: it is {called}."
+                f"{model}"
             )
 
 
