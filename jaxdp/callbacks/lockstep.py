@@ -181,7 +181,7 @@ class Lockstep(Callback):
         self._meet(trainer, where, read())
 
     def _watch(self, onlooker: Onlooker) -> None:
-        patience = min(5.0, self.warn_after / 3)
+        patience = min(meetings.TELLS_AFTER, self.warn_after / 3)
         here = meetings.here()
         while onlooker.sleep(patience / 2):
             late = time.monotonic() - here.since > patience

@@ -4,7 +4,9 @@ import os
 import sys
 from types import TracebackType
 
+from ..basics import coordination
 from ..basics.console import Outlet
+from . import meetings
 from .signals import is_stop
 
 
@@ -25,6 +27,8 @@ def end_at_once_by_exceptions() -> None:
         # By a signal that all have heard all end; and a fork is none of them.
         if is_stop(exception) or os.getpid() != process:
             return
+        if coordination.is_there():
+            meetings.fail(first_line(exception))
         for stream in (sys.stdout, sys.stderr):
             Outlet(stream).flush()
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)

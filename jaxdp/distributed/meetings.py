@@ -6,6 +6,7 @@ past soon leaves a card there and reads those of the others.
 """
 
 import hashlib
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,10 +21,19 @@ _MOST_DIFFERENCES: Final = 5
 
 _COME: Final = "jaxdp.meet/come"
 _LATE: Final = "jaxdp.meet/late"
-"""Where processes leave their cards, who wait for others and for whom others do."""
+_FAILED: Final = "jaxdp.meet/failed"
+"""Where processes leave their cards, who wait for others, for whom others do, and who
+end by an error."""
+
+TELLS_AFTER: Final = 2.0
+"""Seconds after which a process that is late and alive begins to leave such a card."""
 
 Entry = tuple[str, Mapping[str, str]]
 """What a process is about to do, and with what."""
+
+
+class Abandoned(RuntimeError):
+    """Another process has failed or died, and can't be waited for."""
 
 
 class Meetings:
@@ -32,6 +42,7 @@ class Meetings:
     def __init__(self) -> None:
         self.number = 0  # of meetings so far
         self.where = ""  # what this process is about to do, or does
+        self.is_told_to_end = False  # by a signal that waits for all to come
         self.since = time.monotonic()  # when it came to that
         self.is_waiting = False  # for others
         self.waited = 0.0  # seconds, so far
@@ -98,8 +109,18 @@ class Meetings:
             if not missing and not differing:
                 return
 
-            # Somebody is late.
+            # Somebody is late, or gone. A launcher that sees one die tells the rest to
+            # end; of those that are alive it would soon be heard why they are late.
+            failed = coordination.read_all(_FAILED)
+            for process in missing & failed.keys():
+                raise Abandoned(f"process {process} has failed: {failed[process]}")
             waited = time.monotonic() - started
+            is_silent = waited > 2 * TELLS_AFTER and not _excuses(missing, self.number)
+            if self.is_told_to_end and is_silent:
+                raise Abandoned(
+                    f"process {coordination.index()} ({self.where}) was told to end,"
+                    f" and {listed('process', missing)} did not come and said nothing"
+                )
             is_late = waited > timeout
             if is_late or waited > self.warn_after and not warned:
                 excuses = _excuses(missing, self.number)
@@ -117,6 +138,14 @@ class Meetings:
 
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
+
+
+def fail(failure: str) -> None:
+    """Lets the others know that this process ends, if they can be told in a second."""
+    put = threading.Thread(target=coordination.put, args=(_FAILED, failure))
+    put.daemon = True
+    put.start()
+    put.join(1.0)
 
 
 _here: Meetings | None = None

@@ -14,6 +14,7 @@ from typing import Any, Final
 import jax
 
 from ..basics.console import end_quietly, say
+from . import meetings
 from .agreement import Processes, Pulse
 
 EXIT_CODE: Final = 143
@@ -76,6 +77,7 @@ class Interrupts:
             heard = self._pulse.beat(self._pending, now=now)
             if heard:
                 self._pending = None
+                meetings.here().is_told_to_end = False
                 raise self._exception(max(heard))
         elif self._pending is not None:
             number, self._pending = self._pending, None
@@ -118,8 +120,11 @@ class Interrupts:
         if self._pulse is not None and kind is None:
             return  # the others have to hear of it first
         number, self._pending = self._pending, None
+        meetings.here().is_told_to_end = False
         # An error after a signal is most often its doing, such as a worker's that died.
-        if number is not None and (kind is None or issubclass(kind, Exception)):
+        # But a launcher signals, too, when another process has died.
+        is_its_doing = kind is None or issubclass(kind, Exception)
+        if number is not None and is_its_doing and not _is_abandoned(exception):
             raise self._exception(number) from exception
 
     # `Trainer.steps` enters at every step: what `signal` has of `_signal`'s functions
@@ -142,6 +147,7 @@ class Interrupts:
             _signal.signal(*self._previous.popitem())
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
+        meetings.here().is_told_to_end = self._pulse is not None
         if self._pending is None:
             self._pending = number
         elif _HANGUP in (number, self._pending):
@@ -163,6 +169,12 @@ class Interrupts:
         if not self.saves_first:
             tell(exception)
         return exception
+
+
+def _is_abandoned(exception: BaseException | None) -> bool:
+    """Whether other processes, or their devices, are what failed."""
+    failures = meetings.Abandoned, jax.errors.JaxRuntimeError
+    return jax.process_count() > 1 and isinstance(exception, failures)
 
 
 @functools.cache

@@ -31,6 +31,20 @@ def test_a_failing_callback_ends_all(crew, index):
     codes, outputs = job.join()
     assert codes[index] == 1 and codes[1 - index] != 0
     assert "raised by the callback At in on_boundary" in outputs[index]
+    if index:  # with process 0 goes the service that would tell it
+        assert "process 1 has failed: ValueError: a bad day" in outputs[0]
+
+
+def test_one_that_is_told_to_end_waits_for_no_dead_one(crew):
+    """As a launcher does when another process has died."""
+    job = crew("fit", at=(1, 5, tasks.kill))
+    job.processes[1].join(120)
+    job.signal(0, "SIGTERM")
+    told = time.monotonic()
+    job.processes[0].join(60)
+    assert time.monotonic() - told < 20  # JAX's heartbeat comes after 100
+    assert job.processes[0].exitcode not in (0, None), job.all_outputs()
+    assert re.search("told to end,? and process 1 did not come|rror:", job.output(0))
 
 
 def test_one_that_raises_does_not_wait_for_the_others(crew):
