@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from . import checkpoint, losses
 from .callbacks import Callback
 from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, snapshot
 from .fit.defaults import with_defaults
-from .fit.elsewhere import telling_where
+from .fit.elsewhere import refuse
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -94,7 +94,6 @@ class Trainer:
         default_root_dir: where callbacks write if they have no path of their own.
     """
 
-    @telling_where
     def __init__(
         self,
         model: PyTree,
@@ -123,8 +122,11 @@ class Trainer:
         log_every_n_steps: int = 50,
         enable_progress_bar: bool = True,
         default_root_dir: str = "runs",
+        **elsewhere: Never,
     ):
-        arguments = checks.checked({k: v for k, v in locals().items() if k != "self"})
+        given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
+        refuse(type(self), "__init__", elsewhere)
+        arguments = checks.checked(given)
         own = checks.check_callbacks(callbacks)
         self.callbacks = with_defaults(own, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
@@ -145,7 +147,6 @@ class Trainer:
             self.run.check_may_be_set(name)
         super().__setattr__(name, value)
 
-    @telling_where
     def fit(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -163,6 +164,7 @@ class Trainer:
         val_check_interval: int | float | None = None,
         fast_dev_run: bool | int = False,
         overfit_batches: int | float | None = None,
+        **elsewhere: Never,
     ) -> History:
         """Trains until a limit is reached.
 
@@ -205,6 +207,7 @@ class Trainer:
             The history of this trainer: means per epoch over real rows.
         """
         wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
+        refuse(type(self), "fit", elsewhere)
         loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
         return self.history
 
@@ -314,8 +317,6 @@ class Trainer:
     def summary(self) -> "Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
 
-            print(trainer.summary())  # a notebook shows it without `print`
-
         Nothing is placed or compiled for it; the model may be made of shapes.
         """
         return previews.summary(self)
@@ -327,12 +328,8 @@ class Trainer:
 
             trainer.compare(loader, MyStrategy()).assert_close()
 
-        Each starts from this trainer's state, which stays as it is.
-
-        Args:
-            loader: as for `fit`.
-            strategies: instances; `SingleDevice()` by default.
-            steps: optimizer steps; fewer if the loader has fewer batches.
+        Each, by default `SingleDevice()`, starts from this trainer's state, which stays
+        as it is, and takes so many optimizer steps, if the loader has batches for them.
         """
         return previews.compare(self, loader, strategies, steps)
 

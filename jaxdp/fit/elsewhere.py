@@ -1,13 +1,8 @@
 """Arguments that belong elsewhere, or are called otherwise: what to write instead."""
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Concatenate, Final, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Self = TypeVar("Self")
+from collections.abc import Iterable
+from typing import Final
 
 _BATCHES: Final = "the loader makes batches, as jaxdp.Arrays(x, y, batch_size=32) does"
 _DEVICES: Final = "strategy=Sharded(2) takes two devices, SingleDevice() one"
@@ -66,26 +61,18 @@ OTHERS: Final = {
 """What to write instead of arguments of Lightning's and Keras's, by method."""
 
 
-def telling_where(
-    method: Callable[Concatenate[Self, P], R],
-) -> Callable[Concatenate[Self, P], R]:
-    """`__init__` or `fit` of a class, with errors for what `OTHERS` and the other of
-    the two methods know."""
-    name = method.__name__
-    own, others = inspect.signature(method).parameters, OTHERS[name]
-    here, there = ("Trainer", "fit") if name == "__init__" else ("fit", "Trainer")
-
-    @functools.wraps(method)
-    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        for given in kwargs.keys() - own.keys():
-            belongs = getattr(type(self), "fit" if here == "Trainer" else "__init__")
-            if given in inspect.signature(belongs).parameters:
-                where = f"it belongs to `{there}`: {there}(..., {given}=...)"
-            elif given in others:
-                where = others[given]
-            else:
-                continue  # Python says what is wrong
-            raise TypeError(f"`{given}` is no argument of `{here}`: {where}.")
-        return method(self, *args, **kwargs)
-
-    return checked
+def refuse(cls: type, method: str, given: Iterable[str]) -> None:
+    """Raises for arguments that `__init__` or `fit` of `cls` does not have, saying
+    where those belong that the other of the two has, or that `OTHERS` knows."""
+    here, there, other = "Trainer", "fit", "fit"
+    if method == "fit":
+        here, there, other = "fit", "Trainer", "__init__"
+    for name in given:
+        if name in inspect.signature(getattr(cls, other)).parameters:
+            where = f"it belongs to `{there}`: {there}(..., {name}=...)"
+        elif name in OTHERS[method]:
+            where = OTHERS[method][name]
+        else:  # as Python says it
+            called = f"{cls.__name__}.{method}()"
+            raise TypeError(f"{called} got an unexpected keyword argument {name!r}")
+        raise TypeError(f"`{name}` is no argument of `{here}`: {where}.")
