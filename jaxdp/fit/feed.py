@@ -80,8 +80,8 @@ class Feed:
         engine.one_by_one = False
         if limits is None and engine.steps_per_epoch is None:
             self._take_one_by_one(
-                "`train_loader` has no length, so its batches may depend on the steps"
-                " before them. If they do not, pass a list of them"
+                "the loop is the caller's, and how many batches come is not known: they"
+                " may depend on the steps before them. If they do not, pass a list"
             )
         elif who is not None:
             self._take_one_by_one(
