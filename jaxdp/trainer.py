@@ -166,7 +166,7 @@ class Trainer:
         overfit_batches: int | float | None = None,
         **elsewhere: Never,
     ) -> History:
-        """Trains until a limit is reached.
+        """Trains until a limit is reached; returns the means of epochs over real rows.
 
             read the first batch, place the state, compile the step
             while epochs, steps and time are left:
@@ -202,9 +202,6 @@ class Trainer:
                 find mistakes, without loggers and checkpoints. It counts as an epoch.
             overfit_batches: train and validate on the first batches only, unshuffled
                 (this many, or this share), to see whether the model can learn at all.
-
-        Returns:
-            The history of this trainer: means per epoch over real rows.
         """
         wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
         refuse(type(self), "fit", elsewhere)
