@@ -53,8 +53,10 @@ def _key(
         return None
     text = lowered.as_text().encode()
     try:
-        # Which arguments it has, of those it is given.
+        # Which arguments it has, of those it is given; the others are not in the text,
+        # but checked by each call.
         kept = tuple(sorted(lowered._lowering.compile_args["kept_var_idx"]))
+        kept = kept, *map(str, jax.tree.leaves(lowered.in_avals))
         trees = lowered.in_tree, lowered.out_tree
         hash(trees)
     except (AttributeError, KeyError, TypeError):

@@ -200,3 +200,13 @@ def test_nothing_of_a_trainer_is_kept_with_its_program():
     jax.clear_caches()  # JAX keeps what it has traced
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+def test_an_argument_that_no_step_uses_may_be_of_another_kind():
+    """It is not in the program's text, but each call checks it."""
+
+    def loss_fn(model, x, y):
+        return jax.vmap(model)(x) ** 2
+
+    for kind in np.float32, np.int32:
+        program((X, Y.astype(kind)), loss_fn=loss_fn)
