@@ -1,5 +1,6 @@
 """Eight faked devices, checked types; tiny models and data."""
 
+import collections
 import logging
 import os
 import pathlib
@@ -73,17 +74,23 @@ LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "d
 """What takes long comes first: at the end one process would wait for another."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the cases of `slow_cases`, which must be the names of tests."""
-    from slow_cases import CASES
+    """Marks the slow cases of tests, by `slow_cases` and `slow_but` with their ids.
 
+    Others of the same test show the same promise in less time.
+    """
     items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
-    left = {f"tests/{case}" for case in CASES}
+    known = collections.defaultdict(set)
     for item in items:
-        if item.nodeid in left:
-            left.remove(item.nodeid)
-            item.add_marker(pytest.mark.slow)
-    files = {item.nodeid.split("::")[0] for item in items}
-    unknown = sorted(case for case in left if case.split("::")[0] in files)
-    in_part = any("::" in argument for argument in items[0].config.args)
-    assert not unknown or in_part, f"slow_cases.py: there are no tests {unknown}"
+        if hasattr(item, "callspec"):
+            known[item.function].add(item.callspec.id)
+    in_part = any("[" in argument for argument in items[0].config.args)
+    for item in items:
+        for mark in item.iter_markers():
+            if mark.name not in ("slow_cases", "slow_but"):
+                continue
+            unknown = set(mark.args) - known[item.function]
+            assert in_part or not unknown, f"{item.nodeid}: there are no {unknown}"
+            if (item.callspec.id in mark.args) == (mark.name == "slow_cases"):
+                item.add_marker(pytest.mark.slow)

@@ -23,6 +23,14 @@ def _name(page):
     return page.relative_to(DOCS.parent).as_posix()
 
 
+@pytest.mark.slow_cases(
+    "strategies.md",
+    "own_strategy.md",
+    "watching.md",
+    "plan.md",
+    "reproducibility.md",
+    "checkpoints.md",
+)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -39,6 +47,7 @@ def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys)
             assert _agree(printed, said), f"{page.name} shows:\n{printed}\nnow:\n{said}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
 def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path):
     draw_recipes = _script("draw_recipes")

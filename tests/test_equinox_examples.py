@@ -102,6 +102,7 @@ def cnn_by_hand():
     return by_hand(Cnn(jr.key(0)), optax.adamw(3e-3), cut(*images(1, 7)), cnn_loss)[1]
 
 
+@pytest.mark.slow_but("Pmap-arguments3")
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
@@ -162,6 +163,7 @@ def rnn_by_hand():
     return by_hand(Rnn(jr.key(0)), optax.adam(1e-2), data + data[:2], rnn_loss)[1]
 
 
+@pytest.mark.slow_cases("Pmap-arguments1")
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
@@ -236,6 +238,7 @@ def test_a_vision_transformer_learns_as_by_hand():
     assert_same(vit_losses(0.0, Sharded), expected)
 
 
+@pytest.mark.slow_but("FSDP")
 @pytest.mark.parametrize("strategy", [Sharded, Pmap, FSDP])
 def test_a_vision_transformer_drops_the_same_units_everywhere(strategy):
     one = vit_losses(0.3, SingleDevice)
@@ -366,6 +369,7 @@ def stateful_by_hand():
     return losses, jax.vmap(model)(sines()[0])[0]
 
 
+@pytest.mark.slow_cases("Sharded-batch-arguments1")
 @pytest.mark.parametrize(
     ("strategy", "axis_name", "arguments"),
     [
@@ -383,6 +387,7 @@ def test_layers_with_state_learn_as_by_hand(strategy, axis_name, arguments):
     assert_same(trainer.predict(data), predictions, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_cases("Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_only_the_last_layer_is_trained(strategy):
     def loss_fn(model, x, y):
@@ -428,6 +433,7 @@ def text_loss(model, batch):
     return cross_entropy(jax.vmap(model)(batch["inputs"]), batch["next"]).mean()
 
 
+@pytest.mark.slow_but("SingleDevice-arguments0", "FSDP-arguments3")
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [

@@ -85,6 +85,7 @@ def test_equinox_autoparallel_equals_a_hand_written_loop():
     assert len(trainer.state.params.layers[0].weight.sharding.device_set) == 8
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_distributed_arrays_equals_a_hand_written_loop(tensor):
     import distributed_arrays as example
@@ -121,6 +122,7 @@ def test_distributed_arrays_equals_a_hand_written_loop(tensor):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.slow_but("pmap")
 @pytest.mark.parametrize("strategy", ["single", "sharded", "pmap"])
 def test_big_mlp_equals_a_hand_written_loop(strategy, capsys):
     import big_mlp as example
@@ -202,6 +204,7 @@ def no_torchvision(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_fashion_mnist_equals_a_hand_written_loop(
     small_fashion, devices, no_torchvision
@@ -252,6 +255,7 @@ def test_fashion_mnist_reads_the_same_with_and_without_torchvision(
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_fashion_mnist_has_the_same_curve_on_one_device_and_two(real_data, tmp_path):
     pytest.importorskip("torch")
     import fashion_mnist as example

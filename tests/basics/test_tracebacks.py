@@ -42,6 +42,7 @@ train()
 """
 
 
+@pytest.mark.slow_cases("off")
 @pytest.mark.parametrize("filtering", ["auto", "off"])
 def test_a_script_prints_the_users_lines_and_little_else(tmp_path, filtering):
     script = tmp_path / "script.py"
@@ -118,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but("dataset", "generator", "predict", "compare")
 @pytest.mark.parametrize("case", CASES)
 def test_wherever_it_is_the_last_frame_is_the_users(case):
     with pytest.raises(ZeroDivisionError) as caught:

@@ -133,6 +133,7 @@ def with_value(text, at, value):
     return meta
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("share", [8, 1])
 def test_metadata_of_any_types_are_refused_whole_or_load(run, share):
@@ -277,6 +278,7 @@ def contents(*folders):
     }
 
 
+@pytest.mark.slow_but("pattern")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["above", "absolute", "pattern", "format"])
 def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):

@@ -67,6 +67,7 @@ def told(path):
     return meta
 
 
+@pytest.mark.slow
 def test_what_was_due_when_a_run_died_is_saved_when_it_goes_on(tmp_path):
     """Between the saves of two savers at one step, which is the run's last or not."""
 
@@ -183,6 +184,7 @@ def test_a_later_fit_sets_aside_what_was_saved_by_hand_meanwhile(tmp_path, caplo
     assert "not saved: 4. They are now in" in caplog.text
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("moved", [False, True])
 def test_savers_may_change_places(tmp_path, moved, caplog):
     root = tmp_path / "run"

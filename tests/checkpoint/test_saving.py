@@ -38,6 +38,7 @@ def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
+@pytest.mark.slow_cases("<lambda>", "Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, lambda: Sharded(3)])
 def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path):
     whole = Recorder()
@@ -56,6 +57,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path)
     assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.slow_but("loader-7", "loader with a generator-7")
 @pytest.mark.parametrize("stop", [3, 5, 7])
 @pytest.mark.parametrize("kind", ["list", "loader", "loader with a generator"])
 def test_a_checkpoint_inside_an_epoch_resumes_inside_it(kind, stop, tmp_path):
@@ -246,6 +248,7 @@ def bits(leaf):
     return leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()
 
 
+@pytest.mark.slow_but("Sharded-<lambda>")
 @pytest.mark.parametrize("before, after", [
     (lambda: FSDP(min_size=1), SingleDevice), (Sharded, lambda: FSDP(min_size=1)),
     (Pmap, lambda: Sharded(2)),

@@ -113,6 +113,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(command):
     assert done.returncode == (0 if command == "--help" else 141)
 
 
+@pytest.mark.slow_cases("fit")
 @pytest.mark.parametrize("call", ["fit", "steps"])
 def test_plan_stops_a_script_where_it_would_train(capsys, tmp_path, call):
     (tmp_path / "neighbour.py").write_text("WIDTH = 16\n")

@@ -143,6 +143,7 @@ def test_an_epoch_that_failed_before_its_first_step_has_the_same_order():
     assert fit(0) == fit(1) == fit(None)
 
 
+@pytest.mark.slow_cases("nothing to do")
 @pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup"])
 def test_a_fit_that_reads_nothing_after_a_load_changes_nothing(tmp_path, way):
     class Fails(Callback):
@@ -183,6 +184,7 @@ def test_a_fit_that_reads_nothing_after_a_load_changes_nothing(tmp_path, way):
     assert losses[8:] == rest
 
 
+@pytest.mark.slow_cases("nothing to do", "nested")
 @pytest.mark.parametrize("way", ["nothing to do", "wrong argument", "setup", "nested"])
 def test_a_save_after_a_fit_that_read_nothing_keeps_the_place(tmp_path, way):
     """With a generator of the user's: where it is, is all that tells the next order."""

@@ -87,6 +87,7 @@ class Endless(Stream):
         return DATA[self.order[self.at % len(DATA)]]
 
 
+@pytest.mark.slow_cases("Stream")
 @pytest.mark.parametrize("kind", [Stream, Endless])
 def test_an_iterable_that_can_tell_is_not_replayed(tmp_path, kind):
     settings = {"limit_train_batches": 12} if kind is Endless else {}
@@ -255,6 +256,7 @@ def numbered(items):
     return x[numbers], y[numbers]
 
 
+@pytest.mark.slow_cases("torch's-False", "torchdata's-True")
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("kind", ["torch's", "torchdata's"])
@@ -344,6 +346,7 @@ def test_iterators_with_get_state_are_not_replayed(tmp_path, kind):
     check(tmp_path, kind, {1, 12, 13, 20}, reads=True, **settings)
 
 
+@pytest.mark.slow_cases("iter", "iterator")
 @pytest.mark.parametrize("kind", ["map", "iter", "iterator", "loader"])
 def test_grains_datasets_and_loaders_are_asked(tmp_path, kind):
     grain = pytest.importorskip("grain")

@@ -124,6 +124,7 @@ def test_batches_are_those_of_plain_iteration(dataset, options):
         assert_same(ours, loader)
 
 
+@pytest.mark.slow
 def test_more_batches_than_the_length_says_all_count():
     loader = DataLoader(Sized(), 4, num_workers=2)
     assert len(loader) == 3

@@ -70,6 +70,7 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow_but("")
 @pytest.mark.parametrize("context", ["", "fork", "spawn"])
 def test_workers_and_their_server_end_with_a_killed_trainer(tmp_path, context):
     script = tmp_path / "train.py"

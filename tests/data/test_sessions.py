@@ -73,6 +73,7 @@ def test_classes_of_a_session_come_to_its_workers():
     assert done.stdout == "the same\n", done.stderr
 
 
+@pytest.mark.slow
 def test_without_cloudpickle_the_ways_out_are_told():
     done = in_a_session(WITHOUT)
     assert done.returncode == 1

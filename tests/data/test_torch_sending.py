@@ -61,6 +61,7 @@ def look_at_tensors(dataset, answers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no such files")
 def test_tensors_arrive_however_many_they_are():
     torch = pytest.importorskip("torch")
@@ -109,6 +110,7 @@ def run(target, *arguments, number=1, during=None):
     return found
 
 
+@pytest.mark.slow
 def test_what_arrives_is_what_was_sent():
     fixed = LARGE.copy()
     fixed.flags.writeable = False
@@ -134,6 +136,7 @@ def test_what_arrives_is_what_was_sent():
             assert c_contiguous == sent.flags.c_contiguous
 
 
+@pytest.mark.slow
 def test_a_worker_alone_sees_what_it_writes():
     large = LARGE.copy()
     dataset = Dataset(large=large)
@@ -148,6 +151,7 @@ def test_a_worker_alone_sees_what_it_writes():
     assert (large == -1).all()
 
 
+@pytest.mark.slow
 def test_later_workers_see_what_has_changed():
     dataset = Dataset(large=LARGE.copy())
     for value in (1, 2):
@@ -168,6 +172,7 @@ def describe_file(dataset, answers):
         dataset.written[0] = 7
 
 
+@pytest.mark.slow
 def test_files_that_are_mapped_are_mapped_anew(tmp_path):
     (tmp_path / "numbers").write_bytes(b"head" * 3 + np.tile(LARGE, (3, 1)).tobytes())
     np.save(tmp_path / "saved.npy", LARGE.T)

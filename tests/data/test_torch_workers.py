@@ -180,6 +180,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_find_the_libraries_of_the_script_already_imported(tmp_path):
     libraries = tmp_path / "libraries"
     libraries.mkdir()

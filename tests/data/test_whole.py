@@ -89,6 +89,7 @@ def by_hand():
     return hand_written(Ode(), optax.adam(1e-2), data, 2, loss)
 
 
+@pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", ALL)
 def test_times_without_rows_train_as_by_hand_with_a_program_for_each(kind, by_hand):
     model, losses = by_hand
@@ -116,6 +117,7 @@ def test_layers_may_be_split_too(by_hand):
     np.testing.assert_allclose(recorder.losses, by_hand[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_have_it_whole():
     draw = np.random.default_rng(0)
     data = [
@@ -153,6 +155,7 @@ def scaled(rows, scale, length=3):
     return {"scale": Whole(scale), "shift": Whole(shift), "x": x}
 
 
+@pytest.mark.slow_cases("lengths1")
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 5, 3)])
 def test_each_micro_batch_has_what_came_with_it(lengths):
     sizes, scales = (16, 5, 8), (0.5, 2.0, -1.0)
@@ -178,6 +181,7 @@ def test_each_micro_batch_has_what_came_with_it(lengths):
         np.testing.assert_allclose(recorder.losses, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_by_rows_are_the_same_on_any_devices_and_in_blocks():
     data = [scaled(rows, scale) for rows in (16, 5, 16) for scale in (0.5, 2.0)]
 
@@ -193,6 +197,7 @@ def test_draws_by_rows_are_the_same_on_any_devices_and_in_blocks():
         np.testing.assert_allclose(losses(strategy), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_any_number_of_devices():
     def train(strategy):
         trainer = make(strategy=Bitwise(strategy), model=Ode(0.3))
@@ -202,6 +207,7 @@ def test_the_bits_are_the_same_on_any_number_of_devices():
     assert train(SingleDevice()) == train(Sharded())
 
 
+@pytest.mark.slow
 def test_a_growing_horizon_is_resumed_bit_for_bit(tmp_path):
     options = {"model": Ode(0.3), "strategy": Sharded(2)}
     whole, first, second = Recorder(), Recorder(), Recorder()
@@ -235,6 +241,7 @@ def test_a_plan_has_it_whole_on_every_device():
     assert plan.scaling([1]).rows[0].rows == 2
 
 
+@pytest.mark.slow
 def test_a_loss_of_targets_may_have_weights_of_classes():
     x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
     y, weights = (x.sum(1) > 0).astype(np.int32), np.array([1.0, 3.0], np.float32)

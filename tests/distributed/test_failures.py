@@ -13,6 +13,7 @@ import tasks
 SOON = {"heartbeat_timeout": 8.0, "shutdown_timeout": 8.0}
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_process_ends_the_others(crew, index):
     job = crew("fit", processes=3, at=(index, 5, tasks.kill), start=SOON)
@@ -23,6 +24,7 @@ def test_a_killed_process_ends_the_others(crew, index):
         assert any("tasks are unhealthy" in output for output in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_failing_callback_ends_all(crew, index):
     job = crew("fit", at=(index, 5, tasks.fail), start=SOON)
@@ -55,12 +57,14 @@ def test_one_that_raises_does_not_wait_for_the_others(crew):
     assert job.processes[1].exitcode == 1 and time.monotonic() - seen < 10
 
 
+@pytest.mark.slow
 def test_a_failing_loader_ends_all(crew):
     codes, outputs = crew("fit_with_a_broken_row", start=SOON).join()
     assert codes[0] != 0 and codes[1] == 1
     assert "OSError: a row can't be read" in outputs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_stopped_process_ends_the_others(crew, index):
     job = crew("fit", at=(index, 5, tasks.stop), start=SOON)
@@ -77,6 +81,7 @@ def test_a_process_that_leaves_ends_the_others(crew):
     assert 0 not in codes[:1], outputs
 
 
+@pytest.mark.slow
 def test_an_error_that_all_have_and_catch_ends_nobody(crew):
     codes, outputs = crew("catch_it").join()
     assert codes == [0, 0]

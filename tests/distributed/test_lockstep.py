@@ -29,6 +29,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
     cases = {name: options for name, (options, _) in DIFFERENT.items()}
     codes, outputs = crew("fit_in_turn", cases=cases | {"none": {}}).join()
@@ -41,12 +42,14 @@ def test_different_scripts_are_found_at_the_start_of_a_fit(crew):
         assert "ended 16 " in told["none"]  # they can go on together
 
 
+@pytest.mark.slow
 def test_a_process_in_another_phase_is_found(crew):
     codes, outputs = crew("be_elsewhere").join()
     assert 0 not in codes and 1 in codes
     assert any("different" in output for output in outputs)
 
 
+@pytest.mark.slow
 def test_evaluations_that_differ_are_found(crew):
     codes, outputs = crew("evaluate_apart").join()
     assert codes == [0, 0]
@@ -69,6 +72,7 @@ def test_the_limits_hold_for_tests_too(crew):
     assert re.search("has waited for [2-6] s for process 1", outputs[0])
 
 
+@pytest.mark.slow
 def test_parameters_that_drift_apart_are_found(crew):
     codes, outputs = crew(
         "fit",
@@ -97,6 +101,7 @@ def test_who_waits_for_whom_is_said(crew):
     assert "has waited" not in outputs[1]
 
 
+@pytest.mark.slow
 def test_the_slowest_process_is_in_the_log(crew, tmp_path):
     codes, outputs = crew("measure", path=str(tmp_path)).join()
     assert codes == [0, 0]
@@ -121,6 +126,7 @@ def test_nobody_is_waited_for_without_end(crew):
     assert "has waited for 3 s for process 1" in outputs[0]
 
 
+@pytest.mark.slow
 def test_meeting_rarely_is_enough_to_find_it(crew):
     codes, outputs = crew(
         "fit", at=(1, 5, tasks.skip), lockstep={"every_n_steps": 4}

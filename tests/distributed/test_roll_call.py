@@ -67,6 +67,7 @@ def test_who_is_missing_is_said_while_others_wait(monkeypatch, caplog):
     assert f"process 0 waits at 127.0.0.1:{port} for process 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(crew):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -67,6 +67,7 @@ def assert_same(first, second):
 MOMENTS = [0.02, 0.3, 0.6, 0.9]
 
 
+@pytest.mark.slow_cases("15-Preempted")
 @pytest.mark.parametrize(
     ("number", "kind"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted)],

@@ -166,6 +166,7 @@ def test_workers_fetch_the_rows_of_their_process(crew, capsys):
         np.testing.assert_allclose(each["losses"], expected["losses"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_loaders_of_their_own_may_end_at_different_times(parts):
     first, second = told(parts["local"])
     x, y = together.rows(sum(SIZES))
@@ -186,6 +187,7 @@ def test_loaders_of_their_own_may_end_at_different_times(parts):
     assert first[1:] == second[1:] == [{"good": True}]
 
 
+@pytest.mark.slow
 def test_plans_know_what_is_between_processes(crew, tmp_path):
     job = crew("together.planned", start={"devices": 2}, into=str(tmp_path))
     codes, outputs = job.join()
@@ -245,6 +247,7 @@ def steps_in(folder):
             path.name.isdecimal()]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "who", "hook", "code"),
     [
@@ -287,6 +290,7 @@ def test_hyperparameters_are_set_on_all(parts):
     assert message in first[1]["error"]
 
 
+@pytest.mark.slow
 def test_all_see_a_bad_batch(crew, tmp_path):
     job = crew("together.bad_batches", into=str(tmp_path))
     codes, outputs = job.join()
@@ -324,6 +328,7 @@ def test_one_process_speaks_for_all(parts, folder):
     assert (folder / "run" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_generators_of_their_own_go_on_in_every_process(crew, tmp_path):
     job = crew("drawing.resumes", start={"devices": 2}, into=str(tmp_path / "saved"))
     codes, outputs = job.join()
@@ -348,6 +353,7 @@ def test_batches_of_several_shapes_are_those_of_one_process(crew, capsys, local)
             assert "rows of [[2, 4], []] in process 0, of [[3, 4], []]" in each["wrong"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
     wholes.train(local)
@@ -361,6 +367,7 @@ def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
         assert ("different values in a jaxdp.Whole" in each["wrong"]) == local
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, local):
     own_values.train(local)

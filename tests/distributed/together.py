@@ -421,7 +421,7 @@ def bad_batches(into):
         timed = ModelCheckpoint(
             f"{into}/timed", train_time_interval=datetime.timedelta(seconds=0.1)
         )
-        trainer(callbacks=[timed]).fit(arrays() * 4, max_epochs=1)
+        trainer(callbacks=[Slow(), timed]).fit(arrays() * 4, max_epochs=1)
         tell(timed=timed.last_model_path)
         error = refusal(trainer(callbacks=[NanGuard()]).fit, spoilt(5), max_epochs=1)
         tell(stopped=error)

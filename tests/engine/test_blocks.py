@@ -92,6 +92,19 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but(
+    "dropout and a ragged tail-4",
+    "dropout and a ragged tail-16",
+    "clipped-16",
+    "accumulated-16",
+    "accumulated-auto",
+    "accumulated, short end-16",
+    "convolution-4",
+    "convolution-16",
+    "all devices-16",
+    "a loop, devices-16",
+    "Pmap-16",
+)
 @pytest.mark.parametrize("steps", [4, pytest.param(16, marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_steps_give_the_bits_of_single_steps(name, steps):
@@ -111,6 +124,7 @@ def contrastive(model, x, y):
 SMALL, WIDE = (8, 2, 16, 2), (64, 10, 128, 2)
 
 
+@pytest.mark.slow_but("widths0-options0")
 @pytest.mark.parametrize("widths, options", [
     (SMALL, {}),
     (SMALL, {"precision": "16-mixed"}),
@@ -179,6 +193,7 @@ class Log(Callback):
         )
 
 
+@pytest.mark.slow_cases("fit0", "fit2")
 @pytest.mark.parametrize(
     "fit",
     [
@@ -397,6 +412,7 @@ def test_monitors_log_the_same_values(tmp_path):
     assert "grad_norm" in tables[0]
 
 
+@pytest.mark.slow_cases("fit0")
 @pytest.mark.parametrize("fit", [{"max_epochs": 2}, {"max_steps": 10}])
 def test_checkpoints_by_steps_are_those_of_single_steps(tmp_path, fit):
     for steps in (1, 4):
@@ -457,6 +473,7 @@ def test_convolutions_are_in_no_loop_on_the_cpu(options, caplog):
     assert ("inside loops" in caplog.text) == (steps == 4)
 
 
+@pytest.mark.slow
 def test_batches_that_grow_give_the_bits_of_single_steps():
     def run(steps):
         return train(steps, data=batches(8, 16, 33, 50, 50, 20), fit={"max_epochs": 2})
@@ -464,6 +481,7 @@ def test_batches_that_grow_give_the_bits_of_single_steps():
     same(run(1), run(3))
 
 
+@pytest.mark.slow
 def test_what_is_asked_inside_a_block_is_of_the_step_that_is_counted():
     class Ask(Callback):
         def __init__(self):
@@ -488,6 +506,7 @@ def test_what_is_asked_inside_a_block_is_of_the_step_that_is_counted():
     assert answers == run(3)
 
 
+@pytest.mark.slow
 def test_rows_that_interact_are_not_padded_where_a_room_is_not_full():
     def contrastive(model, x, y):
         return optax.losses.ntxent(jax.vmap(model)(x), jnp.arange(len(y)) % 3)
@@ -521,6 +540,7 @@ def test_what_is_not_finite_stays_in_its_step():
     assert one == run(2) == run(4)
 
 
+@pytest.mark.slow_but("<lambda>-16_1")
 @pytest.mark.parametrize("strategy, size", [
     (lambda: Sharded(jax.devices()[:2]), 16), (lambda: Sharded(), 64),
     (lambda: Pmap(2), 16), (lambda: FSDP(min_size=0), 64), (lambda: ZeRO(), 64),

@@ -58,6 +58,7 @@ def in_blocks(steps, *callbacks):
     )
 
 
+@pytest.mark.slow_cases("1-labels must be 0 to 2", "1-a training batch differs")
 @pytest.mark.parametrize("wrong", ["labels must be 0 to 2", "a training batch differs"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_steps_before_a_wrong_batch_are_taken(steps, wrong):
@@ -152,6 +153,7 @@ def test_an_iterator_that_tells_its_position_is_not_ahead_of_the_steps():
     assert given == [(number, number) for number in range(1, 10)]
 
 
+@pytest.mark.slow_but("4-raise", "4-break")
 @pytest.mark.parametrize("end", ["stop", "raise", "break"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_what_a_block_had_of_an_iterator_comes_again(steps, end):

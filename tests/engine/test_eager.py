@@ -69,6 +69,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_numbers_without_jit_are_those_of_compiled_steps(setting):
     make = SETTINGS[setting]
@@ -139,6 +140,7 @@ def test_a_callback_may_disable_jit_for_what_it_does_itself():
     assert callback.found == (trainer.validate(DATA), (29, 3))
 
 
+@pytest.mark.slow
 def test_other_methods_work_without_jit(tmp_path):
     torch = pytest.importorskip("torch")
     x, y = (np.concatenate(leaf) for leaf in zip(*DATA, strict=True))
@@ -243,6 +245,7 @@ def options_of(way):
     return {**options, "strategy": options.pop("strategy", SingleDevice)()}
 
 
+@pytest.mark.slow_but("sharded", "donated")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:.DonateBuffers")
 def test_error_if_raises_equinox_own_error(way):

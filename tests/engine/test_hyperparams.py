@@ -108,6 +108,9 @@ WAYS = {
 AFTER = "on_train_batch_end"
 
 
+@pytest.mark.slow_but(
+    "sharded-on_train_batch_end", "clipped-on_train_batch_end", "blocks-on_boundary"
+)
 @pytest.mark.parametrize(
     ("way", "hook"),
     [*((way, AFTER) for way in WAYS), ("blocks", "on_boundary")],

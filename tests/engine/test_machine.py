@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 TRAIN = """
 import json, logging, resource, statistics
 import jax, numpy as np, optax
@@ -54,6 +56,7 @@ def train(home, script=TRAIN, **environment):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     first, said = train(tmp_path)
     second, _ = train(tmp_path)
@@ -64,6 +67,7 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     assert "JAXDP_KEEP_FREED_MEMORY" in said
 
 
+@pytest.mark.slow
 def test_memory_of_temporaries_is_kept_for_the_next_step(tmp_path):
     kept, _ = train(tmp_path)
     switches = {"JAXDP_KEEP_FREED_MEMORY": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -76,6 +80,7 @@ def test_memory_of_temporaries_is_kept_for_the_next_step(tmp_path):
     assert "KEEP_FREED" not in said
 
 
+@pytest.mark.slow
 def test_the_users_own_cache_and_a_read_only_home_are_left_alone(tmp_path):
     own = str(tmp_path / "own")
     settings = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -114,6 +119,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_convolutions_on_the_cpu_are_eigens(tmp_path):
     eigen, said = train(tmp_path, CONVOLVE)
     left, silent = train(tmp_path, CONVOLVE, JAXDP_EIGEN_CONVOLUTIONS="0")
@@ -164,6 +170,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_weights_are_overwritten_without_copies_of_them(tmp_path):
     ours, _ = train(tmp_path, COPY)
     flag = "--xla_cpu_copy_insertion_use_region_analysis=false"

@@ -68,6 +68,7 @@ def by_hand():
     return hand_written(Text(), optax.adam(1e-2), DATA, 2, mean_loss)
 
 
+@pytest.mark.slow_cases("Sharded", "Pmap")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap, FSDP])
 def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog):
     model, losses = by_hand
@@ -96,6 +97,7 @@ def test_a_mean_over_rows_that_interact_has_the_rows_of_each_batch(by_hand):
     assert strategy.count == len(shapes)
 
 
+@pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap])
 def test_unequal_micro_batches_are_one_mean_over_rows(kind):
     windows = [DATA[:3], DATA[3:6], DATA[6:]]
@@ -117,6 +119,7 @@ def test_unequal_micro_batches_are_one_mean_over_rows(kind):
     assert strategy.count == 2
 
 
+@pytest.mark.slow
 def test_dropout_of_unequal_batches_is_the_same_on_any_devices():
     def losses(strategy, **options):
         recorder = Recorder()
@@ -144,6 +147,7 @@ def test_equal_neighbours_run_as_one_and_give_the_bits_of_single_steps():
     assert train(4) == (losses, state, 3)  # fours of each, and the single one
 
 
+@pytest.mark.slow
 def test_a_run_over_buckets_is_resumed_bit_for_bit(tmp_path):
     # The first batch of a bucket is short: its size grows, and must be as it was.
     data = [bucket(3, 4), *DATA, bucket(16, 12), bucket(2, 4, 3)]

@@ -94,6 +94,7 @@ def test_a_full_disk_stops_the_fit_and_costs_no_checkpoint(small_disk, table):
     )
 
 
+@pytest.mark.slow
 @ORBAX_IS_LOUD
 def test_a_full_disk_may_be_survived(small_disk, table):
     folder = small_disk / "run"
@@ -127,6 +128,7 @@ def test_where_nothing_can_be_written_is_found_at_the_start(tmp_path, table):
     )
 
 
+@pytest.mark.slow
 def test_a_second_run_in_one_folder_is_refused(jobs, table):
     process, root = jobs.start("two", epochs=6, pause=0.2)
     jobs.wait_for_step(process, root, 5)
@@ -182,6 +184,7 @@ def test_a_loader_that_raises(tmp_path, table):
 OF_A_FIT = [hook for hook in HOOKS if not hook.startswith(("on_test", "on_predict"))]
 
 
+@pytest.mark.slow_but("on_save_checkpoint", "teardown")
 @pytest.mark.parametrize("hook", OF_A_FIT)
 def test_a_callback_that_raises(tmp_path, table, hook):
     def fail(*_):
@@ -220,6 +223,7 @@ def test_a_clock_that_jumps_back(jobs, table):
     table.add("the clock jumps back", 1, 1, "nothing")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(jobs, table):
     import job
 

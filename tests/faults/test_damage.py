@@ -98,6 +98,7 @@ def harm(folder, *steps):
         path.write_bytes(path.read_bytes()[:-20])
 
 
+@pytest.mark.slow_cases("auto")
 @pytest.mark.parametrize("word", ["last", "auto"])
 def test_the_newest_whole_one_is_used(saved, table, tmp_path, word):
     folder = copied(saved[0], tmp_path)
@@ -260,6 +261,14 @@ MISCHIEF = {
 }
 
 
+@pytest.mark.slow_cases(
+    "arrays of another step",
+    "steps change names",
+    "a step becomes a file",
+    "the format is an older one",
+    "a file more",
+    "metadata nested without end",
+)
 @pytest.mark.parametrize("what", MISCHIEF)
 def test_mischief_is_told_and_the_run_ends_as_it_should(saved, table, tmp_path, what):
     folder = copied(saved[0], tmp_path)

@@ -28,6 +28,7 @@ def memory(tmp_path):
 MID_SAVE = 12 if LONG else 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20 if LONG else 1))
 def test_kills_at_random_moments(jobs, table, seed):
     generator = random.Random(seed)
@@ -95,6 +96,7 @@ def test_kills_of_a_run_with_checkpoints_in_memory_too(jobs, table, memory):
     )
 
 
+@pytest.mark.slow
 def test_kills_while_a_checkpoint_is_written(jobs, table):
     killed = 0
     for attempt in range(MID_SAVE):
@@ -123,6 +125,7 @@ def test_kills_while_a_checkpoint_is_written(jobs, table):
     )
 
 
+@pytest.mark.slow
 def test_kills_while_a_checkpoint_is_removed(jobs, table, tmp_path):
     import job
 
@@ -166,6 +169,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_at_chosen_moments(jobs, table, moment):
     import job
@@ -187,6 +191,7 @@ def test_sigterm_at_chosen_moments(jobs, table, moment):
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
     import job
 
@@ -204,6 +209,7 @@ def test_ctrl_c_is_answered_once_and_workers_keep_quiet(jobs, table):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_may_hand_control_back(jobs, table):
     import job
 

@@ -22,6 +22,7 @@ def start(folder, steps, *shell, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_is_answered_when_nobody_reads(tmp_path, table, name):
     run = start(tmp_path, "1000000", stdout=-1, stderr=subprocess.STDOUT)
@@ -46,6 +47,7 @@ def test_a_signal_is_answered_when_nobody_reads(tmp_path, table, name):
     table.add(f"{name} when nobody reads the output", 1, 1, "saved; exit code 143")
 
 
+@pytest.mark.slow
 def test_a_healthy_run_goes_on_when_nobody_reads(tmp_path, table):
     run = start(tmp_path, "all", stderr=subprocess.PIPE)
     assert run.wait(120) == 0, run.stderr.read().decode()

@@ -65,6 +65,7 @@ def test_constructor_refuses(arguments, error, message):
         make(**arguments)
 
 
+@pytest.mark.slow
 def test_torch_and_flax_things_are_named():
     torch = pytest.importorskip("torch")
     linear = torch.nn.Linear(2, 2)
@@ -171,6 +172,7 @@ def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
     assert trainer.global_step == 0
 
 
+@pytest.mark.slow
 def test_what_to_write_for_dicts_does():
     dicts = [{"x": X, "y": Y}]
     trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())

@@ -94,6 +94,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow_but("one")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_members_run_is_its_own_fit(alone, name):
     optimizer, ensemble = adam(learning_rate=RATES)
@@ -164,6 +165,7 @@ def test_loss_fn_micro_batches_and_several_steps_per_dispatch(alone):
         assert many.history[f"{name}[1]"] == pytest.approx(one.history[name])
 
 
+@pytest.mark.slow
 def test_models_with_state(alone):
     def with_state(key):
         return eqx.nn.make_with_state(NormNet)(key)
@@ -226,6 +228,7 @@ def test_the_history_names_the_best_member(alone):
         history.best("val_f1")
 
 
+@pytest.mark.slow
 def test_more_values_than_other_trainers_may_have():
     size = 40
     models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), size))

@@ -67,6 +67,7 @@ def single():
     return run(SingleDevice(), metrics=["accuracy"])
 
 
+@pytest.mark.slow_but("sharded4", "sharded8")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single):
     losses, trainer = run(STRATEGIES[name](), metrics=["accuracy"])
@@ -76,6 +77,7 @@ def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single
     assert trainer.history["accuracy"] == pytest.approx(single[1].history["accuracy"])
 
 
+@pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_row_counts_are_sent_to_the_devices_once_for_each_size(strategy, monkeypatch):
     from jaxdp.callbacks import DonateBuffers
@@ -237,6 +239,7 @@ def test_padding_is_a_copy_of_real_rows_and_never_poisons_gradients():
     assert np.isfinite(trainer.history["loss"]).all()
 
 
+@pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [Sharded, lambda: Sharded(4), lambda: Sharded(3)])
 def test_batch_norm_has_global_statistics_under_sharded(strategy):
     def norm_run(strategy):
@@ -281,6 +284,7 @@ def test_batch_norm_with_ragged_tail_equals_a_hand_written_loop():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_batch_norm_sees_all_rows_also_by_the_name_that_pmap_wants():
     def norm_run(strategy, axis_name):
         model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), axis_name)
@@ -294,6 +298,7 @@ def test_batch_norm_sees_all_rows_also_by_the_name_that_pmap_wants():
     np.testing.assert_allclose(norm_run(SingleDevice(), both), alone, rtol=1e-6)
 
 
+@pytest.mark.slow_but("Pmap")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_accumulated_batches_equal_one_large_batch(strategy):
     """Dropout included: a row's key depends on its place in the whole step's rows."""

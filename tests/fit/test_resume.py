@@ -38,6 +38,7 @@ def assert_same(trainer, other):
     assert trainer.history.state_dict() == other.history.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", range(1, 10))
 def test_resuming_between_an_epochs_last_step_and_its_validation(tmp_path, stop):
     """Every step of three epochs, with validations inside of epochs and none."""
@@ -66,6 +67,7 @@ def test_resuming_between_an_epochs_last_step_and_its_validation(tmp_path, stop)
     assert_same(again, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [
     (lambda: Sharded(8), lambda: Sharded(2)), (lambda: Sharded(8), SingleDevice),
     (lambda: Sharded(2), lambda: Pmap(8)), (lambda: Pmap(4), lambda: Sharded(3)),
@@ -204,6 +206,7 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
     assert again.current_epoch == 1
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.filterwarnings("ignore:.*set_vital")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdatas_loader_goes_on_in_this_epoch_and_the_next(tmp_path, workers):
@@ -234,6 +237,7 @@ class Stream:
         yield from DATA
 
 
+@pytest.mark.slow_cases("generator")
 @pytest.mark.parametrize("kind", ["iterable", "generator"])
 def test_what_cannot_jump_is_replayed(tmp_path, kind):
     def loader():
@@ -267,6 +271,7 @@ def test_another_format_says_what_wrote_it(tmp_path, number):
         trainer.load(path)
 
 
+@pytest.mark.slow
 def test_another_batch_size_after_a_resume_is_said(tmp_path):
     def trainer(**options):
         options = {"enable_progress_bar": False, **options}
@@ -287,6 +292,7 @@ def test_another_batch_size_after_a_resume_is_said(tmp_path):
         trainer(accumulate_grad_batches=2).fit(batches(*[12] * 4), ckpt_path=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["iterable", "torch"])
 def test_a_replay_that_comes_to_another_batch_is_said(tmp_path, kind):
     class Stream:

@@ -67,6 +67,7 @@ def test_each_has_the_means_that_it_has_alone(tmp_path):
     assert heard.starts == 1 and heard.batches == [0, 1]
 
 
+@pytest.mark.slow_but("2")
 @pytest.mark.parametrize("stop", [2, 3, 5])
 def test_loaders_that_draw_are_resumed_bit_for_bit(tmp_path, stop):
     torch = pytest.importorskip("torch")

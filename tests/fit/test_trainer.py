@@ -21,6 +21,7 @@ from jaxdp import FSDP, Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import WeightAveraging
 
 
+@pytest.mark.slow_cases("asarray-<lambda>")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, lambda: Sharded(1), Pmap])
 @pytest.mark.parametrize(
     "own", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[2])]
@@ -36,6 +37,7 @@ def test_the_users_model_is_never_deleted_or_changed(strategy, own):
     )
 
 
+@pytest.mark.slow_but("optimizer2", "optimizer5")
 @pytest.mark.parametrize("optimizer", [
     optax.contrib.schedule_free_adamw(1e-2),
     optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
@@ -275,6 +277,7 @@ def test_limits_and_dev_runs():
     assert steps_with(overfit_batches=2, max_epochs=3) == (6, 3)
 
 
+@pytest.mark.slow_but("last")
 @pytest.mark.parametrize(
     "remat",
     [True, "last", jax.checkpoint_policies.dots_saveable],
@@ -306,6 +309,7 @@ class Indexing(eqx.Module):
         return self.body(x, state)
 
 
+@pytest.mark.slow_cases("body")
 @pytest.mark.parametrize("remat", ["body", "body.layers*"])
 def test_recomputed_submodules_are_what_they_were(remat):
     def losses(remat):

@@ -45,6 +45,7 @@ WHOLE_WORK = {
 }
 
 
+@pytest.mark.slow_cases("accumulated", "TensorParallel 2x2x2")
 @pytest.mark.parametrize("case", WHOLE_WORK)
 def test_operations_are_as_many_however_they_are_shared(case):
     strategy, options = WHOLE_WORK[case]

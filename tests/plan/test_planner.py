@@ -53,6 +53,7 @@ assert len(jax.devices()) == 1
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_are_predicted_from_one():
     code = CODE.format(paths=[str(HERE), str(HERE.parent)])
     done = subprocess.run(
@@ -69,6 +70,7 @@ def test_eight_devices_are_predicted_from_one():
         assert comparable(from_one) == comparable(real)
 
 
+@pytest.mark.slow_cases("2048")
 @pytest.mark.parametrize("devices", [3, 64, 2048])
 def test_numbers_of_devices_that_are_not_here(devices):
     plan = trainer().plan([batch(64)], devices=devices)

@@ -32,6 +32,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow_cases("Sharded(2)", "Pmap(4)", "SingleDevice()")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
     trained = trainer(STRATEGIES[name]())
@@ -201,6 +202,7 @@ def test_frozen_leaves_and_odd_ones_are_shown():
     assert str(plan)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("devices", [2, 8])
 def test_the_bitwise_step_is_planned_with_its_turns(devices):
     trained = trainer(Bitwise(Sharded(devices)))

@@ -56,6 +56,7 @@ def test_the_search_finds_the_largest(peak, limit, start):
     assert len(asked) == len(set(asked)) <= 40
 
 
+@pytest.mark.slow
 def test_scaling_keeps_what_it_is_told_to():
     plan = trainer(Sharded(4)).plan([batch(64)], hardware="h100")
     grown = plan.scaling([1, 4, 32]).rows
@@ -72,6 +73,7 @@ def test_scaling_keeps_what_it_is_told_to():
         plan.scaling([1], keep="batch")
 
 
+@pytest.mark.slow_cases("h100")
 @pytest.mark.parametrize("hardware", [None, "h100"])
 def test_scaling_is_drawn(tmp_path, hardware):
     plan = trainer(Sharded(4)).plan([batch(64)], hardware=hardware)
@@ -86,6 +88,7 @@ def test_scaling_is_drawn(tmp_path, hardware):
     assert (lines[0].split()[-1] == "-") == (hardware is None)
 
 
+@pytest.mark.slow_but("None")
 @pytest.mark.parametrize("variable", [None, "XLA_CLIENT_", "XLA_PYTHON_CLIENT_"])
 def test_jax_takes_a_share_of_a_gpu_and_all_of_a_tpu(variable, monkeypatch):
     for name in ("XLA_CLIENT_", "XLA_PYTHON_CLIENT_"):

@@ -13,6 +13,7 @@ from jaxdp.plan.reading import place_of
 from jaxdp.step.jaxprs import repeated, times_of
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("shards", [2, 8])
 def test_data_parallelism_sends_its_lower_bound(shards):
     for strategy in (Sharded(shards), Pmap(shards)):

@@ -153,6 +153,7 @@ def test_a_key_per_batch_differs_from_step_to_step_and_repeats_with_the_seed():
     assert len({*found[0], *found[2]}) == 6
 
 
+@pytest.mark.slow_but("batch-Pmap")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_loss_fn_with_state_in_equinox_order(strategy, mode):
@@ -215,6 +216,7 @@ def told(caplog, name):
     return sum(f"{name!r} is a scalar" in each.message for each in caplog.records)
 
 
+@pytest.mark.slow_cases("metrics")
 @pytest.mark.parametrize("by", ["metrics", "loss_fn"])
 def test_of_a_scalar_metric_it_is_said_once_that_it_is_a_mean_of_batches(by, caplog):
     def spread(prediction, y):

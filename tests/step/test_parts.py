@@ -141,6 +141,7 @@ def by_hand(data, epochs, every):
     return gan, steps
 
 
+@pytest.mark.slow_but("sharded", "split")
 @pytest.mark.parametrize(
     "options",
     [
@@ -210,6 +211,7 @@ def test_validation_runs_every_part_on_every_row():
     np.testing.assert_allclose(found["val_loss"], both, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [SingleDevice(), FSDP(8, min_size=1)], ids=str)
 def test_resuming_inside_an_epoch_gives_the_same_bits(tmp_path, strategy):
     whole = fit(parts(), strategy=strategy)
@@ -285,6 +287,7 @@ def test_a_part_that_is_not_finite_leaves_the_whole_step_out():
     assert np.isfinite(trainer.history["generator_loss"]).all()
 
 
+@pytest.mark.slow
 def test_a_part_may_evaluate_its_loss():
     lowest = fit(parts(1, optax.lbfgs()), strategy=FSDP(8, min_size=1), epochs=1)
     usual = fit(parts(1), strategy=FSDP(8, min_size=1), epochs=1)

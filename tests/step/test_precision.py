@@ -94,6 +94,7 @@ def test_matrices_are_multiplied_narrow_and_norms_and_softmax_are_not(name):
     assert dtypes_of(jaxpr, "exp", "rsqrt", "sqrt", "square") == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_batch_norm_has_its_statistics_in_float32(mode):
     class Net(NormNet):
@@ -166,6 +167,7 @@ def test_bf16_true_keeps_parameters_and_optimizer_in_bfloat16():
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow_but("Pmap-bf16-mixed", "Pmap-bf16-true")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("strategy", [Sharded, Pmap])
 def test_narrow_losses_are_one_devices_up_to_narrow_rounding(precision, strategy):
@@ -259,6 +261,7 @@ def spiky(prediction, target):
     return optax.softmax_cross_entropy_with_integer_labels(prediction, target)
 
 
+@pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
     states = []
@@ -328,6 +331,7 @@ def test_small_gradients_are_lost_without_the_scale(monkeypatch):
     assert moved(1.0) == 0 < moved(65536.0)
 
 
+@pytest.mark.slow
 def test_a_resumed_float16_training_goes_on_with_its_scale(tmp_path):
     data = spiked(2)
     _, whole = make(Mlp(jax.random.key(0)), data=data, precision="16-mixed", epochs=2)

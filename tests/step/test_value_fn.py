@@ -61,6 +61,11 @@ def by_hand(optimizer, steps):
     return losses
 
 
+@pytest.mark.slow_but(
+    "Sharded({'data': 8})-1-lbfgs",
+    "FSDP({'data': 8})-1-backtracking",
+    "Pmap(8)-1-backtracking",
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "strategy, micro_batches",
@@ -109,6 +114,7 @@ def comparing():
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@pytest.mark.slow_but("options0", "options4")
 @pytest.mark.parametrize(
     "options",
     [

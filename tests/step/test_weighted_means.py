@@ -74,6 +74,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_but("one", "fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_third_element_weighs_rows_in_the_loss_and_the_metrics(layout):
     def sums_of(model, x, y, weight):
@@ -99,6 +100,7 @@ def test_a_third_element_weighs_rows_in_the_loss_and_the_metrics(layout):
     assert len(trainer.predict(data)) == sum(SIZES)  # from x alone
 
 
+@pytest.mark.slow_but("one")
 @pytest.mark.parametrize("layout", ["one", "jit", "fsdp"])
 def test_values_with_masks_are_means_over_tokens(layout):
     """Of whole steps and epochs: not means of the means of rows or batches."""

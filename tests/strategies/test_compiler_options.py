@@ -35,6 +35,7 @@ def compiled_with(monkeypatch):
     return found
 
 
+@pytest.mark.slow_cases("Sharded", "Pmap")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
 def test_steps_are_compiled_with_the_options(strategy, compiled_with):
     trainer = make_small(strategy=strategy(), compiler_options={FLAG: False})

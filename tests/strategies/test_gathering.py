@@ -115,6 +115,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_but("recomputed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_losses_are_those_of_one_device(kind):
     model, strategy, arguments = KINDS[kind]
@@ -303,6 +304,7 @@ def by_row(model, x, y, keys):
     return optax.softmax_cross_entropy_with_integer_labels(found, y)
 
 
+@pytest.mark.slow_but("penalized")
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -344,6 +346,7 @@ def test_modules_called_in_other_ways_have_whole_parameters():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_strategy_serves_several_models():
     strategy = FSDP()
     _, deep = losses(Deep(2), strategy, epochs=1)
@@ -371,6 +374,7 @@ def test_rows_that_interact_are_trained_together():
     assert reason(trainer).endswith("gathered before the step: rows interact")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_layouts(tmp_path):
     straight, _ = losses(Deep(2), FSDP(), epochs=4)
     _, half = losses(Deep(2), FSDP(), epochs=2)
@@ -387,6 +391,7 @@ def test_a_run_goes_on_under_other_layouts(tmp_path):
         np.testing.assert_allclose(recorder.losses, expected, rtol=0 if same else 1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_gather_too():
     _, single = losses(Deep(2), SingleDevice(), epochs=1)
     _, trainer = losses(Deep(2), FSDP(), epochs=1)

@@ -19,6 +19,9 @@ from jaxdp.strategies import tensor_rules
 SPLIT = [ZeRO, FSDP]
 
 
+@pytest.mark.slow_cases(
+    "mlp-1-ZeRO", "mlp-1-FSDP", "mlp-3-ZeRO", "gru-1-Sharded", "gru-1-ZeRO"
+)
 @pytest.mark.parametrize("strategy", [Sharded, ZeRO, FSDP])
 @pytest.mark.parametrize(
     "name, accumulate",
@@ -79,6 +82,7 @@ def test_where_rows_interact_numbers_stay_and_bytes_are_known(strategy):
     )
 
 
+@pytest.mark.slow_but("FSDP({'data': 8})")
 @pytest.mark.parametrize("strategy", [ZeRO(), FSDP(2), FSDP(8)], ids=str)
 def test_batch_norm_sees_every_row(strategy):
     runs = []
@@ -99,6 +103,7 @@ def normal_noise(model, x, y, key):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ZeRO, FSDP])
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
 def test_randomness_is_that_of_one_device(strategy, generator):

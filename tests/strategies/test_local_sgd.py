@@ -61,6 +61,7 @@ def local_of(trainer):
 # --- the numbers --------------------------------------------------------------------
 
 
+@pytest.mark.slow_but("1-1")
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_meeting_after_each_step_of_sgd_is_sharded(devices, accumulate):
@@ -108,6 +109,7 @@ def by_hand(model, inner, outer, data, replicas, every):
     return losses, weights, params
 
 
+@pytest.mark.slow_cases("options1")
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 4}])
 def test_the_numbers_are_those_of_a_loop_by_hand(options):
     data = batches(16, 16, 16, 16, 16, 16, 16)
@@ -216,6 +218,7 @@ def test_a_resume_goes_on_to_the_bit(saved):
     assert_same(trainer.state, expected.state)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_another_number_of_replicas_begins_at_the_mean(saved, replicas):
     folder, at_save, outer, _ = saved
@@ -312,6 +315,7 @@ def test_an_average_is_of_the_outer_weights():
     assert all(leaf.shape[0] == 8 for leaf in jax.tree.leaves(replicas))
 
 
+@pytest.mark.slow
 def test_the_optimizer_may_be_in_the_hosts_memory():
     options = {"model": eqx.nn.MLP(4, 3, 64, 2, key=jax.random.key(0))}
     one, losses = fitted(LocalSGD(2), optax.adam(1e-2), offload="optimizer", **options)
@@ -322,6 +326,7 @@ def test_the_optimizer_may_be_in_the_hosts_memory():
     assert len(kinds) == 2
 
 
+@pytest.mark.slow
 def test_uncompiled_it_takes_all_rows_at_once():
     with jax.disable_jit():
         trainer, losses = fitted(LocalSGD(1, PLAIN), optax.sgd(0.1), max_epochs=1)

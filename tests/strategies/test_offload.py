@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but("SingleDevice", "bitwise")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_on_the_host_between_steps_and_the_bits_are_the_same(case):
     donation = DonateBuffers()
@@ -68,6 +69,7 @@ def test_it_is_on_the_host_between_steps_and_the_bits_are_the_same(case):
     assert_same_bits(trainer, fitted(**CASES[case]()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [None, "optimizer"])
 def test_checkpoints_are_those_of_runs_without(first, tmp_path):
     unbroken = fitted(offload=first)
@@ -98,6 +100,7 @@ def test_averages_that_are_on_the_host_are_evaluated():
         np.testing.assert_array_equal(own, expected)
 
 
+@pytest.mark.slow
 def test_steps_can_be_debugged():
     trainer = make(strategy=SingleDevice(), offload="optimizer")
     with jax.debug_nans(True):
@@ -107,6 +110,7 @@ def test_steps_can_be_debugged():
         trainer.fit(DATA[:1], max_epochs=2)
 
 
+@pytest.mark.slow_cases("ZeRO-8")
 @pytest.mark.parametrize(("strategy", "parts"), [(Sharded, 1), (ZeRO, 8)])
 def test_a_plan_shows_the_bytes_on_either_side(strategy, parts):
     without = make(strategy=strategy()).plan(DATA)

@@ -34,6 +34,7 @@ def single():
     return train(SingleDevice(), val=DATA, epochs=10)
 
 
+@pytest.mark.slow_cases("<lambda>1")
 @pytest.mark.parametrize(
     "strategy", [lambda: Pipeline(4, 4), lambda: Pipeline(2, 5, devices=2)]
 )

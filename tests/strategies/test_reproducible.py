@@ -165,6 +165,7 @@ CASES = {
 SLOW = "bf16", "transformer", "adafactor"
 
 
+@pytest.mark.slow_cases("accumulation", "division", "conv")
 @pytest.mark.parametrize(
     "case",
     [
@@ -212,6 +213,7 @@ def test_a_resumed_run_on_another_count_gives_the_same_bits(tmp_path):
     assert digest(resumed.state) == expected
 
 
+@pytest.mark.slow
 def test_rows_that_interact_are_computed_whole_by_every_device(caplog):
     caplog.set_level("INFO", logger="jaxdp")
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))

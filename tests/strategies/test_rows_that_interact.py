@@ -98,6 +98,9 @@ class Bare(DataParallel):
         return self.build(program, arguments)
 
 
+@pytest.mark.slow_but(
+    "Sharded-{}", "Pmap-{}", "Bare-{}", "<lambda>-{'steps_per_execution': 2}"
+)
 @pytest.mark.parametrize(
     ("strategy", "keywords"),
     [
@@ -125,6 +128,7 @@ def test_values_of_rows_that_interact_train_as_their_mean(strategy, keywords):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow_but("Sharded-a mean", "Pmap-a mean", "Pmap-a criterion")
 @pytest.mark.parametrize("name", ["a mean", "a sum", "over devices", "a criterion"])
 @pytest.mark.parametrize("strategy", [Sharded, Pmap])
 def test_scalars_are_of_all_rows(strategy, name):
@@ -168,6 +172,7 @@ def mixup(model, x, y, key):
     return ((jax.vmap(model)((x + x[other]) / 2) - y) ** 2).sum(axis=1)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_for_a_batch_is_drawn_over_its_rows():
     short = batches(10, 7)
     losses, _ = run(mixup, SingleDevice(), short)
@@ -191,6 +196,7 @@ def test_validation_alone_finds_out(caplog):
     assert caplog.text.count("depend on other rows") == 1
 
 
+@pytest.mark.slow_cases("Bitwise(Sharded({'data': 8}))")
 @pytest.mark.parametrize("strategy", [Sharded(), Bitwise(Sharded())], ids=repr)
 def test_one_row_for_each_device(strategy):
     losses, _ = run(contrastive, strategy, batches(8))

@@ -63,6 +63,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow_but("<lambda>3", "<lambda>15")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -167,6 +168,7 @@ class Unread(SingleDevice):
         return program.trace(*arguments).lower().compile()
 
 
+@pytest.mark.slow_cases("Unread-same numbers anywhere: where rows interact")
 @pytest.mark.parametrize(
     "strategy, promise",
     [
@@ -317,6 +319,7 @@ def test_pmap_gives_a_loss_that_reduces_over_the_devices_the_numbers_of_all_rows
     np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("SingleDevice")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
     """A tail of five rows is worked on whole by each of eight devices."""
@@ -357,6 +360,7 @@ def test_gradients_cross_the_devices_in_one_all_reduce():
         assert calls == ["all-reduce"], (strategy, calls)
 
 
+@pytest.mark.slow
 def test_an_explicit_mesh_is_taken_as_auto():
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
     strategy = Sharded(mesh=mesh)

@@ -31,6 +31,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow_but("mesh_shape0-1")
 @pytest.mark.parametrize(
     "mesh_shape, accumulate", [*[(shape, 1) for shape in MESHES], (MESHES[2], 3)]
 )
@@ -102,6 +103,7 @@ def test_one_array_axis_may_be_split_over_two_mesh_axes(order):
     np.testing.assert_allclose(losses, on_one_device("mlp", 1), rtol=1e-5)
 
 
+@pytest.mark.slow_cases("unet-FSDP", "vit-tensor")
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
