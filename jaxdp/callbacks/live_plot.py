@@ -2,19 +2,16 @@
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from ..basics.arguments import check_number
 from ..basics.columns import EPOCH, VALIDATION
 from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
-from .base import Callback, Trainer
-from .logger import check_writable, epoch_means
-from .monitor import LateReads, in_notebook
+from .base import Trainer
+from .logger import Logger, Number
+from .monitor import in_notebook
 
 _MAX_POINTS: Final = 1000
 """Steps kept for drawing; with more, every second one is dropped."""
@@ -22,23 +19,19 @@ _MAX_SHARE: Final = 0.05
 """Of the time, that may go into drawing."""
 
 
-class LivePlot(Callback):
+class LivePlot(Logger):
     """Draws the curves of a run while it trains: into a PNG file or a notebook cell.
 
-    The loss of single steps is a thin line, with a smoothed line over it; means of
-    epochs and validations are points. The file is always complete. It is redrawn every
-    few seconds (less often if drawing would take more than a twentieth of the time),
-    and at the end of each epoch and of the fit. The device never waits for it.
+    It draws what loggers write, every `trainer.log_every_n_steps` steps. The loss of
+    single steps is a thin line, with a smoothed line over it; means of epochs and
+    validations are points. The file is always complete. It is redrawn every few seconds
+    (less often if drawing would take more than a twentieth of the time), and at the end
+    of the fit. The device never waits for it.
 
     Args:
         path: the PNG file; None means `curves.png` in `trainer.default_root_dir`.
         every_n_seconds: the shortest time between two pictures.
     """
-
-    looks_inside_blocks = False
-    only_in_training = True
-    reads_logged = True
-    skip_in_fast_dev_run = True
 
     def __init__(
         self,
@@ -46,118 +39,66 @@ class LivePlot(Callback):
         every_n_seconds: float = 5.0,
     ):
         check_number("every_n_seconds", every_n_seconds, least=0)
-        self.path = path
+        super().__init__(None if path is None else Path(path).parent)
+        self._name = "curves.png" if path is None else Path(path).name
         self.every_n_seconds = every_n_seconds
-        self._late = LateReads()
-        self._forget()
-        self._drawn = 0.0
-        self._pause = every_n_seconds
-        self._display: Any = None
-        self._fitting = False
-
-    def setup(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            check_writable(self._file(trainer).parent, "LivePlot")
-            draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._fitting = bool(trainer.is_global_zero)
-        self._late = LateReads()
-        self._display = None
-        self._drawn = time.monotonic()
-        if any(step > trainer.global_step for step, _ in self._columns["loss"][-1:]):
-            self._forget()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
-    ) -> None:
-        if not self._fitting:
-            return
-        step = trainer.global_step
-        if step % self._stride == 0:
-            self._late.push(step, step, metrics)
-        is_due = time.monotonic() > self._drawn + self._pause
-        if is_due or len(self._late) > 64:
-            self._read(self._late.ready(step))
-        if is_due:
-            self._draw(trainer)
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._add(trainer, metrics)
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if not self._fitting:
-            return
-        self._read(self._late.drain())
-        self._add(trainer, epoch_means(trainer, metrics))
-        # Epochs of a few milliseconds share a picture.
-        if time.monotonic() > self._drawn + 0.2 * self._pause:
-            self._draw(trainer)
-
-    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        try:
-            self._read(self._late.drain())
-        finally:
-            self._late = LateReads()  # the device may be what failed
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        if self._fitting:
-            self._read(self._late.drain())
-            self._draw(trainer)
-        self._fitting = False
-
-    def _file(self, trainer: Trainer) -> Path:
-        return Path(
-            self.path or Path(trainer.default_root_dir) / "curves.png"
-        ).expanduser()
-
-    def _forget(self) -> None:
-        # The loss of steps and the means, by the names that loggers give them.
         self._columns: dict[str, list[tuple[float, float]]] = {}
-        self._columns |= {"loss": [], EPOCH + "loss": []}
         self._stride = 1
 
-    def _read(self, past: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.is_global_zero:
+            draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
+
+    def open(self, trainer: Trainer, folder: Path) -> None:
+        self._path, self._step = folder / self._name, 0
+        self._display: Any = None
+        self._due = time.monotonic() + self.every_n_seconds
+        done = trainer.global_step
+        self._columns = {
+            name: [point for point in points if point[0] <= done]
+            for name, points in self._columns.items()
+        } or {"loss": []}
+
+    def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
+        self._step = step
+        for name, value in values.items():
+            is_of_step = not name.startswith((EPOCH, VALIDATION))
+            if is_of_step and (name != "loss" or step % self._stride):
+                continue
+            self._columns.setdefault(name, []).append((step, value))
         steps = self._columns["loss"]
-        for step, metrics in past:
-            loss = float(metrics["loss"])
-            if np.isfinite(loss):
-                steps.append((step, loss))
         while len(steps) > _MAX_POINTS:
             self._stride *= 2
-            steps[:] = [p for p in steps if p[0] % self._stride == 0]
+            steps[:] = [point for point in steps if point[0] % self._stride == 0]
+        if time.monotonic() > self._due:
+            self._draw()
 
-    def _add(self, trainer: Trainer, means: Mapping[str, float]) -> None:
-        if self._fitting:
-            for name, value in means.items():
-                point = trainer.global_step, value
-                self._columns.setdefault(name, []).append(point)
+    def close(self) -> None:
+        self._draw()
 
-    def _draw(self, trainer: Trainer) -> None:
+    def _draw(self) -> None:
         start = time.monotonic()
+        names = [n.removeprefix(EPOCH).removeprefix(VALIDATION) for n in self._columns]
         charts = {
             name: metric_curves(
                 *(self._columns.get(of + name, []) for of in (EPOCH, VALIDATION, ""))
             )
-            for name in dict.fromkeys(
-                column.removeprefix(EPOCH).removeprefix(VALIDATION)
-                for column in self._columns
-            )
+            for name in dict.fromkeys(names)
         }
-        figure = draw(charts, "optimizer step", (0.0, float(trainer.global_step)))
-        save_figure(figure, self._file(trainer))
-        self._show(figure)
-        self._drawn = time.monotonic()
-        self._pause = max(self.every_n_seconds, (self._drawn - start) / _MAX_SHARE)
+        figure = draw(charts, "optimizer step", (0.0, float(self._step)))
+        save_figure(figure, self._path)
+        if in_notebook():
+            self._show(to_png(figure))
+        end = time.monotonic()
+        self._due = end + max(self.every_n_seconds, (end - start) / _MAX_SHARE)
 
-    def _show(self, figure: Any) -> None:
-        """Puts the figure where the last one is, when there is a notebook."""
-        if not in_notebook():
-            return
+    def _show(self, png: bytes) -> None:
+        """Puts the picture where the last one is."""
         from IPython.core.display import Image
         from IPython.display import display
 
-        image = Image(data=to_png(figure), format="png")
+        image = Image(data=png, format="png")
         if self._display is None:
             self._display = display(image, display_id=True)
         else:

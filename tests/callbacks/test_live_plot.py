@@ -40,11 +40,12 @@ def drawn(monkeypatch):
 def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
     path = tmp_path / "new" / "live.png"
     losses = Losses()
-    trainer = linear_trainer(LivePlot(path), losses)
+    trainer = linear_trainer(LivePlot(path), losses, log_every_n_steps=1)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
     loss = drawn[-1]["loss"]
     steps, training, validation = loss.values()
-    assert steps == [(s, float(m["loss"])) for s, m in losses.seen.items()]
+    seen = {step: float(m["loss"]) for step, m in losses.seen.items()}
+    assert dict(steps) == pytest.approx(seen, rel=1e-6)
     assert training == list(zip([5, 10, 15], history["loss"], strict=True))
     assert validation == list(zip([5, 10, 15], history["val_loss"], strict=True))
     assert list(drawn[-1]) == ["loss", "accuracy"]
@@ -62,7 +63,8 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
         def on_train_batch_start(self, trainer, batch, batch_idx):
             now[0] += 1.0
 
-    trainer = linear_trainer(Tick(), LivePlot(tmp_path / "a.png", every_n_seconds=10.0))
+    plot = LivePlot(tmp_path / "a.png", every_n_seconds=10.0)
+    trainer = linear_trainer(Tick(), plot, log_every_n_steps=1)
     trainer.fit(batches(*[8] * 35))
     assert [len(picture["loss"]["steps, smoothed"]) for picture in drawn] == [
         11 - LAG,
@@ -72,21 +74,30 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
     ]
 
 
+def test_the_live_plot_draws_what_loggers_write_of_each_run(tmp_path):
+    plot = LivePlot(tmp_path / "a.png")
+    for _ in range(2):  # steps of another run are not among those of this one
+        linear_trainer(plot, log_every_n_steps=4).fit(batches(*[8] * 9))
+        assert [step for step, _ in plot._columns["loss"]] == [4, 8]
+        assert list(plot._columns) == ["loss", "epoch_loss", "epoch_accuracy"]
+
+
 def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
     plot = LivePlot(tmp_path / "a.png")
-    linear_trainer(plot).fit(batches(*[8] * 45))
+    linear_trainer(plot, log_every_n_steps=1).fit(batches(*[8] * 45))
     assert [step for step, _ in plot._columns["loss"]] == [8, 16, 24, 32, 40]
 
 
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
-    trainer = linear_trainer(NanGuard(), LivePlot(tmp_path / "a.png"))
+    plot = LivePlot(tmp_path / "a.png")
+    trainer = linear_trainer(NanGuard(), plot, log_every_n_steps=1)
     data = batches(*[8] * 12)
     data[1][0][:] = np.nan
     with pytest.raises(FloatingPointError):
         trainer.fit(data)
     steps = drawn[-1]["loss"]["steps, smoothed"]
-    assert [step for step, _ in steps] == [1, *range(3, 10)]
+    assert [step for step, loss in steps if np.isfinite(loss)] == [1, *range(3, 10)]
 
 
 def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
