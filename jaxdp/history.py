@@ -99,14 +99,14 @@ class History(Mapping[str, list[float]]):
             mode = "max" if larger_is_better(name) else "min"
         member = re.compile(rf"{re.escape(name)}\[(\d+)\]")
         named = filter(None, map(member.fullmatch, self))
-        found = {int(each[1]): self._last(each[0]) for each in named}
-        if not found:
+        values = {int(match[1]): self._last(match[0]) for match in named}
+        if not values:
             self[name]  # which may be unknown altogether
             raise KeyError(
                 f"`history.best({name!r})`: there are no values of members; those of an"
                 f" ensemble are named {name!r} with a number: {name}[0]."
             )
-        return min(sorted(found), key=lambda i: rank(found[i], mode))
+        return min(sorted(values), key=lambda i: rank(values[i], mode))
 
     def _last(self, name: str) -> float:
         """The last value that was measured."""
@@ -129,14 +129,19 @@ class History(Mapping[str, list[float]]):
         points = {name: list(zip(x, self[name], strict=True)) for name in self}
         means = [name for name in self if not _OF_MEMBER.search(name)]
         charts = {}
-        for name in dict.fromkeys(each.removeprefix(VALIDATION) for each in means):
-            own = metric_curves(points.get(name, []), points.get(VALIDATION + name, []))
+        for name in dict.fromkeys(mean.removeprefix(VALIDATION) for mean in means):
+            mean_curves = metric_curves(
+                points.get(name, []), points.get(VALIDATION + name, [])
+            )
             of_members = rf"{VALIDATION}{re.escape(name)}\[\d+\]"
             members = [points[n] for n in self if re.fullmatch(of_members, n)]
             # Pale ones for members; the legend has the first and not those named "_".
             labels = ["members, validation", *["_"] * len(members)]
-            pale = [Curve(*each, "0.8") for each in zip(labels, members, strict=False)]
-            charts[name] = pale + own
+            pale = [
+                Curve(label, points_of_one, "0.8")
+                for label, points_of_one in zip(labels, members, strict=False)
+            ]
+            charts[name] = pale + mean_curves
         figure = draw(charts, "epoch", limits=(x[0], x[-1]) if x else None)
         if path is not None:
             save_figure(figure, path)

@@ -232,9 +232,9 @@ def infer_loss(target: Any) -> tuple[str, str]:
         return "cross_entropy", f"targets are integers ({dtype})"
     if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         return "mse", f"targets are floating point ({dtype})"
-    found = jax.tree.structure(target) if dtype is None else f"of dtype {dtype}"
+    what = jax.tree.structure(target) if dtype is None else f"of dtype {dtype}"
     raise ValueError(
-        f"`loss` can't be inferred from targets {found}: one array of integers gives"
+        f"`loss` can't be inferred from targets {what}: one array of integers gives"
         " 'cross_entropy', one of floating point 'mse'; pass `loss`, for example"
         " 'binary_cross_entropy', or `loss_fn`."
     )

@@ -52,8 +52,8 @@ def remove(folder: str) -> None:
 
 def read_all(folder: str) -> dict[int, Any]:
     """What processes have left in a folder, by their numbers."""
-    found = _client().key_value_dir_get(folder)
-    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+    entries = _client().key_value_dir_get(folder)
+    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
 
 
 def _client() -> Any:

@@ -27,13 +27,13 @@ def versions() -> dict[str, str]:
 
 @functools.cache  # of files, which take milliseconds to read
 def _found() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def hardware() -> dict[str, Any]:

@@ -261,14 +261,14 @@ class Hooks:
 
     def evaluated_state(self) -> Callable[[Any], Any] | None:
         """The function that says which weights are evaluated, if a callback has one."""
-        found = self._with("evaluated_state")
-        if len(found) > 1:
-            names = " and ".join(type(callback).__name__ for callback in found)
+        evaluating = self._with("evaluated_state")
+        if len(evaluating) > 1:
+            names = " and ".join(type(callback).__name__ for callback in evaluating)
             raise ValueError(
                 f"`callbacks`: {names} each choose the weights for evaluation;"
                 " pass only one of them."
             )
-        return found[0].evaluated_state if found else None
+        return evaluating[0].evaluated_state if evaluating else None
 
     def next_stop(self, trainer: Trainer) -> int | None:
         """The earliest step that any callback must see the state at, or None."""
@@ -278,7 +278,11 @@ class Hooks:
     def who_looks_inside_blocks(self) -> str | None:
         """A callback that may want the state between steps that run as one, by name."""
         looking = self._with("on_train_batch_start") + self._with("on_train_batch_end")
-        names = [type(each).__name__ for each in looking if each.looks_inside_blocks]
+        names = [
+            type(callback).__name__
+            for callback in looking
+            if callback.looks_inside_blocks
+        ]
         return names[0] if names else None
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
@@ -291,7 +295,7 @@ class Hooks:
 
     def _with(self, name: str) -> list[Callback]:
         """The callbacks that override the method `name`."""
-        return [each for each in self.callbacks if overrides(each, name)]
+        return [callback for callback in self.callbacks if overrides(callback, name)]
 
 
 def _has_part(callback: Callback) -> bool:

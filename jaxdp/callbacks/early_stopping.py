@@ -119,8 +119,8 @@ class EarlyStopping(MetricCheck):
 
     def state_dict(self) -> dict[str, Any]:
         last = self._last and [str(self._last[0]), self._last[1]]
-        own = {"stopped_epoch": self.stopped_epoch, "last": last}
-        return super().state_dict() | own
+        more = {"stopped_epoch": self.stopped_epoch, "last": last}
+        return super().state_dict() | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -141,8 +141,8 @@ class GradientMonitor(Callback):
                 self.dead.append(path)
             elif not is_updated:
                 self.never_updated.append(path)
-        found = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
-        for text, names in found.items():
+        problems = {_DEAD: self.dead, _NEVER_UPDATED: self.never_updated}
+        for text, names in problems.items():
             if names:
                 what = text.format(names=some_of(names), steps=self._checked)
                 warn(f"`GradientMonitor`: {what} {_REMEDY}")
@@ -156,12 +156,12 @@ def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:
     """
     deepest = max((len(path) for path in paths), default=0) - 1
     for depth in range(deepest, 0, -1):
-        found: dict[str, list[int]] = {}
+        grouped: dict[str, list[int]] = {}
         for index, path in enumerate(paths):
             cut = path[: max(min(depth, len(path) - 1), 1)]
-            found.setdefault(leaf_path(cut), []).append(index)
-        if len(found) <= max_layers:
-            return found
+            grouped.setdefault(leaf_path(cut), []).append(index)
+        if len(grouped) <= max_layers:
+            return grouped
     return {}
 
 

@@ -62,18 +62,20 @@ class LearningRateMonitor(Callback):
             rate = self.schedule(done) if callable(self.schedule) else self.schedule
             return {self.name: jnp.asarray(rate, jnp.float32)}
         held = hyperparams.find(state)
-        rates = {name: each.leaf for name, each in held.items() if is_rate(name)}
+        rates = {
+            name: hyperparam.leaf for name, hyperparam in held.items() if is_rate(name)
+        }
         labels = [name.rpartition("/")[0] or name for name in rates]
         if len({*labels}) < len(labels):
             labels = list(rates)
-        found: dict[str, Array] = {}
+        logged: dict[str, Array] = {}
         for label, rate in zip(labels, rates.values(), strict=True):
             name = self.name if len(rates) == 1 else f"{self.name}/{label}"
             if jnp.ndim(rate) == 1:  # of each member of an ensemble
-                found |= {f"{name}[{i}]": jnp.float32(r) for i, r in enumerate(rate)}
+                logged |= {f"{name}[{i}]": jnp.float32(r) for i, r in enumerate(rate)}
             else:
-                found[name] = jnp.float32(rate)
-        return found
+                logged[name] = jnp.float32(rate)
+        return logged
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         for name, rate in trainer.callback_metrics.items():

@@ -168,11 +168,11 @@ class Lockstep(Callback):
 
     def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""
-        programs, found = trainer.run.program_digests, dict(facts)
+        programs, noted = trainer.run.program_digests, dict(facts)
         if programs is not self._programs:
             self._programs = programs
-            found["the compiled programs"] = ", ".join(programs)
-        meetings.here().note(where, found)
+            noted["the compiled programs"] = ", ".join(programs)
+        meetings.here().note(where, noted)
 
     def _compare_states(self, trainer: Trainer) -> None:
         assert self._fingerprints is not None

@@ -75,8 +75,8 @@ class MLFlowLogger(Logger):
         if self.run_id is not None and self._goes_on(trainer):
             return
         name = self.experiment_name
-        found = self._client.get_experiment_by_name(name)
-        id = found and found.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        id = experiment and experiment.experiment_id
         id = id or self._client.create_experiment(name, artifacts)
         run = self._client.create_run(id, run_name=self.run_name, tags=self.tags)
         self.run_id = run.info.run_id

@@ -127,8 +127,8 @@ class MetricCheck(Callback):
         return {"wait_count": self.wait_count, "best_score": best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {"wait_count": whole(), "best_score": maybe(number_text())}
-        fields({**own, **self.own_form})(state, "state")
+        form = {"wait_count": whole(), "best_score": maybe(number_text())}
+        fields({**form, **self.own_form})(state, "state")
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
 

@@ -241,7 +241,7 @@ def _name(trainer: Trainer) -> str:
 
 def _notes(trainer: Trainer) -> list[str]:
     """What other callbacks have to say beside the numbers."""
-    return [text for each in trainer.callbacks if (text := each.bar_note())]
+    return [text for callback in trainer.callbacks if (text := callback.bar_note())]
 
 
 def _total(trainer: Trainer) -> int | None:

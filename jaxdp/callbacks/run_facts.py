@@ -23,18 +23,19 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
         trainer: the running one.
         hyperparameters: the user's own, which come first.
     """
-    own = {name: plain(value) for name, value in (hyperparameters or {}).items()}
-    found = {name: plain(value) for name, value in trainer.run.arguments.items()}
+    given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
+    settings = {name: plain(value) for name, value in trainer.run.arguments.items()}
     optimizer = trainer.run.optimizer_for(trainer.strategy)
-    found["optimizer"] = optimizer_text(optimizer.update)
+    settings["optimizer"] = optimizer_text(optimizer.update)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
-            found[name] = getattr(trainer, name)
+            settings[name] = getattr(trainer, name)
     state = trainer.state
-    found["parameters"] = _count((state.params, state.buffers))
-    found["trained_parameters"] = _count(state.params)
+    settings["parameters"] = _count((state.params, state.buffers))
+    settings["trained_parameters"] = _count(state.params)
     return {
-        "hyperparameters": own | {k: v for k, v in found.items() if k not in own},
+        "hyperparameters": given
+        | {k: v for k, v in settings.items() if k not in given},
         "versions": versions(),
         "hardware": hardware(),
     }
@@ -78,12 +79,12 @@ def optimizer_text(update: Any) -> str:
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
     function = inspect.unwrap(update)
     inside = closed_over(function)
-    updates = [each for value in inside.values() for each in updates_in(value)]
-    stages = [optimizer_text(each) for each in updates]
+    updates = [stage for value in inside.values() for stage in updates_in(value)]
+    stages = [optimizer_text(stage) for stage in updates]
     made = _made(function, inside)
     if not made.endswith("()") or not stages:
         stages.insert(0, made)
-    return ", ".join(each for each in stages if each not in ("", "identity()"))
+    return ", ".join(stage for stage in stages if stage not in ("", "identity()"))
 
 
 def _made(function: Any, inside: Mapping[str, Any], depth: int = 0) -> str:

@@ -144,7 +144,7 @@ def saved_state(trainer: Trainer, meta: dict[str, Any], callback: Callback) -> A
 
 def name_of(trainer: Trainer, callback: Callback) -> str:
     """What the trainer calls one of its callbacks."""
-    return next(name for name, each in named(trainer.callbacks) if each is callback)
+    return next(name for name, other in named(trainer.callbacks) if other is callback)
 
 
 def _class(name: str) -> str:

@@ -136,14 +136,14 @@ class TensorBoardLogger(Logger):
 
     def _files(self) -> list[Path]:
         """The event files that this class wrote, of all runs."""
-        found = sorted(self._folder_of_events.glob("events.*.jaxdp-*"))
-        return [path for path in found if path.is_file() and not path.is_symlink()]
+        paths = sorted(self._folder_of_events.glob("events.*.jaxdp-*"))
+        return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def _own(self) -> list[Path]:
         """Those of this run; none before its first fit."""
         # By comparing names: as a pattern the suffix might match more than it should.
-        found = self._files() if self._suffix else []
-        return [path for path in found if path.name.endswith(self._suffix)]
+        files = self._files() if self._suffix else []
+        return [path for path in files if path.name.endswith(self._suffix)]
 
 
 def _tensorboard(module: str) -> Any:

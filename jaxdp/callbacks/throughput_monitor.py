@@ -180,13 +180,13 @@ class ThroughputMonitor(Callback):
 
     def _slowest(self, own: dict[str, float]) -> dict[str, float]:
         """What the process that waits least has told the last time; tells others."""
-        told = coordination.read_all("jaxdp.speed")
+        speeds = coordination.read_all("jaxdp.speed")
         mine = {name: own[name] for name in ("data", "others")}
         coordination.put("jaxdp.speed", mine)
-        if len(told) < coordination.count():
+        if len(speeds) < coordination.count():
             return {}
-        slowest = min(told, key=lambda process: told[process]["others"])
-        shares = {f"slowest_{name}": share for name, share in told[slowest].items()}
+        slowest = min(speeds, key=lambda process: speeds[process]["others"])
+        shares = {f"slowest_{name}": share for name, share in speeds[slowest].items()}
         return {"slowest_process": float(slowest), **shares}
 
     def _begin(self) -> None:

@@ -83,8 +83,8 @@ class WandbLogger(Logger):
     def log_plan(self, plan: Any) -> None:
         """Shows the plan under `plan`, and its figures in the run's summary."""
         memory = plan.memory._asdict() | {"sent": round(plan.wire_bytes)}
-        found = {f"plan/{name}_bytes": size for name, size in memory.items()}
-        self.run.summary.update(found)
+        figures = {f"plan/{name}_bytes": size for name, size in memory.items()}
+        self.run.summary.update(figures)
         super().log_plan(plan)
 
     def log_text(self, name: str, text: str) -> None:

@@ -95,9 +95,9 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:
     """The next so many, or those before the one that raises, and what it raises."""
-    found: list[Any] = []
+    items: list[Any] = []
     try:
-        found.extend(itertools.islice(iterator, most))
+        items.extend(itertools.islice(iterator, most))
     except Exception as error:
-        return found, error
-    return found, None
+        return items, error
+    return items, None

@@ -121,8 +121,8 @@ class Forms:
 
     def difference(self, batch: Batch) -> str:
         """That a batch differs from the first one, leaf by leaf; "" if it does not."""
-        treedef, found, *_ = key_of(batch)
-        if self._first is None or self._first[:2] == (treedef, found):
+        treedef, shapes, *_ = key_of(batch)
+        if self._first is None or self._first[:2] == (treedef, shapes):
             return ""
         start, (first, expected) = f"a {self._what} batch", self._first[:2]
         batch = batch.table.tree if type(batch) is Picked else batch
@@ -130,10 +130,10 @@ class Forms:
             start += " differs from the first one in structure"
             return f"{start}: was {first}, is {treedef}."
 
-        each = zip(expected, found, with_rows(treedef), strict=True)
+        triples = zip(expected, shapes, with_rows(treedef), strict=True)
         differing = [
             f"{leaf_name(batch, i)} was {_shown(*was, rows)}, is {_shown(*now, rows)}"
-            for i, (was, now, rows) in enumerate(each)
+            for i, (was, now, rows) in enumerate(triples)
             if was != now
         ]
         return f"{start} differs from the first one: {some_of(differing, '; ')}."

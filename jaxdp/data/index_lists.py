@@ -40,17 +40,17 @@ class IndexLists:
         """
         self._notes.clear()
         self._count, total = 0, 0
-        for each in lists:
+        for indices in lists:
             # An index list may be an iterator, or one index.
-            if hasattr(each, "__next__"):
-                each = [*each]
-            total = _noted(each, total)
+            if hasattr(indices, "__next__"):
+                indices = [*indices]
+            total = _noted(indices, total)
             self._count += 1
             self._notes.append(total)
             if expected is not None and self._count == expected[0]:
                 if total not in (None, expected[1]):
                     self._warn()
-            yield each
+            yield indices
 
     def _warn(self) -> None:
         warn(

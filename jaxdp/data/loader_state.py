@@ -52,7 +52,7 @@ class OwnState:
         # These two start over with every iteration, and from a state with every one
         # after it was loaded, not with the next alone.
         inner = owner, getattr(owner, "dataset", None)
-        self._sticky: list[Any] = [each for each in inner if _is_of_huggingface(each)]
+        self._sticky: list[Any] = [part for part in inner if _is_of_huggingface(part)]
         self._is_loaded = False
         self._is_new = False
 
@@ -141,8 +141,8 @@ class OwnState:
     def _unload(self) -> None:
         """Once an iteration goes on from a loaded state, the next is to start over."""
         if self._is_loaded:
-            for each in self._sticky:
-                each.load_state_dict(None)
+            for part in self._sticky:
+                part.load_state_dict(None)
         self._is_loaded = False
 
 
@@ -267,13 +267,13 @@ def _encoded(value: Any) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_encoded(each) for each in value]
+        return [_encoded(item) for item in value]
     if kind is tuple:
-        return {_TAG: "tuple", "of": [_encoded(each) for each in value]}
+        return {_TAG: "tuple", "of": [_encoded(item) for item in value]}
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and _TAG not in value:
-            return {key: _encoded(each) for key, each in value.items()}
-        pairs = [[_encoded(key), _encoded(each)] for key, each in value.items()]
+            return {key: _encoded(item) for key, item in value.items()}
+        pairs = [[_encoded(key), _encoded(item)] for key, item in value.items()]
         return {_TAG: "dict", "of": pairs}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "of": base64.b64encode(value).decode()}
@@ -290,16 +290,16 @@ def _encoded(value: Any) -> Any:
 def _decoded(value: Any) -> Any:
     """The inverse of `_encoded`."""
     if isinstance(value, list):
-        return [_decoded(each) for each in value]
+        return [_decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _decoded(each) for key, each in value.items()}
+        return {key: _decoded(item) for key, item in value.items()}
     kind, of = value[_TAG], value["of"]
     if kind == "tuple":
         return tuple(_decoded(of))
     if kind == "dict":
-        return {_decoded(key): _decoded(each) for key, each in of}
+        return {_decoded(key): _decoded(item) for key, item in of}
     if kind == "tensor":
         import torch
 

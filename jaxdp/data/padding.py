@@ -85,35 +85,36 @@ class Packer:
         over holds no real rows. Those of one form come together, others in turn.
         """
         # Most batches are full, and this is quick: small steps wait for it.
-        found, counts, are_alike = [], [], not self.rows_interact
+        formed, counts, are_alike = [], [], not self.rows_interact
         for window in windows:
             for batch in window:
                 is_portion = type(batch) is Portion
-                found.append(self.forms.find(batch.own if is_portion else batch))
-                leaves, _, form = found[-1]
+                formed.append(self.forms.find(batch.own if is_portion else batch))
+                leaves, _, form = formed[-1]
                 counts.append(batch.counts if is_portion else (len(leaves[0]),))
-                are_alike = are_alike and form is found[0][2]
+                are_alike = are_alike and form is formed[0][2]
         steps = len(windows)
-        form, count = found[0][2], steps * slots
+        form, count = formed[0][2], steps * slots
         if are_alike and counts == [form.full] * count:
             if (known := form.if_full.get((steps, slots))) is None:
                 known = _if_full(form, steps, slots, self._counts(counts))
                 form.if_full[steps, slots] = known
             of_all, *others = known
-            micros, wholes = [each[0] for each in found], [each[1] for each in found]
+            micros = [entry[0] for entry in formed]
+            wholes = [entry[1] for entry in formed]
             return Dispatch(windows, [_group(micros, wholes, of_all, form)], *others)
 
         if form.is_rowless:  # what has no rows has none to pad or to split
             self.rows_interact = True
-        sizes = [sum(each) for each in counts]
+        sizes = [sum(entry) for entry in counts]
         rows = [sum(sizes[step * slots :][:slots]) for step in range(steps)]
-        if any(other is not form for *_, other in found):
+        if any(other is not form for *_, other in formed):
             # In the order of their text, which a resumed process finds again.
-            order = sorted(range(len(found)), key=lambda place: found[place][2].text)
-            found = [found[place] for place in order]
+            order = sorted(range(len(formed)), key=lambda place: formed[place][2].text)
+            formed = [formed[place] for place in order]
             counts = [counts[place] for place in order]
             sizes = [sizes[place] for place in order]
-        micros, wholes, forms = ([*each] for each in zip(*found, strict=True))
+        micros, wholes, forms = ([*entry] for entry in zip(*formed, strict=True))
 
         split = True
         if not self.rows_interact:
@@ -147,17 +148,17 @@ class Packer:
         """
         if not isinstance(batch, Portion):
             return np.asarray(leaf)[: counts_of(batch)[0]]
-        each = len(leaf) // self.blocks.count
+        per_block = len(leaf) // self.blocks.count
         blocks = self.blocks.own if own else range(self.blocks.count)
         if own and not leaf.is_fully_replicated:
             shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
-            found = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
-            starts = range(0, len(found), each)
+            whole = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
+            starts = range(0, len(whole), per_block)
         else:
-            found, starts = np.asarray(leaf), [block * each for block in blocks]
+            whole, starts = np.asarray(leaf), [block * per_block for block in blocks]
         return np.concatenate(
             [
-                found[start : start + batch.counts[block]]
+                whole[start : start + batch.counts[block]]
                 for start, block in zip(starts, blocks, strict=True)
             ]
         )
@@ -185,7 +186,7 @@ class Packer:
             return len({*counts}) == 1 and len(counts) == slots * len(windows)
         # The first step must need as many rows as any after it, or have had more: last
         # bits may depend on the number of padded rows.
-        sizes = [max(each) * self.blocks.count for each in counts]
+        sizes = [max(per_block) * self.blocks.count for per_block in counts]
         first = self.forms.rounded(max(sizes[:slots]))
         return max(sizes) <= max(self.forms.size_of(*keys), first)
 
@@ -197,11 +198,11 @@ class Packer:
         slots: int,
     ) -> tuple[list[Leaves], list[_Counts]]:
         """Each of its form's size, and so many that all slots are full."""
-        for form, each in zip(forms, counts, strict=True):
-            self.forms.grow(form, max(each) * self.blocks.count)
+        for form, per_block in zip(forms, counts, strict=True):
+            self.forms.grow(form, max(per_block) * self.blocks.count)
         padded = [
-            self._with_padding(leaves, each, form.full[0])
-            for leaves, each, form in zip(micros, counts, forms, strict=True)
+            self._with_padding(leaves, per_block, form.full[0])
+            for leaves, per_block, form in zip(micros, counts, forms, strict=True)
         ]
         # The last is of the step that lacks some: NaN in another's stays there.
         nothing, missing = (0,) * self.blocks.count, slots - len(micros)
@@ -209,14 +210,14 @@ class Packer:
 
     def _with_padding(self, leaves: Leaves, counts: _Counts, size: int) -> Leaves:
         """The rows of this process's blocks, each block padded to `size`."""
-        own = [counts[block] for block in self.blocks.own]
-        if own == [size] * len(own):
+        counts_here = [counts[block] for block in self.blocks.own]
+        if counts_here == [size] * len(counts_here):
             return leaves
-        stops = list(itertools.accumulate(own))
+        stops = list(itertools.accumulate(counts_here))
 
         def padded(leaf: np.ndarray) -> np.ndarray:
             parts = []
-            for count, stop in zip(own, stops, strict=True):
+            for count, stop in zip(counts_here, stops, strict=True):
                 missing = (size - count, *leaf.shape[1:])
                 parts.append(leaf[stop - count : stop])
                 parts.append(np.broadcast_to(leaf[:1], missing))

@@ -53,9 +53,9 @@ class Share:
 
     def state(self, states: Any) -> Any:
         """The inverse of `states`; None if these are those of other processes."""
-        found = _by_process(states, "of_each")
-        if found is not None:
-            return found[0]
+        of_each = _by_process(states, "of_each")
+        if of_each is not None:
+            return of_each[0]
         return None if _by_process(states, "by_process") is not None else states
 
 
@@ -70,8 +70,8 @@ class GlobalShare(Share):
         cut = _Cut(self._packer())
         for batch in batches:
             counts, places = cut(rows_of(batch), key_of(batch))
-            own = functools.partial(_taken, places=places)
-            yield Portion(map_rows(own, batch), counts)
+            rows_here = functools.partial(_taken, places=places)
+            yield Portion(map_rows(rows_here, batch), counts)
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
         cut = _Cut(self._packer())
@@ -134,24 +134,28 @@ class LocalShare(Share):
                 list(map(_sum_of_whole, here)),
                 self.looks,
             ]
-            told = self._processes.all("the next batches", mine)
-            self.looks = any(looks for *_, looks in told)
-            if not any(any(sizes) for sizes, *_ in told):
+            announced = self._processes.all("the next batches", mine)
+            self.looks = any(looks for *_, looks in announced)
+            if not any(any(sizes) for sizes, *_ in announced):
                 return
-            if empty := [i for i, each in enumerate(told) if not each[2]]:
+            if empty := [i for i, forms in enumerate(announced) if not forms[2]]:
                 raise ValueError(
                     "`data`='local': there are no batches in the loader of"
                     f" {listed('process', empty)}, while others have some. Each"
                     " loader needs at least one."
                 )
-            for place, own in enumerate(here):
-                counts = tuple([sizes[place] for sizes, *_ in told])
+            for place, one_batch in enumerate(here):
+                counts = tuple([sizes[place] for sizes, *_ in announced])
                 if not any(counts):
                     return
-                shapes = _only_shapes([each[place : place + 1] for _, each, *_ in told])
-                if len({each[place] for *_, each, _ in told}) > 1:
+                shapes = _only_shapes(
+                    [forms[place : place + 1] for _, forms, *_ in announced]
+                )
+                if len({forms[place] for *_, forms, _ in announced}) > 1:
                     raise ValueError(_WHOLES_DIFFER)
-                yield Portion(own if sizes[place] else _like(own, shapes), counts)
+                yield Portion(
+                    one_batch if sizes[place] else _like(one_batch, shapes), counts
+                )
 
             # An iterator must not be asked for more than is trained on.
             alone = peek is None or self.looks
@@ -165,17 +169,17 @@ class LocalShare(Share):
         return {"by_process": self._processes.all("the loaders' states", own)}
 
     def state(self, states: Any) -> Any:
-        if (found := _by_process(states, "by_process")) is None:
+        if (by_process := _by_process(states, "by_process")) is None:
             return states
-        same = len(found) == self._processes.count
-        return found[self._processes.index] if same else None
+        same = len(by_process) == self._processes.count
+        return by_process[self._processes.index] if same else None
 
 
 def check_states(states: Any, name: str) -> None:
     """The form of what `Share.states` gives."""
-    found = _by_process(states, "of_each") or _by_process(states, "by_process")
-    for each in found if isinstance(found, list) else [states]:
-        check_loader(each, name)
+    several = _by_process(states, "of_each") or _by_process(states, "by_process")
+    for one_state in several if isinstance(several, list) else [states]:
+        check_loader(one_state, name)
 
 
 def _by_process(states: Any, name: str) -> list[Any] | None:
@@ -197,18 +201,19 @@ class _Cut:
         if key is not None and key not in self._sizes:
             self._sizes[key] = forms.size_of(key)
         self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
-        each = self._sizes[key] // self.blocks.count
+        per_block = self._sizes[key] // self.blocks.count
         if self._packer.rows_interact:
-            each = math.ceil(rows / self.blocks.count)
-        places = self.blocks.own_rows(rows, each)
-        return self.blocks.counts(rows, each), places if any(places) else [range(1)]
+            per_block = math.ceil(rows / self.blocks.count)
+        places = self.blocks.own_rows(rows, per_block)
+        counts = self.blocks.counts(rows, per_block)
+        return counts, places if any(places) else [range(1)]
 
 
 def _only_shapes(told: list[list[Any]]) -> list[list[int]]:
     """The shapes of the batches that some processes have, which must be the same."""
-    found = [(process, *shapes) for process, shapes in enumerate(told) if shapes]
-    first: Any = found[0]
-    for other in found:
+    known = [(process, *shapes) for process, shapes in enumerate(told) if shapes]
+    first: Any = known[0]
+    for other in known:
         if other[1] != first[1]:
             raise ValueError(
                 "`data`='local': the processes have batches of different shapes for the"
@@ -223,10 +228,10 @@ def _only_shapes(told: list[list[Any]]) -> list[list[int]]:
 def _like(row: Batch, shapes: list[list[int]]) -> Batch:
     """A row of such shapes, with the values of `row`."""
     leaves, treedef = jax.tree.flatten(row)
-    each = zip(leaves, shapes, with_rows(treedef), strict=True)
+    triples = zip(leaves, shapes, with_rows(treedef), strict=True)
     return treedef.unflatten(
         np.resize(leaf, (1, *shape) if has_rows else shape)
-        for leaf, shape, has_rows in each
+        for leaf, shape, has_rows in triples
     )
 
 

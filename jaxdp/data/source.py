@@ -79,10 +79,10 @@ class Source:
     @property
     def num_batches(self) -> int | None:
         """Batches per epoch, or None where that can't be known."""
-        own = None
+        length = None
         with contextlib.suppress(TypeError, NotImplementedError):  # torch's: no length
-            own = len(self.loader) if isinstance(self.loader, Sized) else None
-        return self.share.length(self.argument, own)
+            length = len(self.loader) if isinstance(self.loader, Sized) else None
+        return self.share.length(self.argument, length)
 
     @property
     def sure_batches(self) -> int | None:
@@ -137,8 +137,8 @@ class Source:
         Their frames may live on, in the traceback of an exception say. But the global
         generators must not stay those of a pass, nor its workers wait.
         """
-        for each in self._passes:
-            each.close()
+        for batches in self._passes:
+            batches.close()
         self._passes = []
 
     @contextlib.contextmanager
@@ -154,7 +154,7 @@ class Source:
         parts: dict[str, Any] = {}
         if generators := states_of(self._generators()):
             parts["generators"] = generators
-        if samplers := [each.present() for each in self._telling_samplers()]:
+        if samplers := [sampler.present() for sampler in self._telling_samplers()]:
             parts["samplers"] = samplers
         if self._own is not None:
             parts["own"] = self._own.present()
@@ -193,12 +193,12 @@ class Source:
         self._keeps_places = False
         try:
             batches = self.epoch(position)
-            found = list(itertools.islice(batches, count))
+            first = list(itertools.islice(batches, count))
             getattr(batches, "close", lambda: None)()
         finally:
             self.begun, self._keeps_places = begun, keeps
             self._take_up(before)
-        return found
+        return first
 
     def peek(self) -> Batch:
         """The first batch of epoch 0; the loader is left as it was."""
@@ -208,9 +208,9 @@ class Source:
                 " looking at its first batch would use it up; pass what it iterates"
                 " over, or one batch in a list."
             )
-        if not (found := self.look()):
+        if not (first := self.look()):
             raise ValueError(self.gave_nothing())
-        return found[0]
+        return first[0]
 
     def sample(self) -> Batch | None:
         """The first batch of epoch 0, if to look at it costs next to nothing."""
@@ -243,10 +243,14 @@ class Source:
 
     def _generators(self) -> dict[str, Any]:
         """The generators of the loader that its state must contain."""
-        found, others = self._own_generators(), self.apart_from
+        generators, others = self._own_generators(), self.apart_from
         theirs = () if others is None else others._own_generators().values()
         known = set(map(id, theirs))
-        return {path: each for path, each in found.items() if id(each) not in known}
+        return {
+            path: generator
+            for path, generator in generators.items()
+            if id(generator) not in known
+        }
 
     def _own_generators(self) -> dict[str, Any]:
         return {}
@@ -264,20 +268,22 @@ class Source:
 
     def _take_up(self, state: Any) -> bool:
         """Has the loader be where `state` says; whether it tells the whole place."""
-        own = self._own if "own" in (state or {}) else None
-        if own is not None:
-            own.load(state["own"])
+        keeper = self._own if "own" in (state or {}) else None
+        if keeper is not None:
+            keeper.load(state["own"])
         self._set_generators(state)
-        return own is not None
+        return keeper is not None
 
     def _set_generators(self, state: Any) -> None:
         """Has generators and samplers of the user's be where a state has them."""
         state = state or {}
         if (generators := state.get("generators")) is not None:
             set_states(self._generators(), generators)
-        told = state.get("samplers", ())
-        for sampler, each in zip(self._telling_samplers(), told, strict=False):
-            sampler.load(each)
+        saved = state.get("samplers", ())
+        for sampler, sampler_state in zip(
+            self._telling_samplers(), saved, strict=False
+        ):
+            sampler.load(sampler_state)
 
     def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
         """Iterates the loader in its own way."""
@@ -350,24 +356,24 @@ class Source:
     ) -> Iterator[Batch]:
         """The loader's batches from a position on, as host batches."""
         converted = self._conversion(batches, position, copy, ready)
-        self._passes = [each for each in self._passes if not _is_over(each)]
+        self._passes = [one_pass for one_pass in self._passes if not _is_over(one_pass)]
         self._passes.append(converted)
         return converted
 
     def _conversion(
         self, batches: Iterator[Any], position: Position, copy: bool, ready: bool
     ) -> Generator[Batch, None, None]:
-        own = self._own if self._keeps_places else None
+        keeper = self._own if self._keeps_places else None
         for batch_idx in itertools.count(position.batches):
             try:
-                if own is not None:
-                    own.before(batch_idx)
+                if keeper is not None:
+                    keeper.before(batch_idx)
                 batch = next(batches, END)
                 if batch is END:
                     return
                 host = batch if ready else to_host(batch, copy=copy)
-                if own is not None:
-                    own.after(batch_idx, host)
+                if keeper is not None:
+                    keeper.after(batch_idx, host)
             except Exception as exception:
                 exception.add_note(
                     f"in batch {batch_idx} of epoch {position.epoch} of"
@@ -412,12 +418,12 @@ def open_loader(
 
     # Any iterable, but not what iterates over something else.
     arrays = loader if isinstance(loader, tuple) else (loader,)
-    is_array = [hasattr(each, "dtype") for each in arrays]
-    may_be = [isinstance(each, Mapping) for each in arrays]  # a tree of arrays
+    is_array = [hasattr(array, "dtype") for array in arrays]
+    may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
     if any(is_array) and all(map(operator.or_, is_array, may_be)):
         what = ", ".join(
-            f"an array of shape {each.shape}" if known else "a dict"
-            for each, known in zip(arrays, is_array, strict=True)
+            f"an array of shape {array.shape}" if known else "a dict"
+            for array, known in zip(arrays, is_array, strict=True)
         )
         what = f"a tuple of {what}" if arrays is loader else what
         raise TypeError(

@@ -38,7 +38,10 @@ def fetch(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """The rows of index lists: with `ahead` of many small batches in one operation."""
     row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
-    lists = (each if hasattr(each, "__len__") else list(each) for each in lists)
+    lists = (
+        one_list if hasattr(one_list, "__len__") else list(one_list)
+        for one_list in lists
+    )
 
     def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
         if not all(map(len, parts)):

@@ -50,13 +50,13 @@ class Processes:
         Where process 0 raises, all do: errors that Python knows by name, and those of
         `errors`, as they are, others as a RuntimeError.
         """
-        told, raised = None, None
+        outcome, raised = None, None
         if self.index == 0:
             try:
-                told = ["", function()]
+                outcome = ["", function()]
             except Exception as error:
-                told, raised = [type(error).__name__, str(error)], error
-        kind, value = self.all(what, told, 0.0 if self.index == 0 else _LIMIT)[0]
+                outcome, raised = [type(error).__name__, str(error)], error
+        kind, value = self.all(what, outcome, 0.0 if self.index == 0 else _LIMIT)[0]
         if raised is not None:
             raise raised
         if kind:
@@ -75,8 +75,8 @@ class Processes:
         if self.count == 1:
             return None if error is None else str(error)
         text = None if error is None else f"{type(error).__name__}: {error}"
-        found = enumerate(self.all(what, text))
-        wrong = [f"process {i}: {text}" for i, text in found if text is not None]
+        answers = enumerate(self.all(what, text))
+        wrong = [f"process {i}: {text}" for i, text in answers if text is not None]
         return "; ".join(wrong) or None
 
 
@@ -158,8 +158,8 @@ class Pulse:
             return 1
         pause = max(_LEAST_SECONDS, self._took * _SHARE_OF_TIME)
         pause = min(pause, _MOST_SECONDS)
-        each = max(now - self._asked, 1e-6) / max(done, 1)
-        return max(1, min(int(pause / each), 4 * self._beats))
+        per_beat = max(now - self._asked, 1e-6) / max(done, 1)
+        return max(1, min(int(pause / per_beat), 4 * self._beats))
 
 
 def _error(kind: str, text: str, errors: Sequence[type[Exception]]) -> Exception:

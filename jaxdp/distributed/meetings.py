@@ -177,33 +177,35 @@ def _difference(cards: Mapping[int, Mapping[str, Any]]) -> str:
         }
         wheres = _by_value({p: e and e[0] for p, e in entries.items()})
         if len(wheres) > 1:
-            told = [f"{who}: {where or 'nothing'}" for where, who in wheres.items()]
+            differences = [
+                f"{who}: {where or 'nothing'}" for where, who in wheres.items()
+            ]
             return (
                 "the processes of this job are about to do different things, and their"
-                f" numbers would be wrong: {'; '.join(told)}."
+                f" numbers would be wrong: {'; '.join(differences)}."
             )
         facts = {p: dict(e[1]) for p, e in entries.items() if e}
-        names = dict.fromkeys(name for found in facts.values() for name in found)
-        told = []
+        names = dict.fromkeys(name for noted in facts.values() for name in noted)
+        differences = []
         for name in names:
-            values = _by_value({p: found.get(name) for p, found in facts.items()})
+            values = _by_value({p: noted.get(name) for p, noted in facts.items()})
             if len(values) > 1:
                 listed_values = ", ".join(f"{v} ({who})" for v, who in values.items())
-                told.append(f"{name}: {listed_values}")
-        if told:
-            more = len(told) - _MOST_DIFFERENCES
+                differences.append(f"{name}: {listed_values}")
+        if differences:
+            more = len(differences) - _MOST_DIFFERENCES
             rest = f"; and {more} more" if more > 0 else ""
             return (
                 f"the processes of this job do not agree, at {next(iter(wheres))}:"
-                f" {'; '.join(told[:_MOST_DIFFERENCES])}{rest}. Their numbers would be"
-                " wrong. All must run the same program with the same settings."
+                f" {'; '.join(differences[:_MOST_DIFFERENCES])}{rest}. Their numbers"
+                " would be wrong. All must run the same program with the same settings."
             )
     raise AssertionError("digests differ, and nothing that was noted does")
 
 
 def _by_value(values: Mapping[int, Any]) -> dict[Any, str]:
     """Who has each value."""
-    found: dict[Any, list[int]] = {}
+    processes: dict[Any, list[int]] = {}
     for process, value in values.items():
-        found.setdefault(value, []).append(process)
-    return {value: listed("process", who) for value, who in found.items()}
+        processes.setdefault(value, []).append(process)
+    return {value: listed("process", who) for value, who in processes.items()}

@@ -45,11 +45,11 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
     for shard, device in shards:
         owners[shard].add(device.process_index)
     runs = [len(list(run)) for _, run in itertools.groupby(owners)]
-    each = math.gcd(*runs)
+    size = math.gcd(*runs)
     own = [
         block
-        for block in range(num_shards // each)
-        if jax.process_index() in owners[block * each]
+        for block in range(num_shards // size)
+        if jax.process_index() in owners[block * size]
     ]
     without = sorted(set(range(jax.process_count())) - set().union(*owners))
     if without:
@@ -58,4 +58,4 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
             f" the strategy uses, and there are {jax.process_count()} processes;"
             " each must have at least one. Leave `devices` out to use all."
         )
-    return RowBlocks(num_shards // each, tuple(own))
+    return RowBlocks(num_shards // size, tuple(own))

@@ -130,7 +130,7 @@ def forgotten() -> str | None:
 
 def _facts() -> dict[str, str]:
     """What must be the same everywhere for processes to understand each other."""
-    found = versions()
-    python = found["python"].rpartition(".")[0]
-    packages = {f"the version of {n}": found[n] for n in ("jax", "jaxlib", "jaxdp")}
+    installed = versions()
+    python = installed["python"].rpartition(".")[0]
+    packages = {f"the version of {n}": installed[n] for n in ("jax", "jaxlib", "jaxdp")}
     return {"the version of Python": python, **packages}

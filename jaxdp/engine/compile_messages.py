@@ -93,7 +93,7 @@ class Compilations:
             " such as a power of two, in the dataset or `collate_fn`; see"
             " docs/shapes.md."
         )
-        if len({_without_rows(each) for each in (*before, form)}) == 1:
+        if len({_without_rows(known) for known in (*before, form)}) == 1:
             remedy = (
                 "A loss that returns one value per row is padded to one size; a scalar"
                 " loss, or BatchNorm, needs batches of few sizes, such as"
@@ -123,7 +123,7 @@ def _form(packed: Dispatch) -> _Form:
 
 def _why(form: _Form, before: list[_Form]) -> str:
     """What differs from what the step was compiled for last, leaf by leaf."""
-    known = {shapes for each in before for _, shapes in each.groups}
+    known = {shapes for earlier in before for _, shapes in earlier.groups}
     new = [shapes for _, shapes in form.groups if shapes not in known]
     if not new and len(form.groups) > 1:
         numbers = " and ".join(f"{n} of {shapes[0]}" for n, shapes in form.groups)
@@ -147,5 +147,5 @@ def _without_rows(form: _Form) -> frozenset[_Shapes]:
 
 def _ends(shapes: _Shapes, form: _Form) -> _Shapes:
     """Without the axis of rows, where there is one."""
-    each = zip(shapes, form.has_rows, strict=True)
-    return tuple(shape[rows:] for shape, rows in each)
+    pairs = zip(shapes, form.has_rows, strict=True)
+    return tuple(shape[rows:] for shape, rows in pairs)

@@ -269,7 +269,7 @@ class Engine:
             # Only tracing tells, and now they may not be padded.
             packer.rows_interact = True
             again = list(self.dispatches(dispatch.windows))
-            if all(each.shape != dispatch.shape for each in again):
+            if all(done_before.shape != dispatch.shape for done_before in again):
                 self.programs.forget_training()  # a program that nothing will run
             return again
         if self._has_wrong_targets(dispatch):
@@ -362,8 +362,8 @@ class Engine:
                 weights, totals, np.int32(batch_idx), groups
             )
         self.in_flight.add(means)
-        for each in kept:
-            outputs.add(each, batch)
+        for values in kept:
+            outputs.add(values, batch)
         return totals
 
     def predict(
@@ -377,14 +377,14 @@ class Engine:
 
         With several processes of all their rows, or without `gather` of this one's.
         """
-        found = self.fetching("predict", gather=gather)
+        predictions = self.fetching("predict", gather=gather)
         weights = self.weights() if weights is None else weights
         for number, x in enumerate(inputs):
             with noted(f"in batch {number}"):
                 dispatch, compiled = self.prepare("predict", x)
                 groups = self._placed("predict", dispatch, compiled)
-                found.add(compiled(weights, groups), x)
-        return found.rows()
+                predictions.add(compiled(weights, groups), x)
+        return predictions.rows()
 
     def fetching(self, kind: Kind, *, gather: bool = True) -> Fetching:
         """Takes what steps of a kind give for each row to the host."""

@@ -46,9 +46,9 @@ class Fetching:
             return self._packer.real_rows(leaf, batch, own=not self._gather)
 
         # Waits for the device, `IN_FLIGHT` batches late.
-        found = jax.tree.map(real, values)
-        self._check(found)
-        self._done.append(found)
+        rows = jax.tree.map(real, values)
+        self._check(rows)
+        self._done.append(rows)
 
     def _check(self, found: PyTree) -> None:
         """Raises unless the rows of a batch can be joined to those of the first."""

@@ -104,7 +104,7 @@ class HeldState:
 
     def check_state(self) -> None:
         """Raises where a step that failed has taken the state along."""
-        arrays = [each for each in self.arrays if isinstance(each, jax.Array)]
+        arrays = [held for held in self.arrays if isinstance(held, jax.Array)]
         if any(array.is_deleted() for array in arrays):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
@@ -209,8 +209,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Ar
 def _written_to(state: PyTree, leaves: list[Any]) -> str | None:
     """Where a state has other leaves than those that it was made of, or None."""
     now = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), own in zip(now, leaves, strict=False):
-        if leaf is not own:
+    for (path, leaf), held in zip(now, leaves, strict=False):
+        if leaf is not held:
             return leaf_path(path)
     return None if len(now) == len(leaves) else "a leaf that was added or removed"
 

@@ -46,22 +46,26 @@ def find(state: PyTree) -> dict[str, Hyperparam]:
         for place, key in enumerate(path)
         if key == GetAttrKey("hyperparams_states")
     }
-    found: dict[str, list[Hyperparam]] = {}
+    by_name: dict[str, list[Hyperparam]] = {}
     for place, (path, leaf) in enumerate(leaves):
         match path:
             case (*owner, GetAttrKey("hyperparams"), DictKey(name)):
                 label = "/".join(str(key.key) for key in owner if type(key) is DictKey)
                 sets_itself = (tuple(owner), DictKey(name)) in scheduled
                 one = Hyperparam(name, label, place, leaf, sets_itself)
-                found.setdefault(name, []).append(one)
+                by_name.setdefault(name, []).append(one)
     return {
-        name: each for group in found.values() for name, each in _named(group).items()
+        name: hyperparam
+        for group in by_name.values()
+        for name, hyperparam in _named(group).items()
     }
 
 
 def values_of(state: PyTree) -> Mapping[str, Any]:
     """The present hyperparameters, as `find` names them. Waits for the device."""
-    arrays = {name: np.asarray(each.leaf) for name, each in find(state).items()}
+    arrays = {
+        name: np.asarray(hyperparam.leaf) for name, hyperparam in find(state).items()
+    }
     values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
     return MappingProxyType(values)
 
@@ -74,9 +78,9 @@ def to_set(state: PyTree, values: Mapping[str, Any]) -> dict[int, np.ndarray]:
             of another shape, or that is not finite.
         TypeError: for a value that is no number, or not of the kind of the present one.
     """
-    found = find(state)
+    present = find(state)
     return {
-        _known(name, found).place: _checked(name, value, found[name].leaf)
+        _known(name, present).place: _checked(name, value, present[name].leaf)
         for name, value in values.items()
     }
 
@@ -85,7 +89,7 @@ def _named(group: list[Hyperparam]) -> dict[str, Hyperparam]:
     """Those of one name, told apart."""
     if len(group) == 1:
         return {group[0].name: group[0]}
-    labels = [each.label for each in group]
+    labels = [hyperparam.label for hyperparam in group]
     if not all(labels) or len({*labels}) < len(labels):
         labels = [str(number) for number in range(len(group))]
     return {f"{label}/{x.name}": x for label, x in zip(labels, group, strict=True)}
@@ -94,7 +98,7 @@ def _named(group: list[Hyperparam]) -> dict[str, Hyperparam]:
 def _known(name: str, found: Mapping[str, Hyperparam]) -> Hyperparam:
     """The hyperparameter of a name, or an error that says what there is."""
     if name not in found:
-        alike = [key for key, each in found.items() if each.name == name]
+        alike = [key for key, hyperparam in found.items() if hyperparam.name == name]
         listed = ", ".join(map(repr, alike or found))
         has = f"has no {name!r}; there are {listed or 'none'}"
         if alike:

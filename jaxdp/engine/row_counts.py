@@ -40,7 +40,7 @@ class Counts:
         placed = self._of_last
         if len(placed) > _MOST_COUNTS:
             placed.clear()
-        found = []
+        counted = []
         for place, group in enumerate(groups):
             counts = group.counts
             key = place, counts.tobytes()
@@ -51,8 +51,8 @@ class Counts:
                 placed[key] = counts if sharding is None else put(counts, sharding)
             whole = group.whole
             whole = _on_devices(whole, step, place) if type(whole) is Table else whole
-            found.append(Group(group.batch, placed[key], whole))
-        return found
+            counted.append(Group(group.batch, placed[key], whole))
+        return counted
 
 
 def _on_devices(table: Table, step: Callable[..., Any], place: int) -> Table:

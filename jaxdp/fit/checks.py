@@ -41,43 +41,43 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: for one that can't be.
     """
-    found = dict(arguments)
-    if found["optimizer"] is None:
-        found["optimizer"] = optax.adamw(1e-3)
-    if found["strategy"] is None:
-        found["strategy"] = Sharded()
+    result = dict(arguments)
+    if result["optimizer"] is None:
+        result["optimizer"] = optax.adamw(1e-3)
+    if result["strategy"] is None:
+        result["strategy"] = Sharded()
 
     # Each by itself.
-    several = is_several(found["optimizer"])
+    several = is_several(result["optimizer"])
     if not several:
-        check_optimizer(found["optimizer"])
-    has_own_loss = several or found["loss_fn"] is not None
-    check_model(found["model"], must_be_callable=not has_own_loss)
-    check_state(found["model"], found["state"])
-    found["ensemble"] = checked_ensemble(found)
-    check_strategy_argument(found["strategy"])
-    _check_reproducible(found["reproducible"])
-    check_choice("offload", found["offload"], (None, "optimizer"))
-    check_choice("data", found["data"], ("global", "local"))
+        check_optimizer(result["optimizer"])
+    has_own_loss = several or result["loss_fn"] is not None
+    check_model(result["model"], must_be_callable=not has_own_loss)
+    check_state(result["model"], result["state"])
+    result["ensemble"] = checked_ensemble(result)
+    check_strategy_argument(result["strategy"])
+    _check_reproducible(result["reproducible"])
+    check_choice("offload", result["offload"], (None, "optimizer"))
+    check_choice("data", result["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps"):
-        check_count(name, found[name])
-    if found["steps_per_execution"] != "auto":
-        count = found["steps_per_execution"]
+        check_count(name, result[name])
+    if result["steps_per_execution"] != "auto":
+        count = result["steps_per_execution"]
         check_count("steps_per_execution", count, or_else=" or 'auto'")
-    check_count("seed", found["seed"], least=0, most=2**63 - 1)
-    check_remat(found["remat"])
-    _check_clipping(found["gradient_clip_val"])
-    check_is_local("default_root_dir", found["default_root_dir"])
+    check_count("seed", result["seed"], least=0, most=2**63 - 1)
+    check_remat(result["remat"])
+    _check_clipping(result["gradient_clip_val"])
+    check_is_local("default_root_dir", result["default_root_dir"])
 
     # Those that have to do with each other.
-    strategy = found["strategy"]
-    if found["offload"]:
+    strategy = result["strategy"]
+    if result["offload"]:
         strategy = strategy.with_offload()  # each refuses now what it can't do
-    check_processes(strategy, found["data"])
+    check_processes(strategy, result["data"])
     if several:
-        check_parts(found)
-    strategy.check(found)
-    return found
+        check_parts(result)
+    strategy.check(result)
+    return result
 
 
 def _check_reproducible(reproducible: Any) -> None:
@@ -125,7 +125,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         raise ValueError("`optimizer` is an empty list; pass one jaxdp.Part or more.")
 
     # What would say it a second time, or otherwise.
-    beside = [each for each in ("loss", "loss_fn") if arguments[each]]
+    beside = [name for name in ("loss", "loss_fn") if arguments[name]]
     if split_metrics(arguments["metrics"])[0]:
         beside.append("metrics")
     if arguments["filter_spec"] is not eqx.is_inexact_array:
@@ -134,7 +134,7 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         beside.append("gradient_clip_val")
     if beside:
         raise ValueError(
-            f"{', '.join(f'`{each}`' for each in beside)} can't be combined with a"
+            f"{', '.join(f'`{name}`' for name in beside)} can't be combined with a"
             " list of parts: each part has its own `loss_fn`, which may return"
             " metrics, the `params` that it trains, and a `gradient_clip_val`. (A"
             " PassMetric may stand there.)"
@@ -371,9 +371,9 @@ def split_model(
         ) from error
 
     if not jax.tree.leaves(params):
-        found = len(jax.tree.leaves(arrays))
+        count = len(jax.tree.leaves(arrays))
         raise ValueError(
-            f"`model` has no trainable parameters: {found} arrays,"
+            f"`model` has no trainable parameters: {count} arrays,"
             f" {len(jax.tree.leaves(inexact))} of them floating point, and 0 selected"
             " by `filter_spec`."
         )

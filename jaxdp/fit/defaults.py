@@ -15,15 +15,17 @@ def with_defaults(
     callbacks: Iterable[Callback], *, progress_bar: bool
 ) -> list[Callback]:
     """The user's callbacks, and what they lack, with several processes too."""
-    found, in_lockstep = list(callbacks), jax.process_count() > 1
+    complete, in_lockstep = list(callbacks), jax.process_count() > 1
     if not in_lockstep and (warning := forgotten()):
         warn(warning)
-    if progress_bar and not any(isinstance(each, ProgressBar) for each in found):
+    if progress_bar and not any(isinstance(own, ProgressBar) for own in complete):
         # First, so that it has cleared its line before the others print.
-        found.insert(0, ProgressBar())
+        complete.insert(0, ProgressBar())
     if in_lockstep:
         # Before the others, so that processes meet before anything happens at a hook.
-        guards = [each for each in found if isinstance(each, Lockstep)]
-        others = [each for each in found if not isinstance(each, Lockstep)]
-        found = (guards or [Lockstep()]) + others
-    return found
+        guards = [callback for callback in complete if isinstance(callback, Lockstep)]
+        others = [
+            callback for callback in complete if not isinstance(callback, Lockstep)
+        ]
+        complete = (guards or [Lockstep()]) + others
+    return complete

@@ -42,8 +42,8 @@ def open_loaders(
             f" b}}."
         )
     return {
-        f"{prefix}_{name}": open_one(each, f"{argument}[{name!r}]", "evaluate")
-        for name, each in loader.items()
+        f"{prefix}_{name}": open_one(one_loader, f"{argument}[{name!r}]", "evaluate")
+        for name, one_loader in loader.items()
     }
 
 
@@ -90,8 +90,8 @@ def evaluate(
             )
 
     metrics, facts = {}, run.engine.facts["evaluate"]
-    for prefix, (each, outputs) in totals.items():
-        means = means_of(np.asarray(each), facts)  # waits for the device
+    for prefix, (sums, outputs) in totals.items():
+        means = means_of(np.asarray(sums), facts)  # waits for the device
         if run.pass_metrics:
             add_pass_values(means, run.pass_metrics, outputs.rows(), run.ensemble)
         names_of(sources, means)
@@ -182,7 +182,9 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
         run.settled_engine(f"`{method}`")
         yield Hooks(()) if run.is_fitting else run.hooks
         return
-    hooks = Hooks(each for each in trainer.callbacks if not each.only_in_training)
+    hooks = Hooks(
+        callback for callback in trainer.callbacks if not callback.only_in_training
+    )
     with doing(trainer, method, hooks):
         try:
             hooks.setup(trainer)
@@ -198,9 +200,9 @@ def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | Non
     """The weights of a checkpoint that a pass is to use, if one is named."""
     if ckpt_path is None:
         return None
-    found = taken(trainer, ckpt_path, partial(weights_at, trainer))
-    assert found is not None  # as it is for "auto" alone
-    path, (step, weights) = found
+    checkpoint = taken(trainer, ckpt_path, partial(weights_at, trainer))
+    assert checkpoint is not None  # as it is for "auto" alone
+    path, (step, weights) = checkpoint
     say(f"`{method}` uses the weights of step {step}, from {path}")
     return weights
 
@@ -224,11 +226,11 @@ def predict(
         limit = capped("limit_batches", limit, source.num_batches)
         weights = _weights(trainer, "predict", ckpt_path)
         hooks.on_predict_start(trainer)
-        found = _predictions(trainer, source, limit, weights, gather)
-        if found is None:
+        predictions = _predictions(trainer, source, limit, weights, gather)
+        if predictions is None:
             raise ValueError(source.gave_nothing())
         hooks.on_predict_end(trainer)
-    return found
+    return predictions
 
 
 def _predictions(
@@ -257,7 +259,7 @@ def _predictions(
         except Exception as error:
             batch = shown(given[0]) if given else ()
             beside = batch[1:] if isinstance(batch, tuple) else ()
-            if any(isinstance(each, Whole) for each in beside):
+            if any(isinstance(part, Whole) for part in beside):
                 error.add_note(
                     "`predict` gave the model the first element of the batch, without"
                     " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."

@@ -143,13 +143,13 @@ class Feed:
             # Of a loader that fails, the batches before it are trained on first.
             room = self._room()
             ready = steps if room == 1 else self._until_it_looks(steps)
-            found, error = progress.take(ready, room)
-            if not found and error is None:
+            windows, error = progress.take(ready, room)
+            if not windows and error is None:
                 return
             if self._source.looks and not engine.one_by_one:
-                self._follow(steps_before=len(found) - 1)
+                self._follow(steps_before=len(windows) - 1)
             try:
-                yield from engine.dispatches(found)
+                yield from engine.dispatches(windows)
             except Exception as wrong:
                 progress.begin()  # the wrong batch does not come again
                 wrong.add_note(place(run))

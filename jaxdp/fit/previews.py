@@ -110,22 +110,22 @@ def compare(
         source = run.open(loader, "loader", "train")
         with contextlib.closing(source):
             batches = map(shown, source.epoch())
-            each = windows(batches, run.accumulate_grad_batches)
-            found = list(itertools.islice(each, steps))
-        if not found:
+            all_windows = windows(batches, run.accumulate_grad_batches)
+            first = list(itertools.islice(all_windows, steps))
+        if not first:
             raise ValueError(source.gave_nothing())
 
-        run.engine_for(found[0][0])
-        own = run.settled_engine("`compare`")
-        start = own.strategy.gather(own.state)
+        run.engine_for(first[0][0])
+        engine_here = run.settled_engine("`compare`")
+        start = engine_here.strategy.gather(engine_here.state)
 
         def trace(strategy: DataParallel) -> comparison.Trace:
             engine = run.new_engine(run.as_asked(strategy))
-            engine.programs.steps = own.programs.steps._replace(inside=())
+            engine.programs.steps = engine_here.programs.steps._replace(inside=())
             engine.state = engine.strategy.place(start)
-            return comparison.trace(engine, strategy, found)
+            return comparison.trace(engine, strategy, first)
 
-        traces = [trace(each) for each in strategies or (SingleDevice(),)]
+        traces = [trace(other) for other in strategies or (SingleDevice(),)]
         return comparison.compare(trace(run.strategy), traces)
 
 

@@ -127,9 +127,9 @@ class Progress:
 
         They are kept until `begin` is called for each.
         """
-        found, error = taken(steps, room)
-        self._taken.extend(found)
-        return found, error
+        taken_now, error = taken(steps, room)
+        self._taken.extend(taken_now)
+        return taken_now, error
 
     def begin(self) -> None:
         """Those of the first window that is kept will not come again."""
@@ -158,11 +158,11 @@ class Progress:
                 after = checksum(self._last)
 
         # Of the validations' loaders, where they were read since.
-        told = dict(self._val_states)
+        states = dict(self._val_states)
         for name, val in self._vals.items():
-            if val.begun is not None or told.get(name) is None:
-                told[name] = val.state_now()
-        several = {name: share.states(told[name]) for name in sorted(told)}
+            if val.begun is not None or states.get(name) is None:
+                states[name] = val.state_now()
+        several = {name: share.states(states[name]) for name in sorted(states)}
 
         # An epoch that is over counts as the next one, not begun.
         of_epoch = Progress() if self.is_whole else self
@@ -186,8 +186,8 @@ class Progress:
         """Raises a ValueError unless the loaders' states may be of `state_dict`."""
         for name in ("source", "place"):
             check_states(state.get(name), name)
-        for name, each in _by_name(state.get("validation")).items():
-            check_states(each, f"validation {name}")
+        for name, saved in _by_name(state.get("validation")).items():
+            check_states(saved, f"validation {name}")
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
@@ -205,8 +205,8 @@ class Progress:
             given=self.seen,
             checksum=state["after"],
         )
-        told = _by_name(state["validation"])
-        self._vals, self._val_states = {}, {n: share.state(s) for n, s in told.items()}
+        saved = _by_name(state["validation"])
+        self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
         self._last = None
 
     def _read(self) -> tuple[Source, Position] | None:

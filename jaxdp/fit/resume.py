@@ -32,10 +32,10 @@ def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
 
     It may be `"auto"`, too: the last one if there is any.
     """
-    found = taken(trainer, where, trainer.load, WORDS)
-    if found is None:
+    resumed = taken(trainer, where, trainer.load, WORDS)
+    if resumed is None:
         return
-    path, _ = found
+    path, _ = resumed
     step = trainer.global_step
     if where in WORDS and os.path.basename(path) != str(step):
         warn(
@@ -159,7 +159,7 @@ def _paths(
     folders = [saver.folder(trainer) for saver in savers]
 
     # Of equal steps first the last saver's: it knows of those before it.
-    found = sorted(
+    steps = sorted(
         ((step, folder) for folder in reversed(folders) for step in folder.steps()),
         key=lambda pair: -pair[0],
     )
@@ -172,7 +172,7 @@ def _paths(
         for step in folder.impostors()
     ]
 
-    if not found and not faults:
+    if not steps and not faults:
         if where == "auto":
             say(f"nothing to resume in {looked}: starting afresh")
             return [[], []]
@@ -182,10 +182,10 @@ def _paths(
         )
 
     if where == "best":
-        found = _best_first(trainer, savers[0], found)
+        steps = _best_first(trainer, savers[0], steps)
     for fault in faults:
         warn(f"`ckpt_path`={where!r}: {fault} Skipped.")
-    return [[folder.path_of(step) for step, folder in found], faults]
+    return [[folder.path_of(step) for step, folder in steps], faults]
 
 
 def _first_whole(

@@ -143,8 +143,8 @@ class Run:
             jax.eval_shape(self._own_optimizer().init, self.parts[0])
         self._after_update = self._checked_after_update()
         self._criteria, self.pass_metrics = split_metrics(arguments["metrics"])
-        own = several[0].objective if several else checks.choose_objective(arguments)
-        self._objective = own
+        choose = checks.choose_objective
+        self._objective = several[0].objective if several else choose(arguments)
         self._precision = find_precision(arguments["precision"])
         self._engine: Engine | None = None
         self.planned: tuple[Any, Any] | None = None

@@ -17,8 +17,8 @@ def init_each(inner: Any, params: PyTree, *, own_losses: bool = False) -> PyTree
     Scalars that are like no parameter are taken to be the same for all models, which
     learning rates must be to be set; unless an update makes them of gradients.
     """
-    each = jax.vmap(inner.init)(params)
-    shared = _shared(inner, each)
+    states = jax.vmap(inner.init)(params)
+    shared = _shared(inner, states)
     models = max((len(leaf) for leaf in jax.tree.leaves(params)), default=0)
     loss = jnp.zeros(models if own_losses else ())
     extra = offered(inner.update, loss, params, _refuse)
@@ -28,7 +28,7 @@ def init_each(inner: Any, params: PyTree, *, own_losses: bool = False) -> PyTree
     except _NeedsLosses:
         raise
     except ValueError:  # of vmap, which finds that a scalar differs
-        return each
+        return states
     return shared
 
 
@@ -55,16 +55,16 @@ def update_each(
     """
     axes = jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
     functions = {"value_fn", "grad_fn"} & extra.keys()
-    own = {**extra, **dict.fromkeys(functions, _refuse)}
+    arguments = {**extra, **dict.fromkeys(functions, _refuse)}
 
-    given = {"value": own.pop("value")} if "value" in own else {}
+    given = {"value": arguments.pop("value")} if "value" in arguments else {}
     of_each = 0 if own_losses else None
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree, given: Mapping[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        own_grad = {"grad": grads} if "grad" in own else {}
-        return inner.update(grads, state, params, **{**own, **given, **own_grad})
+        own_grad = {"grad": grads} if "grad" in arguments else {}
+        return inner.update(grads, state, params, **{**arguments, **given, **own_grad})
 
     mapped = jax.vmap(update, in_axes=(0, axes, 0, of_each), out_axes=(0, axes))
     return lambda grads, state, params: mapped(grads, state, params, given)

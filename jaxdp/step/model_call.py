@@ -35,8 +35,8 @@ def call_model(
     """
     names = _axis_names(model)
     axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
-    own = next((name for name in names if name not in bound_axes), None)
-    others = [name for name in names if name not in (own, *bound_axes)]
+    row_axis = next((name for name in names if name not in bound_axes), None)
+    others = [name for name in names if name not in (row_axis, *bound_axes)]
     given_state = as_given(model_state)
     keyed = takes_key(model)
 
@@ -48,7 +48,7 @@ def call_model(
         return model(row, given_state, **keywords)
 
     def all_rows() -> Any:
-        batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=own)
+        batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
     prediction, new_state = _with_axes(others, all_rows)

@@ -88,16 +88,16 @@ class CriterionObjective:
         x, given, weight = split_batch(batch)
         target = plain(given)
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
-        found = {
+        by_name = {
             name: _of_criterion(
                 name, criterion, prediction, target, weight, len(rows.mask)
             )
             for name, criterion in self.criteria.items()
         }
-        values = {name: losses.per_row(each.values) for name, each in found.items()}
+        values = {name: losses.per_row(one.values) for name, one in by_name.items()}
 
         # What the user is to be told of them.
-        notes = *notes_on_pairs(found), *_notes_on_scalars("`metrics`", values)
+        notes = *notes_on_pairs(by_name), *_notes_on_scalars("`metrics`", values)
         if weight is not None:
             note = "batches are (x, y, weight): the loss and metrics are weighted means"
             notes = note, *notes
@@ -107,7 +107,7 @@ class CriterionObjective:
         if self.keeps_outputs:
             outputs = _checked_outputs((prediction, given), len(rows.mask))
         others = model_state, num_classes, notes, outputs
-        return Values(values, *others, **weighing(found))
+        return Values(values, *others, **weighing(by_name))
 
 
 class LossFnObjective:
@@ -176,19 +176,19 @@ class LossFnObjective:
         if self.keeps_outputs and not is_other_part:
             metrics, outputs = _outputs_in(metrics)
             outputs = _checked_outputs(outputs, num_rows)
-        found = {"loss": checked("`loss_fn`: the loss", "loss", loss, num_rows)}
+        by_name = {"loss": checked("`loss_fn`: the loss", "loss", loss, num_rows)}
         for name, value in metrics.items():
             losses.check_metric_name("`loss_fn`", name)
             argument = f"`loss_fn`: metric {name!r}"
-            found[name] = checked(argument, name, value, num_rows)
-        values = {name: each.values for name, each in found.items()}
+            by_name[name] = checked(argument, name, value, num_rows)
+        values = {name: each.values for name, each in by_name.items()}
         # Of one row, which may be a batch without rows, they are no means.
         scalars = ()
         if num_rows > 1:
             scalars = _notes_on_scalars("`loss_fn`: metric", values)
-        notes = *notes_on_pairs(found), *scalars
+        notes = *notes_on_pairs(by_name), *scalars
         others = model_state, None, notes, outputs
-        return Values(values, *others, **weighing(found))
+        return Values(values, *others, **weighing(by_name))
 
     def _bind(
         self, given: tuple[Any, ...], offered: dict[str, Any]

@@ -99,8 +99,8 @@ def catching(step: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
         program, shapes = traced(*arguments)
         calls.functions = functions = []
         program = _rewritten(program, calls, functions)
-        found = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        leaves = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return caught
 

@@ -70,13 +70,13 @@ def outermost_matching(
 
     matching: dict[str, tuple[Any, ...]] = {}
     for pattern in patterns:
-        found = {n: p for n, p in modules.items() if matches(n, pattern)}
-        if not found:
+        named = {n: p for n, p in modules.items() if matches(n, pattern)}
+        if not named:
             raise ValueError(
                 f"`{argument}`: {pattern!r} matches no submodule; there are"
                 f" {', '.join(modules) or 'none'}."
             )
-        matching |= found
+        matching |= named
 
     paths = set(matching.values())
     return {

@@ -97,9 +97,9 @@ _Known = _Along | str | None
 
 def _either(*arrays: _Known) -> _Known:
     """Of an array that is one of these, or made of all of them element by element."""
-    known = {each for each in arrays if each is not None}
+    known = {array for array in arrays if array is not None}
     if len(known) > 1:
-        axes = {each.axis for each in known if isinstance(each, _Along)}
+        axes = {array.axis for array in known if isinstance(array, _Along)}
         if _MIXED in known or len(axes) > 1:
             return _MIXED
         return _Along(axes.pop(), None)
@@ -142,7 +142,7 @@ def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
         if _is_mark(equation, _VALUES):
             has_values = True
             mixed_values |= operands[0] == _MIXED
-        if any(each is not None for each in operands):
+        if any(operand is not None for operand in operands):
             try:
                 results = _results(equation, operands)
             except (AttributeError, LookupError, TypeError, ValueError):
@@ -156,12 +156,12 @@ def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
 def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
     name = equation.primitive.name
     if name == "stop_gradient":
-        return [None if each == _TRAINED else each for each in operands]
+        return [None if program == _TRAINED else program for program in operands]
     if name in _WITH_PROGRAMS:
         return _WITH_PROGRAMS[name](equation, operands)
 
     is_whole = name in _RULES or name.startswith("reduce")
-    inside = [] if is_whole else [opened(each) for each in programs_in(equation)]
+    inside = [] if is_whole else [opened(program) for program in programs_in(equation)]
     if len(inside) == 1 and _is_called_by(equation, inside[0]):
         return _follow(inside[0], operands).results
 
@@ -170,13 +170,13 @@ def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
     for number, out in enumerate(equation.outvars):
         # A result made of all operands, or of its own one.
         places = [number] if name in _ONE_TO_ONE else range(len(operands))
-        found = [
+        outcomes = [
             rule(_Use(equation, operands, place, out.aval.shape))
             if isinstance(operands[place], _Along)
             else operands[place]
             for place in places
         ]
-        results.append(_either(*found))
+        results.append(_either(*outcomes))
     return results
 
 
@@ -193,7 +193,7 @@ def _is_mark(equation: Any, name: str) -> bool:
 def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
     branches = map(opened, programs_in(equation))
     results = [_follow(branch, operands[1:]).results for branch in branches]
-    return [_either(*found) for found in zip(*results, strict=True)]
+    return [_either(*of_branches) for of_branches in zip(*results, strict=True)]
 
 
 def _while(equation: Any, operands: list[_Known]) -> list[_Known]:
@@ -215,19 +215,19 @@ def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
         return _loop(lambda carry: _follow(body, [*consts, *carry, *xs]).results, start)
 
     stacks = operands[first_x:]
-    xs = [_moved(each, -1) for each in stacks]
+    xs = [_moved(stack, -1) for stack in stacks]
     carry, ys = turns(xs)
-    ys = [_moved(each, 1) for each in ys]
+    ys = [_moved(stack, 1) for stack in ys]
 
     rows = [s for s in stacks if isinstance(s, _Along) and s.axis == 0]
     if rows:
         # A row a turn: what the carry takes up of one, it brings to those after it.
         marked = [_MIXED if s in rows else x for s, x in zip(stacks, xs, strict=True)]
-        carry, found = turns(marked)
+        carry, outputs = turns(marked)
         row = _MIXED if _MIXED in carry else rows[0]
         ys = [
-            row if each == _MIXED and y != _MIXED else y
-            for y, each in zip(ys, found, strict=True)
+            row if stack == _MIXED and y != _MIXED else y
+            for y, stack in zip(ys, outputs, strict=True)
         ]
     return [*carry, *ys]
 
@@ -244,11 +244,11 @@ def _loop(
     """What is known of the carry after any number of turns, and of the rest."""
     while True:
         results = body(carry)
-        found = list(map(_either, carry, results))
-        if found == carry:
+        after = list(map(_either, carry, results))
+        if after == carry:
             return carry, results[len(carry) :]
         # Each turn of this, too, moves on: from nothing, to an axis, to mixed.
-        carry = found
+        carry = after
 
 
 # Rules: what is known of a result by one operand that has rows.
@@ -271,10 +271,10 @@ class _Use:
     @property
     def axes(self) -> Sequence[Any]:
         """The axes, by number or name, that the operation says it goes along."""
-        found = [self.params[name] for name in _AXES if name in self.params]
-        if not found and self.name in _GOING_ALONG:
+        given = [self.params[name] for name in _AXES if name in self.params]
+        if not given and self.name in _GOING_ALONG:
             raise LookupError(f"the axes of {self.name}")
-        axes = found[0] if found else ()
+        axes = given[0] if given else ()
         return axes if isinstance(axes, tuple | list) else (axes,)
 
     def along(self, axis: int) -> _Along:
@@ -337,15 +337,15 @@ def _broadcast(use: _Use) -> _Known:
 
 def _reshape(use: _Use) -> _Known:
     """Rows stay together where axes after theirs are joined to it, or split off."""
-    axis, each = use.known
+    axis, per_row = use.known
     if use.after[: axis + 1] == use.before[: axis + 1]:
         return use.known
     outside, size = math.prod(use.before[:axis]), use.before[axis]
     for place, entries in enumerate(use.after):
         if entries > 1 and math.prod(use.after[:place]) == outside:
-            if each is None:
+            if per_row is None:
                 return use.along(place) if entries == size else None
-            rows = size // each
+            rows = size // per_row
             return None if entries % rows else _Along(place, entries // rows)
     return None
 
@@ -358,8 +358,8 @@ def _dot(use: _Use) -> _Known:
         return use.along(list(batched).index(use.axis))
     # Of the result, the first axes are those in both; the last, the second operand's.
     taken = [*contracted, *batched]
-    own = len(use.before) - len(taken)
-    first = len(batched) if use.place == 0 else len(use.after) - own
+    free = len(use.before) - len(taken)
+    first = len(batched) if use.place == 0 else len(use.after) - free
     return use.along(first + use.without(taken).axis)
 
 

@@ -198,11 +198,11 @@ class Steps(NamedTuple):
                 totals = jnp.where(is_loss, new.totals, state.totals)
                 scale = next_scale(state.loss_scale, finite)
                 new, kept = (
-                    each._replace(totals=totals, loss_scale=scale)
-                    for each in (new, kept)
+                    state_of._replace(totals=totals, loss_scale=scale)
+                    for state_of in (new, kept)
                 )
-                own = {"loss_scale": state.loss_scale.scale}
-                inside = _with_names(inside, own, summed.facts)
+                of_scale = {"loss_scale": state.loss_scale.scale}
+                inside = _with_names(inside, of_scale, summed.facts)
             new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
             inside = _with_names(inside, {"skipped": ~finite}, summed.facts)
         elif summed.hidden is not None:
@@ -313,11 +313,11 @@ class Steps(NamedTuple):
                 rows = mask_and_keys(
                     collectives, step_key, micro, weights.step, training=True
                 )
-                found = objective(
+                result = objective(
                     model, model_state, batch, rows, collectives.axis_names
                 )
-                _check_depends(found.values["loss"], params)
-                if "loss" in found.pairs:
+                _check_depends(result.values["loss"], params)
+                if "loss" in result.pairs:
 
                     def weights_of(params: PyTree) -> Array:
                         model = self._model(params, buffers)
@@ -328,19 +328,19 @@ class Steps(NamedTuple):
                     check_constant(weights_of, params)
 
                 # Whether rows may have been worked on apart.
-                facts = self._facts(found, stateful=model_state is not None)
+                facts = self._facts(result, stateful=model_state is not None)
                 if self.conjugate_complex:
                     notes = *facts.notes, *notes_on_complex(params)
                     facts = facts._replace(notes=notes)
                 if facts.rows_interact:
                     collectives.need_all_rows()
-                summed = sums_of(found, rows.mask, facts)
+                summed = sums_of(result, rows.mask, facts)
 
                 # The share of these rows in the mean over all.
                 loss = summed.sums["loss"]
                 loss = loss / total.astype(loss.dtype)
                 loss = loss if scale is None else loss * scale.scale
-                return loss, (found.model_state, summed)
+                return loss, (result.model_state, summed)
 
             recomputed = remat_function(mean_loss, self.remat)
             grads, aux = jax.grad(recomputed, has_aux=True)(whole)
@@ -377,7 +377,7 @@ class Steps(NamedTuple):
 
         model = self._whole_model(collectives, weights)
         batch = self._batch(model, micro)
-        found = objective(
+        result = objective(
             self._inference(model),
             weights.model_state,
             batch,
@@ -385,10 +385,10 @@ class Steps(NamedTuple):
             collectives.axis_names,
         )
 
-        facts = self._facts(found, stateful=False)
+        facts = self._facts(result, stateful=False)
         if facts.rows_interact:
             collectives.need_all_rows()
-        return collectives.sum(sums_of(found, rows.mask, facts)), found.outputs
+        return collectives.sum(sums_of(result, rows.mask, facts)), result.outputs
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
@@ -408,7 +408,9 @@ class Steps(NamedTuple):
     def _facts(self, found: Values, *, stateful: bool) -> Facts:
         names, weighted = tuple(found.values), tuple(found.weights)
         if (ensemble := self.ensemble) is not None:
-            names += tuple(own for name in names for own in ensemble.names(name))
+            names += tuple(
+                long_name for name in names for long_name in ensemble.names(name)
+            )
         check_count(names + weighted, self.most_values)
         least = int(self.ensemble is not None)  # the axis of members
         scalars = any(value.ndim == least for value in found.values.values())

@@ -85,7 +85,7 @@ def _asked_for(update: Callable[..., Any]) -> set[str]:
     waiting, seen = [update], []
     while waiting:
         stage = inspect.unwrap(waiting.pop())
-        if any(stage is each for each in seen):
+        if any(stage is earlier for earlier in seen):
             continue
         seen.append(stage)
         asked |= _NAMES & {*inspect.signature(stage).parameters}
@@ -113,4 +113,6 @@ def updates_in(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     is_several = isinstance(value, list | tuple)
-    return [each for item in value for each in updates_in(item)] if is_several else []
+    return (
+        [update for item in value for update in updates_in(item)] if is_several else []
+    )

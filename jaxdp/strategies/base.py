@@ -383,7 +383,11 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = treedef.flatten_up_to(shardings)
-    here = [i for i, each in enumerate(layouts) if each.memory_kind != HOST]
+    here = [
+        i
+        for i, layout_of_leaf in enumerate(layouts)
+        if layout_of_leaf.memory_kind != HOST
+    ]
     copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
 
     placed = dict(zip(here, copied, strict=True))
@@ -395,7 +399,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
-    if all(each.is_fully_addressable for each in layouts):
+    if all(leaf_layout.is_fully_addressable for leaf_layout in layouts):
         moved = jax.device_put(leaves, layouts)
     else:
         moved = jax.tree.map(put, leaves, layouts)
@@ -415,13 +419,13 @@ def laid_out(
     of_group: Callable[[Group], Any],
 ) -> tuple[tuple[Any, ...], Any]:
     """How the arguments and results of a step are laid out, by their roles."""
-    found = tuple(
+    layouts = tuple(
         [of_group(group) for group in argument] if role == "groups" else layout(role)
         for argument, role in zip(arguments, roles, strict=True)
     )
     if isinstance(results, tuple):
-        return found, tuple(map(layout, results))
-    return found, layout(results)
+        return layouts, tuple(map(layout, results))
+    return layouts, layout(results)
 
 
 def put_rows(

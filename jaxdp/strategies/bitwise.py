@@ -119,7 +119,7 @@ class Bitwise(DataParallel):
             return [self._cut(group) for group in groups] if split else groups
         # Of every turn, this process has the shards of its own devices.
         devices = row_blocks(enumerate(self.mesh.devices), self.mesh.size)
-        own = self.mesh.size * len(devices.own) // devices.count
+        shards_here = self.mesh.size * len(devices.own) // devices.count
         spec = PartitionSpec(None, None, _AXIS) if split else PartitionSpec()
         sharding = NamedSharding(self.mesh, spec)
 
@@ -127,7 +127,7 @@ class Bitwise(DataParallel):
             return group._replace(batch=jax.tree.map(lambda _: sharding, group.batch))
 
         if split:
-            groups = [self._cut(group, own) for group in groups]
+            groups = [self._cut(group, shards_here) for group in groups]
         return put_rows(groups, devices, shardings, split=split, axis=2 if split else 1)
 
     def compile(
@@ -165,10 +165,12 @@ class Bitwise(DataParallel):
         )
 
         def program(*arguments: Any) -> Any:
-            found = mapped(*arguments)
+            outcome = mapped(*arguments)
             if split:  # (turns, devices * rows, ...)
-                found = _of_rows(lambda x: x.reshape(-1, *x.shape[2:]), found, results)
-            return found
+                outcome = _of_rows(
+                    lambda x: x.reshape(-1, *x.shape[2:]), outcome, results
+                )
+            return outcome
 
         everywhere = NamedSharding(self.mesh, whole)
         made = jitted(
@@ -264,12 +266,12 @@ class VirtualShards(Collectives):
 
         traced, shapes = jax.make_jaxpr(one_shard, return_shape=True)(jnp.int32(0))
         leaves, treedef = jax.tree.flatten(shapes)
-        found = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        latest = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        def run(turn: Array, found: list[Array]) -> list[Array]:
+        def run(turn: Array, latest: list[Array]) -> list[Array]:
             # A loop of its own, of one turn: nothing is fused with what comes after.
             once = jaxpr_as_fun(traced)
-            return _loop(1, turn, zero, lambda turn, _: once(turn), found)
+            return _loop(1, turn, zero, lambda turn, _: once(turn), latest)
 
         of_rows = _of_rows(lambda _: True, shapes, results, others=False)
         are_rows = jax.tree.leaves(of_rows)
@@ -279,24 +281,27 @@ class VirtualShards(Collectives):
         ]
 
         def add(turn: Array, carry: Any) -> Any:
-            totals, found = carry
-            found = run(turn, found)
-            each = zip(sums, totals, found, strict=True)
-            return [sum.add(total, one, turn) for sum, total, one in each], found
+            totals, latest = carry
+            latest = run(turn, latest)
+            triples = zip(sums, totals, latest, strict=True)
+            return [sum.add(total, one, turn) for sum, total, one in triples], latest
 
-        totals = [each.zero() for each in sums]
+        totals = [one_sum.zero() for one_sum in sums]
         first = jnp.int32(0)
-        totals, found = _loop(self.turns, first, zero, add, (totals, found))
+        totals, latest = _loop(self.turns, first, zero, add, (totals, latest))
         if all(are_rows):
             return treedef.unflatten(totals)
-        pairs = zip(are_rows, totals, found, strict=True)
-        found = [total if is_rows else one for is_rows, total, one in pairs]
+        pairs = zip(are_rows, totals, latest, strict=True)
+        latest = [total if is_rows else one for is_rows, total, one in pairs]
 
         def gather(_: Array, __: list[Array]) -> list[Array]:
             # In a loop again: what comes after it sees the same on any device count.
-            return [each.whole(total) for each, total in zip(sums, totals, strict=True)]
+            return [
+                one_sum.whole(total)
+                for one_sum, total in zip(sums, totals, strict=True)
+            ]
 
-        return treedef.unflatten(_loop(1, first, zero, gather, found))
+        return treedef.unflatten(_loop(1, first, zero, gather, latest))
 
     def _whole(
         self,
@@ -312,14 +317,14 @@ class VirtualShards(Collectives):
             return everything.reshape(len(leaf), -1, *leaf.shape[4:])
 
         groups = [g._replace(batch=jax.tree.map(gathered, g.batch)) for g in groups]
-        found = function(Collectives(), inputs, groups)
+        values = function(Collectives(), inputs, groups)
         device = jax.lax.axis_index(_AXIS)
 
         def own(leaf: Array) -> Array:
             cut = leaf.reshape(self.turns, self.devices, -1, *leaf.shape[1:])
             return cut[:, device]
 
-        return _of_rows(own, found, results)
+        return _of_rows(own, values, results)
 
 
 class _OneShard(Collectives):

@@ -134,9 +134,9 @@ class ByRows(Collectives):
             split = jax.make_jaxpr(
                 functools.partial(run, gatherers, trained, shards), return_shape=True
             )
-            found, shapes = split(inputs, groups)
-            check_alike(found, expected)
-            program = found
+            traced, shapes = split(inputs, groups)
+            check_alike(traced, expected)
+            program = traced
         except RowsInteract:
             raise
         except Exception:  # of what can't be done with shards; any other comes again
@@ -172,15 +172,15 @@ class ByRows(Collectives):
         own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
-            found = function(own_rows, inputs, groups)
-            found = found if isinstance(results, tuple) else (found,)
+            values = function(own_rows, inputs, groups)
+            values = values if isinstance(results, tuple) else (values,)
             return tuple(
                 _stacked(part, shards) if role == "gradients" else part
-                for role, part in zip(roles, found, strict=True)
+                for role, part in zip(roles, values, strict=True)
             )
 
         spec_of = {"gradients": (rows, trained), "rows": rows, "whole": whole}
-        found = jax.shard_map(
+        values = jax.shard_map(
             on_one_device,
             mesh=self.mesh,
             in_specs=(
@@ -191,21 +191,21 @@ class ByRows(Collectives):
             axis_names=set(self.row_axes),
             check_vma=False,
         )(self._as_used(inputs, shards), list(groups))
-        found = tuple(
+        values = tuple(
             self._summed(*part) if role == "gradients" else part
-            for role, part in zip(roles, found, strict=True)
+            for role, part in zip(roles, values, strict=True)
         )
-        return found if isinstance(results, tuple) else found[0]
+        return values if isinstance(results, tuple) else values[0]
 
     def _shards(self, params: PyTree, gatherers: Gatherers) -> dict[str, PartitionSpec]:
         """How those leaves are split over the rows' axes that stay so, by name."""
-        found: dict[str, PartitionSpec] = {}
+        specs: dict[str, PartitionSpec] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = leaf_path(path)
             spec = _only(self.row_axes, self.held(name, leaf))
             if gatherers.gather(name, spec):
-                found[name] = spec
-        return found
+                specs[name] = spec
+        return specs
 
     @jax.named_scope("parameters")
     def _as_used(self, inputs: Any, shards: Mapping[str, Any]) -> Any:

@@ -214,9 +214,9 @@ class FSDP(_Split):
         if owner is not None:
             # Of a block, so that it can be gathered by itself, if it has such an axis.
             blocks = PartitionSpec(*[_BLOCKS] * self.gatherers.stacked[owner])
-            found = split_axis(leaf, self._parts, self.min_size, blocks)
-            if found[0] is not None:
-                return found
+            place = split_axis(leaf, self._parts, self.min_size, blocks)
+            if place[0] is not None:
+                return place
         return super()._axis(path, leaf)
 
     def __repr__(self) -> str:
@@ -236,13 +236,13 @@ def _in_groups(devices: Devices, mesh: Mesh | None, groups: int) -> Mesh:
             "`groups` and `mesh` were both given; groups are made of `devices`, in"
             " their order, so leave `mesh` out."
         )
-    found = find_devices(devices)
-    if len(found) % groups:
+    in_order = find_devices(devices)
+    if len(in_order) % groups:
         raise ValueError(
-            f"`groups`: the {len(found)} devices can't be divided into {groups} groups"
-            " of equal size; take a number that divides them."
+            f"`groups`: the {len(in_order)} devices can't be divided into {groups}"
+            " groups of equal size; take a number that divides them."
         )
-    return mesh_on(found, {_GROUP: groups, DATA: len(found) // groups})
+    return mesh_on(in_order, {_GROUP: groups, DATA: len(in_order) // groups})
 
 
 def _checked(gather: Any) -> str | tuple[str, ...]:
@@ -251,7 +251,7 @@ def _checked(gather: Any) -> str | tuple[str, ...]:
             return gather
     elif isinstance(gather, Iterable):
         patterns = tuple(gather)
-        if patterns and all(isinstance(each, str) for each in patterns):
+        if patterns and all(isinstance(pattern, str) for pattern in patterns):
             return patterns
     raise ValueError(
         f"`gather` must be one of {', '.join(map(repr, _GATHER))}, or a list of path"

@@ -47,7 +47,7 @@ class Gatherers(NamedTuple):
 
     def owner(self, name: str) -> str | None:
         """The one that the array of that name is in."""
-        return next((each for each in self.paths if name.startswith(f"{each}.")), None)
+        return next((path for path in self.paths if name.startswith(f"{path}.")), None)
 
     def gather(self, name: str, spec: PartitionSpec) -> bool:
         """Whether one of them gathers the array of that name, split like this."""
@@ -62,14 +62,16 @@ class Gatherers(NamedTuple):
             specs: how its arrays are split that they gather, by name.
         """
         for name, path in self.paths.items():
-            own = {
+            of_parameters = {
                 leaf.removeprefix(f"{name}."): PartitionSpec(
                     *spec[self.stacked[name] :]
                 )
                 for leaf, spec in specs.items()
                 if self.owner(leaf) == name
             }
-            gathered = _Gathered(tuple(own.items()), in_loop=self.stacked[name] > 0)
+            gathered = _Gathered(
+                tuple(of_parameters.items()), in_loop=self.stacked[name] > 0
+            )
             model = eqx.tree_at(
                 lambda tree, path=path: at_path(tree, path),
                 model,
@@ -143,7 +145,7 @@ def check_alike(split: Any, whole: Any) -> None:
         split: what devices compute on their rows, traced with shards.
         whole: the same with whole arrays, and modules that gather nothing.
     """
-    _check_program(*(_forwards(_on_one_device(each)) for each in (split, whole)))
+    _check_program(*(_forwards(_on_one_device(program)) for program in (split, whole)))
 
 
 def _on_one_device(jaxpr: Any) -> Any:
@@ -188,7 +190,7 @@ def _check_program(split: Any, whole: Any) -> None:
 
 def _is_alike(equation: Any, other: Any, same: dict[Any, Any]) -> bool:
     """Whether two operations are the same, of the same operands."""
-    operands = [_of(each, same) for each in equation.invars]
+    operands = [_of(variable, same) for variable in equation.invars]
     if equation.primitive is not other.primitive:
         return False
     if operands != list(map(_plain, other.invars)):
@@ -198,13 +200,16 @@ def _is_alike(equation: Any, other: Any, same: dict[Any, Any]) -> bool:
     if equation.primitive.name in _CARRIERS:
         return True
     before, after = (
-        [each.aval.shape for each in (*e.invars, *e.outvars)] for e in (equation, other)
+        [variable.aval.shape for variable in (*e.invars, *e.outvars)]
+        for e in (equation, other)
     )
     return before == after and _values(equation.params) == _values(other.params)
 
 
 def _gathers(jaxpr: Any) -> bool:
-    return any(each.primitive.name == "all_gather" for each in equations_in(jaxpr))
+    return any(
+        equation.primitive.name == "all_gather" for equation in equations_in(jaxpr)
+    )
 
 
 def _of(atom: Any, same: dict[Any, Any]) -> Any:

@@ -209,14 +209,14 @@ class LocalSGD(Sharded):
                 " in each. Use layers without a state, eqx.nn.LayerNorm or"
                 " GroupNorm for example, or the strategy Sharded()."
             )
-        found = super()._layouts(state)
+        usual = super()._layouts(state)
         one_each = Layout(_SPLIT, "one for each replica")
 
-        def layout(leaf: Any, found: Layout) -> Layout:
-            return one_each if leaf is _STACK else found
+        def layout(leaf: Any, usual: Layout) -> Layout:
+            return one_each if leaf is _STACK else usual
 
         marked = _map_stacks(lambda _: _STACK, state).opt_state
-        return found._replace(opt_state=jax.tree.map(layout, marked, found.opt_state))
+        return usual._replace(opt_state=jax.tree.map(layout, marked, usual.opt_state))
 
     def _collectives(
         self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
@@ -291,13 +291,13 @@ class _ByReplica(ByRows):
         whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
 
         # Without `apart` each replica is given all rows, and nothing is to be summed.
-        own = _Replica(DATA, num_shards) if self.apart else Collectives()
+        collectives = _Replica(DATA, num_shards) if self.apart else Collectives()
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
-            found = function(own, _own_params(inputs), groups)
+            values = function(collectives, _own_params(inputs), groups)
             return tuple(
                 jax.tree.map(lambda leaf: leaf[None], part) if is_stack else part
-                for part, is_stack in zip(found, are_stacks, strict=True)
+                for part, is_stack in zip(values, are_stacks, strict=True)
             )
 
         are_stacks = [role == "gradients" for role in results]
@@ -308,7 +308,9 @@ class _ByReplica(ByRows):
                 _split_params(inputs),
                 [Group(rows if self.apart else whole, whole, whole)] * len(groups),
             ),
-            out_specs=tuple(_SPLIT if each else whole for each in are_stacks),
+            out_specs=tuple(
+                _SPLIT if is_stack_here else whole for is_stack_here in are_stacks
+            ),
             check_vma=False,
         )(inputs, list(groups))
 

@@ -30,8 +30,8 @@ class Members(Sharded):
     row_axes = ()
 
     def __init__(self, devices: Devices = None):
-        found = find_devices(devices)
-        self.mesh = mesh_on(found, {MEMBERS: len(found)})
+        in_order = find_devices(devices)
+        self.mesh = mesh_on(in_order, {MEMBERS: len(in_order)})
         self.num_shards = 1
 
     def check(self, arguments: Mapping[str, Any]) -> None:

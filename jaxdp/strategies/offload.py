@@ -50,10 +50,10 @@ def jitted(
     """
     if any(map(is_on_host, jax.tree.leaves(arguments))):
         state = arguments[roles.index("state")]
-        own = jax.tree.map(lambda leaf: leaf.sharding, state)
-        in_shardings = _with_state(own, roles, in_shardings)
+        of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
+        in_shardings = _with_state(of_state, roles, in_shardings)
         if isinstance(results, tuple):
-            out_shardings = _with_state(own, results, out_shardings)
+            out_shardings = _with_state(of_state, results, out_shardings)
         function = functools.partial(_moving, function)
 
     return jax.jit(
@@ -70,4 +70,4 @@ def _moving(step: Callable[..., Any], *arguments: Any) -> Any:
 
 def _with_state(own: Any, roles: Sequence[str], shardings: Any) -> tuple[Any, ...]:
     pairs = zip(roles, shardings, strict=True)
-    return tuple(own if role == "state" else each for role, each in pairs)
+    return tuple(own if role == "state" else other for role, other in pairs)

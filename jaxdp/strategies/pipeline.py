@@ -41,19 +41,19 @@ class Pipeline(Sharded):
     """
 
     def __init__(self, stages: int, microbatches: int, devices: Devices = None):
-        found = find_devices(devices)
+        in_order = find_devices(devices)
         for name, value in {"stages": stages, "microbatches": microbatches}.items():
             check_count(name, value)
-        if len(found) % stages:
+        if len(in_order) % stages:
             raise ValueError(
-                f"`stages`: {stages} do not divide the {len(found)} devices. Take a"
+                f"`stages`: {stages} do not divide the {len(in_order)} devices. Take a"
                 " number that does, or pass `devices=...`."
             )
         mesh = jax.make_mesh(
-            (len(found) // stages, stages),
+            (len(in_order) // stages, stages),
             (DATA, _STAGE),
             (AxisType.Auto,) * 2,
-            devices=found,
+            devices=in_order,
         )
         super().__init__(mesh=mesh)
         self.stages = stages
@@ -134,11 +134,11 @@ class _Staged(eqx.Module):
             if any(jax.tree.leaves(batched[0])):
                 axes = jax.tree.map(lambda each: 0 if each else None, batched)
                 blocks = functools.partial(in_turn, rest)
-                found = jax.vmap(blocks, axes)(arrays, x, keys)
+                values = jax.vmap(blocks, axes)(arrays, x, keys)
             else:
                 of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
-                found = self._in_stages(rest, size, arrays, *of_rows)
-            return found, jax.tree.map(lambda _: True, found)
+                values = self._in_stages(rest, size, arrays, *of_rows)
+            return values, jax.tree.map(lambda _: True, values)
 
         return row(arrays, x, self.stack.keys(key))
 
@@ -169,32 +169,32 @@ class _Staged(eqx.Module):
         stages, parts = self.mesh.shape[_STAGE], self.microbatches
         stage = jax.lax.axis_index(_STAGE)
         rows = len(jax.tree.leaves(x)[0])
-        each = -(-rows // parts)
+        per_part = -(-rows // parts)
 
         def cut(leaf: Array) -> Array:
-            again = jnp.concatenate([leaf] * -(-parts * each // rows))
-            return again[: parts * each].reshape(parts, each, *leaf.shape[1:])
+            again = jnp.concatenate([leaf] * -(-parts * per_part // rows))
+            return again[: parts * per_part].reshape(parts, per_part, *leaf.shape[1:])
 
         micro, micro_keys = jax.tree.map(cut, (x, keys))
         forwards = [(i, i + 1) for i in range(stages - 1)]
 
         def turn(arrived: PyTree, number: Array) -> tuple[PyTree, PyTree]:
-            own = jnp.clip(number - stage, 0, parts - 1)
+            part = jnp.clip(number - stage, 0, parts - 1)
             choose = functools.partial(jnp.where, stage == 0)
-            mine = jax.tree.map(lambda x, sent: choose(x[own], sent), micro, arrived)
-            block_keys = jax.tree.map(lambda leaf: leaf[own], micro_keys)
+            mine = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
+            block_keys = jax.tree.map(lambda leaf: leaf[part], micro_keys)
             blocks = functools.partial(in_turn, rest, arrays)
-            found = jax.vmap(blocks)(mine, block_keys)
+            values = jax.vmap(blocks)(mine, block_keys)
             # Nobody sends to the first stage, whose zeros are never looked at.
-            return jax.lax.ppermute(found, _STAGE, forwards), found
+            return jax.lax.ppermute(values, _STAGE, forwards), values
 
         first = jax.tree.map(lambda batch: batch[0], micro)
         numbers = jnp.arange(parts + stages - 1)
-        found = jax.lax.scan(turn, first, numbers)[1]
+        values = jax.lax.scan(turn, first, numbers)[1]
 
         def whole(leaf: Array) -> Array:
             last = leaf[stages - 1 :].reshape(-1, *leaf.shape[2:])[:rows]
             last = jnp.where(stage == stages - 1, last, jnp.zeros_like(last))
             return jax.lax.psum(last, _STAGE)
 
-        return jax.tree.map(whole, found)
+        return jax.tree.map(whole, values)

@@ -54,8 +54,8 @@ class Sharded(DataParallel):
 
     def __init__(self, devices: Devices = None, mesh: Mesh | None = None):
         if mesh is None:
-            found = find_devices(devices)
-            mesh = mesh_on(found, {DATA: len(found)})
+            in_order = find_devices(devices)
+            mesh = mesh_on(in_order, {DATA: len(in_order)})
         elif devices is not None:
             raise ValueError(
                 "`devices` and `mesh` were both given; a mesh has its devices already,"
@@ -125,13 +125,13 @@ class Sharded(DataParallel):
         Returns:
             By name, `params: layers[0].weight`.
         """
-        found: dict[str, Layout] = {}
+        by_name: dict[str, Layout] = {}
         for field, tree in self._layouts(state)._asdict().items():
             is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
             leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layout)[0]
             for path, layout in leaves:
-                found[f"{field}: {leaf_path(path)}".removesuffix(": ")] = layout
-        return found
+                by_name[f"{field}: {leaf_path(path)}".removesuffix(": ")] = layout
+        return by_name
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""
@@ -161,8 +161,8 @@ class Sharded(DataParallel):
         def held(layout: Layout) -> NamedSharding:
             return NamedSharding(self.mesh, layout.spec)
 
-        found = map_nodes(Layout, held, self._layouts(state))
-        return optimizer_on_host(found, state) if self.offloads else found
+        shardings = map_nodes(Layout, held, self._layouts(state))
+        return optimizer_on_host(shardings, state) if self.offloads else shardings
 
     def with_offload(self) -> "Sharded":
         return changed(self, offloads=True)

@@ -34,8 +34,8 @@ class SingleDevice(DataParallel):
 
     def state_shardings(self, state: TrainState) -> TrainState:
         sharding = SingleDeviceSharding(self.device)
-        found = jax.tree.map(lambda _: sharding, state)
-        return optimizer_on_host(found, state) if self.offloads else found
+        shardings = jax.tree.map(lambda _: sharding, state)
+        return optimizer_on_host(shardings, state) if self.offloads else shardings
 
     def with_offload(self) -> "SingleDevice":
         return changed(self, offloads=True)

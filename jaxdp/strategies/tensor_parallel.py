@@ -60,8 +60,8 @@ class TensorParallel(Sharded):
         *,
         min_size: int = 1,
     ):
-        found = find_devices(devices)
-        _check_mesh_shape(mesh_shape, len(found))
+        in_order = find_devices(devices)
+        _check_mesh_shape(mesh_shape, len(in_order))
         for rule in rules:
             _check_rule(rule)
         self.rules = [(pattern, spec) for pattern, spec in rules]
@@ -72,7 +72,7 @@ class TensorParallel(Sharded):
             tuple(mesh_shape.values()),
             tuple(mesh_shape),
             (AxisType.Auto,) * len(mesh_shape),
-            devices=found,
+            devices=in_order,
         )
         super().__init__(mesh=mesh)
 
@@ -168,8 +168,8 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
     kinds = eqx.nn.MLP | eqx.nn.MultiheadAttention | Stack
     is_kind = lambda node: isinstance(node, kinds)  # noqa: E731
     rules: list[Rule] = []
-    found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_kind)[0]
-    for path, node in found:
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_kind)[0]
+    for path, node in nodes:
         pairs: list[tuple[dict[str, Any], str]] = []
         prefix = f"{leaf_path(path)}." if path else ""
         if isinstance(node, Stack):

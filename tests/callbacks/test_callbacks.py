@@ -272,7 +272,9 @@ def test_nan_guard_changes_nothing_in_a_run_that_is_well():
 
 
 def test_nan_guard_says_what_its_actions_do():
-    with pytest.raises(ValueError, match="`action` must be one of 'stop', 'skip'"):
+    with pytest.raises(
+        ValueError, match="`action` must be one of 'stop', 'end', 'skip'"
+    ):
         NanGuard("halt")
 
 
