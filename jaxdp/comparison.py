@@ -195,7 +195,7 @@ def compare(reference: Trace, others: Sequence[Trace]) -> Comparison:
 def _difference(
     found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> Difference:
-    """Of two sequences of equally shaped arrays, one per step."""
+    """How far two sequences of equally shaped arrays, one per step, are apart."""
     first, largest = None, 0.0
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
         if ours.tobytes() == theirs.tobytes():

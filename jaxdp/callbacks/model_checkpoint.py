@@ -473,7 +473,7 @@ class ModelCheckpoint(Callback):
 
 
 def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
-    """Those of a trainer's callbacks that save checkpoints."""
+    """The callbacks of a trainer that save checkpoints."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
 
 

@@ -140,7 +140,7 @@ class TensorBoardLogger(Logger):
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def _own(self) -> list[Path]:
-        """Those of this run; none before its first fit."""
+        """The event files of this run; none before its first fit."""
         # By comparing names: as a pattern the suffix might match more than it should.
         files = self._files() if self._suffix else []
         return [path for path in files if path.name.endswith(self._suffix)]

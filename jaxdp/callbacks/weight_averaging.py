@@ -138,7 +138,7 @@ def _with_average(state: Any) -> Any:
 
 
 def _rounded(leaf: Array) -> Array:
-    """As the step stores it; XLA would skip the rounding inside of a fusion."""
+    """An average as the step stores it; inside a fusion XLA would not round."""
     facts = jnp.finfo(leaf.dtype)
     if facts.bits >= 32:
         return leaf

@@ -84,7 +84,7 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def unreadable(folder: str, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Those of the arrays of `shapes` that Orbax has not wholly written to `folder`.
+    """Arrays of `shapes` that Orbax has not wholly written to `folder`.
 
     Takes milliseconds: it reads what there is of them, and no array.
     """

@@ -120,7 +120,7 @@ class Forms:
         self._first = None
 
     def difference(self, batch: Batch) -> str:
-        """That a batch differs from the first one, leaf by leaf; "" if it does not."""
+        """How a batch differs from the first one, leaf by leaf; "" if it does not."""
         treedef, shapes, *_ = key_of(batch)
         if self._first is None or self._first[:2] == (treedef, shapes):
             return ""

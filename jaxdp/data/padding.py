@@ -39,7 +39,7 @@ class Dispatch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the rows, padding included."""
+        """Bytes of the rows, padding included."""
         return sum(map(_bytes_of, self.groups))
 
 

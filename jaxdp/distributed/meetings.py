@@ -37,7 +37,7 @@ class Abandoned(RuntimeError):
 
 
 class Meetings:
-    """Those of one process, in the order in which all processes have them."""
+    """The meetings of one process, in the order in which all processes have them."""
 
     def __init__(self) -> None:
         self.number = 0  # of meetings so far
@@ -152,7 +152,7 @@ _here: Meetings | None = None
 
 
 def here() -> Meetings:
-    """Those of this process."""
+    """The meetings of this process."""
     global _here
     _here = _here or Meetings()
     return _here

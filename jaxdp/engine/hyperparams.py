@@ -86,7 +86,7 @@ def to_set(state: PyTree, values: Mapping[str, Any]) -> dict[int, np.ndarray]:
 
 
 def _named(group: list[Hyperparam]) -> dict[str, Hyperparam]:
-    """Those of one name, told apart."""
+    """Hyperparameters of one name, told apart."""
     if len(group) == 1:
         return {group[0].name: group[0]}
     labels = [hyperparam.label for hyperparam in group]

@@ -240,7 +240,7 @@ def _predictions(
     weights: list[Any] | None,
     gather: bool,
 ) -> Any:
-    """Those of a pass, or None of one without batches."""
+    """The predictions of a pass, or None of one without batches."""
     run = trainer.run
     given: list[Any] = []
 

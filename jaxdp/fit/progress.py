@@ -132,7 +132,7 @@ class Progress:
         return taken_now, error
 
     def begin(self) -> None:
-        """Those of the first window that is kept will not come again."""
+        """Lets go of the first window that is kept: its batches will not come again."""
         if self._taken:  # else another pass has begun inside this one
             self._taken.popleft()
 

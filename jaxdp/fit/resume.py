@@ -209,7 +209,7 @@ def _first_whole(
 def _best_first(
     trainer: "Trainer", saver: ModelCheckpoint, found: list[Any]
 ) -> list[Any]:
-    """Those with a score: by the link to the best, then as the newest whole one says.
+    """Steps with a score: by the link to the best, then as the newest whole one says.
 
     The newest may have been measured after it was saved.
     """

@@ -457,7 +457,7 @@ class Run:
 
     @property
     def program_digests(self) -> tuple[str, ...]:
-        """Of the programs compiled so far, in a job of several processes."""
+        """Digests of the programs compiled so far, in a job of several processes."""
         return () if self._engine is None else self._engine.strategy.program_digests
 
     def flops_per_example(self, batch: Batch) -> float:

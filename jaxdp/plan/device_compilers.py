@@ -115,7 +115,7 @@ def _check_there(name: str, what: str, packages: list[str]) -> None:
 def _unusable(
     name: str, what: str, packages: list[str], error: Exception | None = None
 ) -> ImportError:
-    """Of a compiler whose packages are missing, or does not start."""
+    """The error of a compiler whose packages are missing, or that does not start."""
     why = f"is not installed whole; missing: {', '.join(packages)}."
     if error is not None:
         there = [f"{package} {_version(package)}" for package in (*packages, "jaxlib")]
@@ -129,7 +129,7 @@ def _unusable(
 
 
 def _cuda() -> str:
-    """Of which CUDA JAX's plugin is: the newest that is installed, which JAX takes."""
+    """The CUDA version of JAX's plugin: the newest installed, which JAX takes."""
     return "13" if _version("jax-cuda13-plugin") else "12"
 
 

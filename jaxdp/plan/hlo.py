@@ -88,7 +88,7 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of the operands; several are joined by `+`."""
+        """The dtypes of the operands; several are joined by `+`."""
         return "+".join(dict.fromkeys(operand.array.dtype for operand in self.operands))
 
     @property
@@ -176,7 +176,7 @@ def ring_bytes(
 def _collectives(
     module: Module, computation: str, times: int | None, optional: bool
 ) -> Iterator[Collective]:
-    """Those of a computation and of all that it calls, in the order they run in."""
+    """The collectives of a computation and of what it calls, in their order."""
 
     def inside(called: str, times: int | None, optional: bool) -> Iterator[Collective]:
         # Most are fusions of plain arithmetic, which need not even be parsed.

@@ -203,7 +203,7 @@ def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:
 
 
 def groups_in(attributes: str, num_devices: int) -> Groups:
-    """Those of a collective, from its attributes; by default all devices in one."""
+    """The groups of a collective, from its attributes; by default all in one."""
     _, named, pairs = attributes.partition("source_target_pairs=")
     if named:
         return _connected(parse_groups(pairs, 1))

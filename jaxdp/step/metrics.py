@@ -165,7 +165,7 @@ def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:
 
 
 def vector(sums: Mapping[str, Array], names: Sequence[str]) -> Array:
-    """In the order of `names`: a dict that went through JAX comes back sorted."""
+    """The values in the order of `names`, which a dict loses on its way through JAX."""
     return jnp.stack([sums[name].astype(sum_dtype()) for name in names])
 
 

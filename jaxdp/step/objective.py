@@ -291,7 +291,8 @@ def _loss_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _notes_on_scalars(argument: str, values: Mapping[str, Array]) -> tuple[str, ...]:
-    """Of the loss nothing is said: most that average are means over rows."""
+    """Notes on scalars among the metrics; none on the loss, which most often is a mean
+    over rows."""
     return tuple(
         f"{argument} {name!r} is a scalar: over an epoch or a data set it is the"
         " mean over batches, weighted by their rows. One value per row, (rows,),"

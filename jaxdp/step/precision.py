@@ -1,4 +1,4 @@
-"""In which floating dtype what is stored and computed; loss scaling for float16.
+"""The floating dtypes of storage and arithmetic; loss scaling for float16.
 
 Under mixed precision the parameters stay as they are, and a call of the model casts
 them, and what it is given, on the way in, and what it returns back to float32. So the

@@ -110,7 +110,7 @@ def _check_weight(argument: str, values: Array, weights: Array, rows: int) -> No
 
 
 def weighing(found: Mapping[str, Found]) -> dict[str, Any]:
-    """Those fields of `Values` that are about weights."""
+    """The fields of `Values` that are about weights."""
     return {
         "weights": {n: f.weights for n, f in found.items() if f.weights is not None},
         "pairs": {n: each.own for n, each in found.items() if each.own is not None},

@@ -96,7 +96,7 @@ _Known = _Along | str | None
 
 
 def _either(*arrays: _Known) -> _Known:
-    """Of an array that is one of these, or made of all of them element by element."""
+    """What is known of an array made of these, element by element or by choice."""
     known = {array for array in arrays if array is not None}
     if len(known) > 1:
         axes = {array.axis for array in known if isinstance(array, _Along)}
@@ -300,7 +300,7 @@ def _alike(use: _Use) -> _Known:
 
 
 def _along_its_axes(use: _Use) -> _Known:
-    """Of any operation: it joins rows if it goes along their axis, or their devices.
+    """The rule for any operation: it joins rows if it goes along their axis or devices.
 
     Examples are sums, also so far, sorting and collectives. Axes that are gone from
     the result are those that it goes along.

@@ -304,8 +304,8 @@ class _OwnRows(AxisCollectives):
         return self._arrange(model)
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Of shards, over the devices that have the same ones. `ByRows` sums the
-        others, and knows where they go."""
+        """Sums gradients of shards over the devices that have the same ones. `ByRows`
+        sums the others, and knows where they go."""
 
         def summed(path: Any, leaf: Any) -> Any:
             if (spec := self.shards.get(leaf_path(path))) is None:

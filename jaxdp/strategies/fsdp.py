@@ -225,7 +225,7 @@ class FSDP(_Split):
 
 
 def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:
-    """In how many stacks, one inside the other, the node at `path` is."""
+    """How many stacks, one inside the other, hold the node at `path`."""
     nodes = (at_path(model, path[:length]) for length in range(len(path)))
     return sum(isinstance(node, Stack) for node in nodes)
 

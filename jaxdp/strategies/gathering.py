@@ -222,6 +222,6 @@ def _plain(atom: Any) -> Any:
 
 
 def _values(params: dict[str, Any]) -> dict[str, Any]:
-    """Of an operation's parameters, those that are numbers or names."""
+    """The parameters of an operation that are numbers or names."""
     kinds = int | float | str | tuple | None
     return {k: str(v) for k, v in params.items() if isinstance(v, kinds)}

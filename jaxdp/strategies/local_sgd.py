@@ -246,7 +246,7 @@ class _ByReplica(ByRows):
         return jax.tree.map(lambda leaf: leaf.mean(0), gradients)
 
     def after_update(self, change: Callable[..., Any], state: Any, key: Any) -> Any:
-        """Of the outer weights after an outer step, else of each replica."""
+        """Changes the outer weights after an outer step, else each replica's."""
         (local,) = nodes_of(LocalState, state.opt_state)
 
         def changed(params: PyTree, key: Any) -> PyTree:
@@ -322,8 +322,8 @@ class _Replica(AxisCollectives):
         """A replica's rows are all that there are to it."""
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
-        """Of the mean over the replicas' mean number of rows: means of replicas'
-        gradients are then means over all rows."""
+        """Gradients of sums over the replicas' mean number of rows: their mean over
+        replicas is the one over all rows."""
         return jax.tree.map(lambda leaf: leaf * self.num_shards, gradients)
 
 
@@ -334,12 +334,12 @@ def _change(outer: Array, replicas: Array) -> Array:
 
 
 def _mean(replicas: Array) -> Array:
-    """In float32 or wider."""
+    """The mean over replicas, computed in float32 or wider."""
     return replicas.mean(0, dtype=jnp.promote_types(replicas.dtype, jnp.float32))
 
 
 def _means(params: PyTree, replicas: PyTree) -> PyTree:
-    """Of all replicas, in the dtypes of `params`."""
+    """Means over all replicas, in the dtypes of `params`."""
     return jax.tree.map(lambda p, leaf: _mean(leaf).astype(p.dtype), params, replicas)
 
 
@@ -349,7 +349,7 @@ def _for_each(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _spread(leaf: Array, replicas: int) -> Array:
-    """As many replicas, which begin at the mean of those that there are."""
+    """So many replicas, which begin at the mean of those that there are."""
     if len(leaf) == replicas:
         return leaf
     is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -383,7 +383,7 @@ def _split_params(inputs: Any) -> Any:
 
 
 def _own_params(inputs: Any) -> Any:
-    """Those inputs, where a device is shown a stack of one replica."""
+    """The inputs as a replica takes them, where a device is shown a stack of one."""
 
     def own(weights: Weights) -> Weights:
         params = jax.tree.map(lambda leaf: leaf[0], weights.params)
