@@ -156,10 +156,10 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
         (dispatch,) = engine.prepare_training(dispatch)
         prepared = time.perf_counter()
         (metrics,) = engine.train(dispatch)
-        jax.block_until_ready(engine.state)
+        jax.block_until_ready(engine.state)  # waits for the device
         compiling += prepared - start
         run.step_seconds.append(time.perf_counter() - prepared)
-        run.losses.append(float(metrics["loss"]))
+        run.losses.append(float(metrics["loss"]))  # on the host
 
         parts = {
             "params": engine.state.params,
@@ -167,11 +167,11 @@ def trace(engine: Engine, strategy: Any, windows: Iterable[Sequence[Batch]]) -> 
             "optimizer": engine.state.opt_state,
         }
         named = {
-            f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))
+            f"{part}: {leaf_path(path)}": np.asarray(plain(leaf))  # on the host
             for part, tree in engine.strategy.gather(parts).items()
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
-        values.append({"loss": np.asarray(metrics["loss"]), **named})
+        values.append({"loss": np.asarray(metrics["loss"]), **named})  # on the host
     return run._replace(compile_seconds=compiling), values
 
 

@@ -66,10 +66,10 @@ class LRFinder:
             skip_begin: how many steps to leave out at the beginning.
             skip_end: how many to leave out at the end.
         """
-        losses = np.array(self._smoothed())
+        losses = np.array(self._smoothed())  # on the host
         last = len(losses) - skip_end
         kept = slice(skip_begin, last if last > skip_begin else skip_begin)
-        rates, losses = np.array(self.results["lr"])[kept], losses[kept]
+        rates, losses = np.array(self.results["lr"])[kept], losses[kept]  # on the host
         fine = np.isfinite(losses)
         rates, losses = rates[fine], losses[fine]
         if len(losses) < 2:

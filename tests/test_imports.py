@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -132,3 +133,22 @@ def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import(tmp_pa
     assert done.stdout.split() == ["[]", "[]"]
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+SYNCS = re.compile(r"\bnp\.(as)?array\(|block_until_ready|\.item\(\)|float\(metrics\[")
+HOT = "fit", "engine", "callbacks", "step", "strategies", "comparison.py", "finders.py"
+
+
+def test_every_wait_for_the_device_says_so():
+    """By one phrase, so that a reader finds them all; what is on the host says that."""
+    silent = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in HOT:
+            continue
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            said = "\n".join(lines[max(0, number - 2) : number + 1])
+            if SYNCS.search(line) and "`" not in line and "mesh.devices" not in line:
+                if "waits for the device" not in said and "# on the host" not in said:
+                    silent.append(f"{path.name}:{number + 1}: {line.strip()}")
+    assert not silent

@@ -127,7 +127,7 @@ class GradientMonitor(Callback):
         return values
 
     def _check(self, metrics: Mapping[str, Any]) -> None:
-        alive = np.array(metrics[_ALIVE])
+        alive = np.array(metrics[_ALIVE])  # waits for the device
         if self._alive is not None and self._alive.shape == alive.shape:
             alive |= self._alive
         self._alive = alive

@@ -227,6 +227,7 @@ class Logger(Callback):
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:
     """The single numbers in a step's metrics. Waits for that step."""
+    # waits for the device
     values = {name: np.asarray(metrics[name]) for name in metrics}
     return {name: _number(value) for name, value in values.items() if value.ndim == 0}
 

@@ -173,6 +173,7 @@ class Later:
         self._function = function
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        # on the host
         return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 

@@ -108,7 +108,8 @@ class Profiler(Callback):
         self._is_tracing, self._done = False, True
         first, steps = self._first, trainer.global_step - self._first
         try:
-            jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for it
+            # waits for the device
+            jax.block_until_ready(trainer.run.engine.held.arrays)
         finally:
             jax.profiler.stop_trace()
         if steps == 0:

@@ -137,6 +137,7 @@ class ProgressBar(Callback):
             if getattr(metrics, "index", None) is not None:
                 # Of a block that may be running still; the last one drawn is done.
                 metrics, self._drawn = self._drawn or metrics, metrics
+            # waits for the device
             facts.insert(0, f"loss {float(metrics['loss']):.3g}")
         self._show(self._train, facts)
 

@@ -102,7 +102,7 @@ class ReduceLROnPlateau(MetricCheck):
         lowered = {}
         for name, rate in _rates(trainer).items():
             # Rounded as the optimizer does, or it might be above what is reached.
-            least = np.asarray(self.min_lr, rate.dtype)
+            least = np.asarray(self.min_lr, rate.dtype)  # on the host
             new = np.minimum(rate, np.maximum(rate * self.factor, least))
             if (new != rate).any():
                 lowered[name] = new
@@ -119,7 +119,7 @@ class ReduceLROnPlateau(MetricCheck):
 def _rates(trainer: Trainer) -> dict[str, np.ndarray]:
     """The learning rates in the optimizer's state, by the names to set them by."""
     return {
-        name: np.asarray(rate)
+        name: np.asarray(rate)  # on the host
         for name, rate in trainer.hyperparams.items()
         if is_rate(name)
     }

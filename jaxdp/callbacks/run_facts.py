@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
-        return value.item()
+        return value.item()  # on the host
     if isinstance(value, list | tuple):
         return ", ".join(str(plain(item)) for item in value)
     if isinstance(value, Mapping):

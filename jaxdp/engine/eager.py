@@ -144,6 +144,7 @@ class Watched:
             jax.debug_infs(False),
         ):
             # A wait for the device: an error comes before the next step.
+            # waits for the device
             results = jax.block_until_ready(self.compiled(*arguments))
         error = faults[0] if faults else self._nonfinite(results)
         if error is not None:

@@ -320,7 +320,7 @@ class Engine:
             return [Metrics(facts, means, inside, index) for index in range(steps)]
         self.in_flight.add(means, check=check)
         if started:
-            means.block_until_ready()  # a wait for the device, in the trial only
+            means.block_until_ready()  # waits for the device, in the trial only
             self._dispatch_size.time(
                 time.perf_counter() - started,
                 dispatch.nbytes,

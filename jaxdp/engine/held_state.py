@@ -130,7 +130,7 @@ class HeldState:
 
     def fetch_totals(self) -> np.ndarray:
         """The epoch's sums. Waits for the device."""
-        return np.asarray(self.arrays[self._totals])
+        return np.asarray(self.arrays[self._totals])  # waits for the device
 
     def _written(self) -> AbstractContextManager[Any]:
         """Around what changes `arrays`."""

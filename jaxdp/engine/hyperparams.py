@@ -64,8 +64,11 @@ def find(state: PyTree) -> dict[str, Hyperparam]:
 def values_of(state: PyTree) -> Mapping[str, Any]:
     """The present hyperparameters, as `find` names them. Waits for the device."""
     arrays = {
-        name: np.asarray(hyperparam.leaf) for name, hyperparam in find(state).items()
+        # waits for the device
+        name: np.asarray(hyperparam.leaf)
+        for name, hyperparam in find(state).items()
     }
+    # on the host
     values = {name: a if a.ndim else a.item() for name, a in arrays.items()}
     return MappingProxyType(values)
 
@@ -121,7 +124,7 @@ def _known(name: str, found: Mapping[str, Hyperparam]) -> Hyperparam:
 
 def _checked(name: str, value: Any, leaf: Any) -> np.ndarray:
     """`value` in the dtype of the present one."""
-    array = np.asarray(value)
+    array = np.asarray(value)  # waits for the device
     what = f"`set_hyperparams`: {name!r} is {leaf.dtype} of shape {leaf.shape}"
     is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     kinds = (jnp.floating, jnp.integer) if is_floating else (jnp.integer,)

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from ..step import IN_FLIGHT
 
+# waits for the device
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""
 

@@ -77,7 +77,9 @@ class Logged:
     def last_values(self) -> dict[str, float]:
         """The last value of each name; waits for the device."""
         row = {
-            name: np.asarray(value) for name, value in (self._last_row or {}).items()
+            # waits for the device
+            name: np.asarray(value)
+            for name, value in (self._last_row or {}).items()
         }
         of_step = {name: float(each) for name, each in row.items() if each.ndim == 0}
         return {**self._older, **of_step, **self._newer}

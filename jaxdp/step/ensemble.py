@@ -30,6 +30,7 @@ class Ensemble:
     def __init__(self, size: int, **values: Any):
         check_count("size", size, or_else=" (members of the ensemble)")
         self.size = int(size)
+        # on the host
         self.values = {name: np.asarray(value) for name, value in values.items()}
         for name, array in self.values.items():
             is_number = jnp.issubdtype(array.dtype, jnp.number)

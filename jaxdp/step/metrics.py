@@ -80,7 +80,7 @@ class Metrics(Mapping[str, Any]):
             # A wait for the device, and the only one; JAX keeps what it fetched.
             return self._of_step(self.means)[self.facts.names.index(name)]
         if name in self.added:
-            return np.asarray(self.added[name])[()]
+            return np.asarray(self.added[name])[()]  # waits for the device
         if name not in self.inside:
             raise KeyError(f"no metric {name!r}; this step has {', '.join(self)}")
         return self._of_step(self.inside[name])[()]
@@ -93,7 +93,7 @@ class Metrics(Mapping[str, Any]):
         return LONG_IN_FLIGHT * self.means.shape[0]
 
     def _of_step(self, array: Any) -> np.ndarray:
-        array = np.asarray(array)
+        array = np.asarray(array)  # waits for the device
         return array if self.index is None else array[self.index, ...]
 
     def add(self, values: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ def check_gradients(means: Any) -> None:
     Args:
         means: of a step, or of several, with weights. It must be done: else this waits.
     """
-    if np.asarray(means)[..., -1].any():
+    if np.asarray(means)[..., -1].any():  # waits for the device
         raise ValueError(
             "the gradient is NaN, though the loss is a number: values of weight 0 are"
             " NaN or infinite. They are left out of the loss, but what computes"

@@ -59,7 +59,7 @@ class Bitwise(DataParallel):
 
     def __init__(self, strategy: DataParallel):
         if isinstance(strategy, SingleDevice):
-            devices = np.array([strategy.device])
+            devices = np.array([strategy.device])  # on the host
         elif type(strategy) in (Sharded, Pmap):
             devices = np.asarray(strategy.mesh.devices).ravel()  # pyright: ignore
         else:
