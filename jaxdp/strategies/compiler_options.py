@@ -17,14 +17,6 @@ _LEVELS: Final = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """Effort levels, as XLA numbers them. From `"O1"` on it has on GPUs the latency-hiding
 scheduler, pipelined collectives, and loops of which two turns are one."""
 
-_ON: Final = "COLLECTIVE_PIPELINING_MODE_ON"
-_OFF: Final = "COLLECTIVE_PIPELINING_MODE_OFF"
-_RENAMED: Final = {
-    f"xla_gpu_pipeline_{kind}": f"xla_gpu_enable_pipelined_{kind}"
-    for kind in ("all_gather", "all_reduce", "reduce_scatter")
-}
-"""What jaxlib 0.12 calls that 0.10 called so, and took a bool for."""
-
 
 def spelled_here(options: CompilerOptions) -> dict[str, Any]:
     """The options that this version of XLA takes.
@@ -49,42 +41,22 @@ def spelled_here(options: CompilerOptions) -> dict[str, Any]:
             f" level such as 'O1', or None; got {options!r} of type"
             f" {type(options).__name__}."
         )
-    return dict(_spelled(name, value) for name, value in options.items())
+    return dict(_taken(name.removeprefix("--"), options[name]) for name in options)
 
 
-def _spelled(name: str, value: Any) -> tuple[str, Any]:
-    """An option as this version has it."""
-    name = name.removeprefix("--")
-    faults = []
-    for each in _spellings(name, value):
-        fault = refusal(*each)
-        if fault is None:
-            return each
-        faults.append(fault)
+def _taken(name: str, value: Any) -> tuple[str, Any]:
+    """An option as this version has it: before jaxlib 0.12 levels were numbers."""
+    is_level = name == "optimization_level" and isinstance(value, str)
+    values = [value, *([_LEVELS[value]] if is_level and value in _LEVELS else [])]
+    faults = [refusal(name, each) for each in values]
+    if None in faults:
+        return name, values[faults.index(None)]
     if name.startswith("xla_tpu_"):
         return name, value  # known to the compiler for TPUs alone
-
     raise ValueError(
         f"`compiler_options`: jaxlib {jaxlib_version} does not take"
         f" {name!r}={value!r}: {faults[0]}."
     )
-
-
-def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
-    """What an option may be called, the given name first."""
-    if name == "optimization_level":
-        names = {number: level for level, number in _LEVELS.items()}
-        other = _LEVELS.get(value) if isinstance(value, str) else names.get(value)
-        return [(name, value)] + ([] if other is None else [(name, other)])
-    if (old := _RENAMED.get(name)) is not None:
-        return [
-            (name, {True: _ON, False: _OFF}.get(value, value)),
-            (old, value in (True, "on", _ON)),
-        ]
-    for new, old in _RENAMED.items():
-        if name == old:
-            return [(old, value), (new, _ON if value in (True, "true") else _OFF)]
-    return [(name, value)]
 
 
 def refusal(name: str, value: Any) -> str | None:
