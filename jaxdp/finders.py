@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,21 +31,6 @@ _SMOOTHING: Final = 0.98
 
 _LOST: Final = 5
 """Losses in a row that are not finite, after which there is nothing to find."""
-
-
-class _Mean:
-    """An exponential mean of losses, free of the zero that it starts from."""
-
-    def __init__(self) -> None:
-        self._sum, self._weight = 0.0, 0.0
-
-    def add(self, loss: float) -> float:
-        """The mean with one more loss; one that is not finite is left out, and NaN."""
-        if not math.isfinite(loss):
-            return math.nan
-        self._sum = _SMOOTHING * self._sum + (1 - _SMOOTHING) * loss
-        self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
-        return self._sum / self._weight
 
 
 class LRFinder:
@@ -113,8 +98,16 @@ class LRFinder:
         return figure
 
     def _smoothed(self) -> list[float]:
-        mean = _Mean()
-        return [mean.add(loss) for loss in self.results["loss"]]
+        """Exponential means of the losses; NaN where one is not finite."""
+        total, weight, means = 0.0, 0.0, []
+        for loss in self.results["loss"]:
+            if not math.isfinite(loss):
+                means.append(math.nan)
+                continue
+            total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
+            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+            means.append(total / weight)
+        return means
 
 
 def lr_find(
@@ -177,15 +170,19 @@ def lr_find(
     epochs = (twin.steps(train_loader) for _ in rates)
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
-    mean, best, lost = _Mean(), math.inf, 0
-    with _generators_kept(train_loader):
+    found = LRFinder(rates, losses)
+    best, lost = math.inf, 0
+    with contextlib.ExitStack() as stack:
+        # A torch loader's generators end as they were.
+        generators = torch_generators(train_loader)
+        stack.callback(set_states, generators, states_of(generators))
         for rate in rates:
             twin.set_hyperparams(**{name: like * rate for name, like in held.items()})
             if (metrics := next(steps, None)) is None:
                 break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
-            smoothed = mean.add(losses[-1])
+            smoothed = found._smoothed()[-1]
             lost = lost + 1 if math.isnan(smoothed) else 0
             best = min(best, smoothed) if not lost else best
             if early_stop_threshold is None:
@@ -193,7 +190,8 @@ def lr_find(
             limit = best + (early_stop_threshold - 1) * abs(best)
             if lost == _LOST or len(losses) > 10 and smoothed > limit:
                 break
-    return LRFinder(rates[: len(losses)], losses)
+    found.results["lr"] = rates[: len(losses)]
+    return found
 
 
 def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
@@ -228,14 +226,3 @@ def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
             " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
     return {name: np.ones(each.leaf.shape) for name, each in rates.items()}
-
-
-@contextlib.contextmanager
-def _generators_kept(loader: Any) -> Iterator[None]:
-    """Gives the generators of a torch loader back as they were."""
-    generators = torch_generators(loader)
-    states = states_of(generators)
-    try:
-        yield
-    finally:
-        set_states(generators, states)
