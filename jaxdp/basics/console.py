@@ -91,8 +91,8 @@ def say(message: str, *, everywhere: bool = False) -> None:
     if everywhere or coordination.index() == 0:
         try:
             _logger.info(message)
-        except Exception:
-            _unheard()
+        except Exception:  # of a handler of the user's
+            traceback.print_exc(file=Outlet(sys.stderr))
 
 
 def note(message: str) -> None:
@@ -113,8 +113,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         warnings.warn_explicit(message, category, *where, registry)
     except Warning:
         raise
-    except Exception:
-        _unheard()
+    except Exception:  # of a `warnings.showwarning` of the user's
+        traceback.print_exc(file=Outlet(sys.stderr))
 
 
 def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -127,16 +127,6 @@ def open_bar(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     except (OSError, ValueError):
         end_quietly()
         return None
-
-
-def _unheard() -> None:
-    """A handler or `warnings.showwarning` of the user's has failed: as `logging` does.
-
-    Called where the exception is being handled.
-    """
-    end_quietly()
-    with contextlib.suppress(RecursionError):
-        Outlet(sys.stderr).write(f"--- jaxdp: not told ---\n{traceback.format_exc()}")
 
 
 @functools.cache
