@@ -420,7 +420,7 @@ class Trainer:
         All processes must call it, with the same path in a file system that they share.
         It returns the absolute path, once all is on disk.
         """
-        with self.run.interrupts.whole():
+        with self.run.interrupts.uninterrupted():
             return self.start_saving(path).finish()
 
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:

@@ -135,7 +135,7 @@ def counting(kind):
         count = 0
 
         def compile(self, step, arguments, roles, results, **options):
-            Counting.count += results == ("state", "whole")
+            Counting.count += results == ("state", "replicated")
             return super().compile(step, arguments, roles, results, **options)
 
     return Counting()

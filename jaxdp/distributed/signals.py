@@ -84,8 +84,8 @@ class Interrupts:
             raise self._exception(number)
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """What happens inside is done as a whole: a signal is raised after it.
+    def uninterrupted(self) -> Iterator[None]:
+        """What happens inside is not interrupted: a signal is raised after it.
 
         Within a fit, at its next boundary. All processes must come here.
         """

@@ -290,7 +290,7 @@ class Programs:
 
         function = train if steps == 1 else train_all
         roles = "state", "groups"
-        return _Step(function, (leaves, groups), roles, ("state", "whole"))
+        return _Step(function, (leaves, groups), roles, ("state", "replicated"))
 
     def _evaluate(self, weights: Weights, groups: list[Group]) -> _Step:
         leaves, treedef = jax.tree.flatten(weights)
@@ -309,9 +309,9 @@ class Programs:
             return totals, metrics.means, *([outputs] if keeps else [])
 
         keeps = self.steps.keeps_outputs
-        roles = "state", "whole", "whole", "groups"
+        roles = "state", "replicated", "replicated", "groups"
         arguments = leaves, self.steps.new_totals(), np.int32(0), groups
-        results: tuple[Role, ...] = ("whole", "whole", "rows")
+        results: tuple[Role, ...] = ("replicated", "replicated", "rows")
         return _Step(evaluate, arguments, roles, results if keeps else results[:2])
 
     def _predict(self, weights: Weights, groups: list[Group]) -> _Step:

@@ -124,7 +124,7 @@ class Limits:
         if self.seconds is not None:
             self.deadline = time.monotonic() + self.seconds
 
-    def is_whole(self, batches_done: int) -> bool:
+    def is_finished(self, batches_done: int) -> bool:
         """Whether so many batches are known to be a whole epoch."""
         return self._whole is not None and batches_done >= self._whole
 

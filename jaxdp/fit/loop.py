@@ -224,14 +224,16 @@ class Loop:
 
         if run.epoch_is_over and self.limits.is_short(progress.done):
             self._warn_of_few_batches()
-        progress.is_whole = run.epoch_is_over or self.limits.is_whole(progress.done)
+        progress.is_finished = run.epoch_is_over or self.limits.is_finished(
+            progress.done
+        )
         progress.epoch_ended = True
         with run.logged.into(metrics) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
         self.trainer.history.append(progress.epoch, logged)
-        if progress.is_whole:
+        if progress.is_finished:
             progress.next_epoch()
-        progress.is_whole = run.epoch_is_over = False
+        progress.is_finished = run.epoch_is_over = False
         self.hooks.on_boundary(self.trainer)
 
     # When it ends.
@@ -259,7 +261,7 @@ class Loop:
     def _may_stop(self) -> bool:
         """Whether a fit that is to end early has done its minimum; says once if not."""
         limits, step = self.limits, self.progress.global_step
-        is_over = limits.is_whole(self.progress.done)
+        is_over = limits.is_finished(self.progress.done)
         may_stop = limits.may_stop(step, self._epoch + is_over)
         if not (may_stop or self._told_of_minimum):
             self._told_of_minimum = True
@@ -318,7 +320,7 @@ class Loop:
         else:
             self._end_fit(hooks)
         finally:
-            run.is_fitting = run.epoch_is_over = self.progress.is_whole = False
+            run.is_fitting = run.epoch_is_over = self.progress.is_finished = False
             run.interrupts.saves_first = False
             for source in (self.train, *self.vals.values()):
                 source.close()

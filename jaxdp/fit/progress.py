@@ -26,7 +26,7 @@ class Progress:
         seen: batches of all epochs that are.
         examples: its real rows.
         epoch_ended: whether it is in the history. One that was cut short goes on.
-        is_whole: whether no batch of it is left, while it is being ended.
+        is_finished: whether no batch of it is left, while it is being ended.
         val_metrics: its last validation's.
         logged: the last values that callbacks have logged in it.
         validated_at: after which of its batches that was.
@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.global_step = self.epoch = self.done = self.seen = self.examples = 0
-        self.epoch_ended = self.is_whole = False
+        self.epoch_ended = self.is_finished = False
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
@@ -151,9 +151,9 @@ class Progress:
         after = self._checksum()
         if (read := self._read()) is not None:
             source, begun = read
-            goes_on = begun.epoch == self.epoch and not self.is_whole
+            goes_on = begun.epoch == self.epoch and not self.is_finished
             state = begun.state if goes_on else source.present_state()
-            place = None if self.is_whole else source.place(self.done)
+            place = None if self.is_finished else source.place(self.done)
             if source.replays and self.done and self._last is not None:
                 after = checksum(self._last)
 
@@ -165,16 +165,16 @@ class Progress:
         several = {name: share.states(states[name]) for name in sorted(states)}
 
         # An epoch that is over counts as the next one, not begun.
-        of_epoch = Progress() if self.is_whole else self
+        of_epoch = Progress() if self.is_finished else self
         return {
             "global_step": self.global_step,
-            "current_epoch": self.epoch + self.is_whole,
+            "current_epoch": self.epoch + self.is_finished,
             "batches_seen": self.seen,
             "examples_seen": self.examples,
             "source": share.states(state),
             "place": share.states(place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": None if self.is_whole else after,
+            "after": None if self.is_finished else after,
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
@@ -193,7 +193,7 @@ class Progress:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]
         self.done, self.examples = state["batches_done"], state["examples_seen"]
         self.seen = state["batches_seen"]
-        self.epoch_ended, self.is_whole = state["epoch_ended"], False
+        self.epoch_ended, self.is_finished = state["epoch_ended"], False
         self.val_metrics = state["val_metrics"]
         self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
         self.validated_at = state["validated_at"]

@@ -27,7 +27,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
     def saved(path: str) -> None:
         run.hooks.on_save_checkpoint(trainer, path)
 
-    with run.interrupts.whole():
+    with run.interrupts.uninterrupted():
         run.take_over(trainer.callbacks)
         held = run.settled_engine("`save`").held
         state = held.state
@@ -80,7 +80,7 @@ def weights_at(
     callbacks may be others.
     """
     held = trainer.run.engine.held
-    with trainer.run.interrupts.whole():
+    with trainer.run.interrupts.uninterrupted():
         state, meta = checkpoint.restore(path, lambda _: held.state, evaluated=True)
         return meta["global_step"], jax.tree.leaves(state.weights)
 
@@ -89,7 +89,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run
     run.check_is_settled("`load`")
-    with run.interrupts.whole():
+    with run.interrupts.uninterrupted():
         with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
             run.take_over(trainer.callbacks)
             strategy = run.engine.strategy

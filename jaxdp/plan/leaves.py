@@ -77,7 +77,7 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
         path,
         tuple(leaf.shape),
         str(leaf.dtype),
-        str(tuple(spec)) if split else "whole",
+        str(tuple(spec)) if split else "replicated",
         parts,
         shard,
         nbytes(leaf),

@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     spec: str
-    """How it is split: `"('data', None)"`; `"whole"` on every device."""
+    """How it is split: `"('data', None)"`; `"replicated"` on every device."""
     parts: int
     """How many different pieces there are."""
     shard: tuple[int, ...]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 DATA: Final = "data"
 """Name of the axis that a batch's rows are split over."""
 
-ResultKind = Literal["gradients", "rows", "whole"]
+ResultKind = Literal["gradients", "rows", "replicated"]
 """What a result of `Collectives.over_rows` is: gradients like the parameters, values
 per row, or small values that every device holds."""
 

@@ -254,7 +254,9 @@ class Steps(NamedTuple):
     ) -> tuple[Sums, PyTree]:
         """The sums of one batch, in inference mode, and what is kept of its rows."""
         inputs = weights, batch_idx
-        return collectives.over_rows(self._sums, inputs, [group], ("whole", "rows"))
+        return collectives.over_rows(
+            self._sums, inputs, [group], ("replicated", "rows")
+        )
 
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
@@ -270,7 +272,7 @@ class Steps(NamedTuple):
             self._gradients,
             (collectives.weights(state), state.loss_scale),
             groups,
-            ("gradients", "whole", "whole"),
+            ("gradients", "replicated", "replicated"),
         )
         grads = summed.weigh_gradients(grads, groups)
         if state.loss_scale is not None:

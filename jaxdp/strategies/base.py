@@ -37,12 +37,12 @@ from .in_use import compiled_once
 Devices = int | Sequence[Any] | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""
 
-Role = Literal["state", "groups", "rows", "whole"]
+Role = Literal["state", "groups", "rows", "replicated"]
 """What an argument or a result of a step is.
 
 `"state"`: arrays that `place` laid out; they stay where they are. `"groups"`: a list of
 `Group`, whose batches are split by rows behind the axis of micro-batches. `"rows"`:
-predictions, split by rows. `"whole"`: small values that every device holds.
+predictions, split by rows. `"replicated"`: small values that every device holds.
 """
 
 

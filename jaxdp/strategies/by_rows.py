@@ -179,7 +179,7 @@ class ByRows(Collectives):
                 for role, part in zip(roles, values, strict=True)
             )
 
-        spec_of = {"gradients": (rows, trained), "rows": rows, "whole": whole}
+        spec_of = {"gradients": (rows, trained), "rows": rows, "replicated": whole}
         values = jax.shard_map(
             on_one_device,
             mesh=self.mesh,

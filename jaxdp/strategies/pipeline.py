@@ -73,7 +73,7 @@ class Pipeline(Sharded):
         return PartitionSpec(_STAGE if path.startswith(self._stacks) else None)
 
     def reason(self, path: str, leaf: Array) -> str:
-        return "split by blocks" if any(self.param_spec(path, leaf)) else "whole"
+        return "split by blocks" if any(self.param_spec(path, leaf)) else "replicated"
 
     def _layouts(self, state: TrainState) -> TrainState:
         # The blocks' arrays may be trained, or frozen, or both.

@@ -100,7 +100,7 @@ class Sharded(DataParallel):
 
     def reason(self, path: str, leaf: Array) -> str:
         """Why a leaf of the model is held as it is, for `layouts`."""
-        return "by param_spec" if any(self.param_spec(path, leaf)) else "whole"
+        return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
 
     def place(self, state: TrainState) -> TrainState:
         return place_copy(state, self.state_shardings(state))
@@ -200,7 +200,7 @@ class Sharded(DataParallel):
         # Parameters first: the others follow them.
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
-        whole = Layout(PartitionSpec(), "whole")
+        whole = Layout(PartitionSpec(), "replicated")
         return jax.tree.map(lambda _: whole, state)._replace(
             params=with_path(own, state.params),
             buffers=with_path(own, state.buffers),
@@ -222,7 +222,7 @@ class Sharded(DataParallel):
         layouts = {
             "state": jax.tree.map(lambda leaf: leaf.sharding, state),
             "rows": self._rows if split else self._whole,
-            "whole": self._whole,
+            "replicated": self._whole,
         }
         in_shardings, out_shardings = laid_out(
             arguments,

@@ -235,7 +235,7 @@ def test_a_plan_has_it_whole_on_every_device():
     plan = make(strategy=Sharded(), loss_fn=weighted).plan([scaled(16, 1.0)])
     found = {leaf.path: leaf for leaf in plan.leaves if leaf.group == "batch"}
     shift = found["whole['shift'].array"]
-    assert shift.shape == shift.shard == (1, 3) and shift.spec == "whole"
+    assert shift.shape == shift.shard == (1, 3) and shift.spec == "replicated"
     assert found["batch['x']"].shard == (1, 2, 2)
     assert any("whole['scale'].array ()" in each for each in plan.notes["indicative"])
     assert plan.scaling([1]).rows[0].rows == 2

@@ -133,7 +133,7 @@ def test_layouts_say_how_each_leaf_is_split_and_why():
     assert found["opt_state: [0].mu.layers[1].weight"] == (
         PartitionSpec(None, "data"), "as its parameter layers[1].weight",
     )  # fmt: skip
-    assert found["step"].reason == "whole"
+    assert found["step"].reason == "replicated"
     shapes = jax.eval_shape(lambda: trainer.state)
     assert trainer.strategy.layouts(shapes) == found
 
