@@ -131,30 +131,20 @@ def add_pass_values(
         if ensemble is None:
             values = metric(name, *given)
         else:
-            values = _over_members(metric, name, given, ensemble)
+            each = [
+                metric(name, *jax.tree.map(lambda leaf, at=member: leaf[:, at], given))
+                for member in range(ensemble.size)
+            ]
+            # on the host
+            stacks = {key: np.array([of[key] for of in each]) for key in each[0]}
+            named = ensemble.named(stacks)
+            values = {key: float(value) for key, value in named.items()}
         if clash := {*values} & {*means}:
             raise ValueError(
                 f"`metrics`: there are two values named {sorted(clash)}, one of them of"
                 f" the PassMetric {name!r}; rename it."
             )
         means |= values
-
-
-def _over_members(
-    metric: PassMetric, name: str, outputs: PyTree, ensemble: Ensemble
-) -> dict[str, float]:
-    """The mean of each value over members, and the value of each."""
-    each = [
-        metric(name, *jax.tree.map(lambda leaf, at=member: leaf[:, at], outputs))
-        for member in range(ensemble.size)
-    ]
-    found: dict[str, float] = {
-        key: float(np.mean([v[key] for v in each])) for key in each[0]
-    }
-    for key in [*found]:
-        owns = zip(ensemble.names(key), each, strict=True)
-        found |= {own: values[key] for own, values in owns}
-    return found
 
 
 def _widened(leaf: np.ndarray) -> np.ndarray:

@@ -48,6 +48,15 @@ class Ensemble:
         """The names of the values that differ by member."""
         return [f"{name}[{member}]" for member in range(self.size)]
 
+    def named(self, stacks: Mapping[str, Any]) -> dict[str, Any]:
+        """Means over members, then the values of each, from all of them by name."""
+        means = {name: stack.mean() for name, stack in stacks.items()}
+        return means | {
+            own: stack[member]
+            for name, stack in stacks.items()
+            for member, own in enumerate(self.names(name))
+        }
+
     def check(self, argument: str, tree: PyTree) -> None:
         """Raises if the first axis of an array is not the axis of members."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -130,9 +139,7 @@ class OfMembers:
     """
 
     def __init__(self, objective: Objective, ensemble: Ensemble):
-        self.objective = objective
-        self.size = ensemble.size
-        self.names = ensemble.names
+        self.objective, self.ensemble = objective, ensemble
         self.takes_key = objective.takes_key
 
     def __call__(
@@ -153,7 +160,12 @@ class OfMembers:
 
         try:
             values, weights, new_state, outputs, hidden = over_members(
-                of_one, self.size, model, model_state, rows, (-1, None, 0, 1, 0)
+                of_one,
+                self.ensemble.size,
+                model,
+                model_state,
+                rows,
+                (-1, None, 0, 1, 0),
             )
         except ValueError as error:
             if "out_axes" not in str(error):
@@ -168,26 +180,17 @@ class OfMembers:
         return one._replace(
             # Dicts lose their order on their way through JAX.
             values={name: values[name] for name in one.values},
-            members=self._named,
+            members=self.ensemble.named,
             weights={
                 name: weights[of]
                 for of in one.weights
-                for name in (of, *self.names(of))
+                for name in (of, *self.ensemble.names(of))
             },
             model_state=new_state,
             outputs=outputs,
             pairs={},  # weights of parameters differ by member
             hidden=None if hidden is None else hidden.any(axis=0),
         )
-
-    def _named(self, stacks: Mapping[str, Array]) -> dict[str, Array]:
-        """Means over members, then the values of each."""
-        means = {name: stack.mean() for name, stack in stacks.items()}
-        return means | {
-            own: stack[member]
-            for name, stack in stacks.items()
-            for member, own in enumerate(self.names(name))
-        }
 
 
 def call_members(

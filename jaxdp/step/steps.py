@@ -102,11 +102,10 @@ class Steps(NamedTuple):
 
     @property
     def _objective_of_all(self) -> Objective | OfMembers:
-        objective = self.objective
-        assert objective is not None
+        assert self.objective is not None
         if self.ensemble is None:
-            return objective
-        return OfMembers(objective, self.ensemble)
+            return self.objective
+        return OfMembers(self.objective, self.ensemble)
 
     @property
     def keeps_outputs(self) -> bool:
