@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
+    CallsPython,
     CriterionObjective,
     Facts,
     Group,
@@ -32,15 +33,12 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from .dispatch_size import DispatchSize
-from .eager import Debugging, Uncompiled, Watched, debugging
+from .eager import Debugged, Debugging, debugging
 from .fetching import Fetching
 from .held_state import HeldState, placed_first, shapes_of_first
 from .in_flight import InFlight
 from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
 from .row_counts import Counts
-
-_OURS: Final = jax.stages.Compiled, Watched
-"""Compiled steps that are no strategy's own."""
 
 
 class Engine:
@@ -100,15 +98,15 @@ class Engine:
         """Makes ready for `steps` from the start, as JAX's settings want it."""
         strategy, steps_per_execution, in_order = self._as_asked
         abstract, self._mode = self._is_abstract, mode
-        if mode.without_jit and not abstract:
-            strategy = Uncompiled(strategy)
+        if any(mode) and not abstract:
+            strategy, steps_per_execution = Debugged(strategy, mode), 1
         several = not abstract and jax.process_count() > 1
         # Where nothing is compiled for a size, nothing need be padded to one.
-        steps = steps._replace(rows_interact=not strategy.compiles)
+        steps = steps._replace(rows_interact=mode.without_jit and not abstract)
         self.strategy = strategy
-        self.programs = Programs(steps, strategy, quiet=abstract)
+        self.programs = Programs(steps, strategy, quiet=abstract or mode.without_jit)
         self.facts = self.programs.facts
-        self._dispatch_size = DispatchSize(1 if any(mode) else steps_per_execution)
+        self._dispatch_size = DispatchSize(steps_per_execution)
         self._blocks = strategy.row_blocks() if several else RowBlocks()
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) for kind, what in WHAT.items()
@@ -117,7 +115,9 @@ class Engine:
 
     def follow_settings(self) -> None:
         """Goes on as JAX's settings for debugging are now; see `eager`."""
-        mode = debugging()
+        self._change(debugging(self._mode.calls_python))
+
+    def _change(self, mode: Debugging) -> None:
         if mode == self._mode:
             return
         state, options = self.strategy.gather(self.state), self.programs.options
@@ -139,7 +139,7 @@ class Engine:
         """
         devices = self.held.arrays[0].sharding.device_set
         unroll = any(device.platform == "cpu" for device in devices)
-        unroll = unroll and self.strategy.compiles  # loops are Python's
+        unroll = unroll and not self._mode.without_jit  # loops are Python's
         self.programs.set(unroll_convolutions=unroll)
 
     @property
@@ -166,7 +166,7 @@ class Engine:
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
         is_shared = self.programs.options.donate != "all"
-        is_known = isinstance(compiled, _OURS)
+        is_known = isinstance(compiled, jax.stages.Compiled)
         if is_shared and is_known and type(groups[0].counts) is np.ndarray:
             return self._counts.placed(groups, compiled)
         return groups
@@ -257,12 +257,11 @@ class Engine:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
         if self.steps_per_execution > 1 and not self._loops_well(dispatch):
             self._dispatch_size.steps = 1
-            first, *others = dispatch.windows
-            prepared = self.prepare_training(self._single(first))
-            return itertools.chain(prepared, map(self._single, others))
-        self.compiled_for("train", dispatch)
-        if self.programs.is_watched and len(dispatch.rows) > 1:
-            return self.prepare_training(dispatch)  # only the compilation tells
+            return self._one_by_one(dispatch)
+        try:
+            self.compiled_for("train", dispatch)
+        except CallsPython:  # in several steps, of which each is now taken alone
+            return self._one_by_one(dispatch)
 
         packer = self.packers["train"]
         if self.facts["train"].rows_interact and not packer.rows_interact:
@@ -275,6 +274,11 @@ class Engine:
         if self._has_wrong_targets(dispatch):
             return map(self._single, dispatch.windows)
         return [dispatch]
+
+    def _one_by_one(self, dispatch: Dispatch) -> Iterable[Dispatch]:
+        first, *others = dispatch.windows
+        prepared = self.prepare_training(self._single(first))
+        return itertools.chain(prepared, map(self._single, others))
 
     def _has_wrong_targets(self, dispatch: Dispatch) -> bool:
         """Whether a dispatch of several steps of one process will be refused."""
@@ -420,6 +424,11 @@ class Engine:
         inputs = held.state if kind == "train" else held.evaluated.weights
         try:
             return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
+        except CallsPython:
+            self._change(self._mode._replace(calls_python=True))
+            if len(dispatch.rows) > 1:
+                raise
+            return self.compiled_for(kind, dispatch)
         except Exception as error:
             self._unpad(kind)
             forms = self.packers[kind].forms
@@ -464,13 +473,6 @@ class Engine:
     def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
         steps = self.programs.steps
-        if self.programs.is_watched:
-            say(
-                "`steps_per_execution`: 1 at a time, because the step calls"
-                " Python that may raise, as eqx.error_if does, and the trainer"
-                " waits for each such step"
-            )
-            return False
         if not steps.unroll_convolutions:
             return True
         if self._convolves is None:

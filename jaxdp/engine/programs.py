@@ -16,6 +16,7 @@ from ..basics.host_memory import on_device
 from ..data import Dispatch
 from ..step import (
     OWN_LOOP,
+    CallsPython,
     Collectives,
     Facts,
     Group,
@@ -30,7 +31,6 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import Built, Role, found_of
 from .compile_messages import Compilations
-from .eager import Watched, compiled_for_debugging
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -87,7 +87,6 @@ class Programs:
         options: how train steps are compiled next.
         facts: what tracing has told of each kind, the last time.
         facts_of: what it has told of each kind and the forms of its batches.
-        is_watched: whether the train step is waited for, see `eager.Watched`.
     """
 
     def __init__(self, steps: Steps, strategy: DataParallel, *, quiet: bool):
@@ -96,11 +95,10 @@ class Programs:
         self.options = StepOptions()
         self.facts: dict[Kind, Facts] = {}
         self.facts_of: dict[tuple[Kind, tuple[str, ...]], Facts] = {}
-        self.is_watched = False
         self._objective_is_inferred = False
-        self._quiet = quiet or not strategy.compiles
+        self._quiet = quiet
         self._told: set[str] = set()
-        self._compilations = Compilations(quiet=self._quiet)
+        self._compilations = Compilations(quiet=quiet)
         self._compiled: dict[tuple[Kind, Hashable], Program] = {}
         self._of_training: dict[Hashable, TrainProgram] = {}
 
@@ -135,6 +133,8 @@ class Programs:
         before, known = self._compilations.seconds, self.facts.get(kind)
         try:
             compiled = self._compile(kind, packed, groups, inputs)
+        except CallsPython:
+            raise
         except Exception:
             if self._objective_is_inferred and not self._compiled:
                 self.set(objective=None)
@@ -148,17 +148,15 @@ class Programs:
                 self.tell(note)
 
         self._compiled[kind, packed.shape] = compiled
-        if kind == "train" and self.strategy.compiles:
-            self.is_watched = isinstance(compiled, Watched)
-            program: Any = compiled.compiled if self.is_watched else compiled  # pyright: ignore
+        if kind == "train":
             self._of_training[packed.shape] = TrainProgram(
-                program,
+                compiled,  # pyright: ignore
                 len(packed.rows),
                 rows_in(groups),
                 sum(len(group.counts) for group in groups),
-                self.options.donate != "none" and not self.is_watched,
+                self.options.donate != "none",
                 self._compilations.seconds - before,
-                found_of(program),
+                found_of(compiled),
             )
         return compiled
 
@@ -239,15 +237,7 @@ class Programs:
             # less, so the step is looked at over all rows first.
             if values_mix_rows(_traced(step.function, *step.arguments)):
                 raise RowsInteract
-
-        def compile_(function: Callable[..., Any], donate: tuple[int, ...]) -> Any:
-            return self.strategy.compile(
-                function, *step[1:], donate=donate, split=split
-            )
-
-        compiled = compiled_for_debugging(
-            compile_, step.function, self.strategy, donate=donate, quiet=self._quiet
-        )
+        compiled: Any = self.strategy.compile(*step, donate=donate, split=split)
         if not callable(compiled):
             raise TypeError(
                 f"`strategy`: {type(self.strategy).__name__}.compile returned a"

@@ -58,8 +58,7 @@ class Feed:
             prepared = engine.prepare_training(first)
             self._begun = itertools.chain(prepared, dispatches)
         except Exception as wrong:
-            if not run.engine.strategy.compiles:  # the step has run
-                wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
+            wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
             run.progress.begin()
             raise
 

@@ -7,6 +7,8 @@ from .ensemble import Ensemble
 from .inference import InferenceModel
 from .jaxprs import (
     OWN_LOOP,
+    CallsPython,
+    calls_python,
     equations_in,
     has_convolutions,
     has_own_loop,
@@ -29,14 +31,6 @@ from .objective import CriterionObjective, LossFnObjective, Objective, split_bat
 from .own_call import with_call, without_call
 from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by
 from .precision import as_own, as_stored, find_precision
-from .python_calls import (
-    Calls,
-    CallsPython,
-    as_raised,
-    calls_of,
-    calls_python,
-    catching,
-)
 from .remat import Remat, check_remat, is_recomputed, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state

@@ -27,6 +27,16 @@ def has_convolutions(jaxpr: Any) -> bool:
     return "conv_general_dilated" in names
 
 
+class CallsPython(Exception):
+    """A step was traced that calls Python which may raise."""
+
+
+def calls_python(jaxpr: Any) -> bool:
+    """Whether a traced program calls Python that may raise, as `eqx.error_if` does."""
+    names = (equation.primitive.name for equation in equations_in(jaxpr))
+    return "pure_callback" in names
+
+
 def has_own_loop(jaxpr: Any) -> bool:
     """Whether a traced program has a loop that is named `OWN_LOOP`."""
     return any(

@@ -21,12 +21,10 @@ from jaxtyping import PyTree
 from ..basics.host_memory import HOST, on_device
 from ..distributed import RowBlocks, put
 from ..step import (
-    Calls,
     CallsPython,
     Group,
     RowsInteract,
     TrainState,
-    calls_of,
     calls_python,
     matmul_flops,
     values_mix_rows,
@@ -56,8 +54,6 @@ class Built(NamedTuple):
     """Matrix operations of all devices, as traced; None if a part can't be counted."""
     trace_seconds: float
     compile_seconds: float
-    calls: Calls | None
-    """Who makes its calls of Python, if it has some that are caught."""
 
 
 _BUILT: Final[weakref.WeakKeyDictionary[Any, Built]] = weakref.WeakKeyDictionary()
@@ -88,10 +84,6 @@ class DataParallel(abc.ABC):
     branch_every: int = 1
     """Every how many steps the collectives in a branch of the program run.
     `Trainer.plan` divides their bytes by it."""
-
-    compiles: bool = True
-    """Whether `compile` compiles anything. If not, batches may have any size, and the
-    loss may use Python's own control flow."""
 
     program_digests: tuple[str, ...] = ()
     """Digests of the programs built so far, in a job of several processes."""
@@ -204,9 +196,17 @@ class DataParallel(abc.ABC):
         Call it from `compile`: it finds rows that interact (see `trace`), and keeps
         what was traced for plans. `options` are XLA's; by default those that are fast
         on the hardware.
+
+        Raises:
+            CallsPython: if the program calls Python that may raise. An error that
+                leaves it would strand the other devices (with several faked ones, jax
+                0.10.2 aborts the process), so the engine takes one device.
         """
         started = time.perf_counter()
         traced = self.trace(program, arguments)
+        is_to_run = any(isinstance(x, jax.Array) for x in jax.tree.leaves(arguments))
+        if is_to_run and jax.process_count() == 1 and calls_python(traced.jaxpr):
+            raise CallsPython("a step calls Python that may raise")
         options = options_for(traced.jaxpr, arguments, options, self.compiler_options)
         lowered = self.lower(traced)
 
@@ -219,8 +219,7 @@ class DataParallel(abc.ABC):
         flops = None
         with contextlib.suppress(KeyError):  # JAX has renamed something
             flops = matmul_flops(traced.jaxpr)
-        calls = calls_of(traced.jaxpr)
-        _BUILT[compiled] = Built(flops, begun - started, ended - begun, calls)
+        _BUILT[compiled] = Built(flops, begun - started, ended - begun)
         return compiled
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
@@ -228,13 +227,10 @@ class DataParallel(abc.ABC):
 
         Raises:
             RowsInteract: if values that must depend on one row depend on others.
-            CallsPython: if the program calls Python functions that may raise.
         """
         traced = program.trace(*arguments)
         if values_mix_rows(traced.jaxpr):
             raise RowsInteract
-        if calls_python(traced.jaxpr):
-            raise CallsPython
         return traced
 
     def lower(self, traced: Any) -> Any:

@@ -1,8 +1,7 @@
 """Programs in use, so that one that is wanted again is not compiled again.
 
 A second trainer often wants the same ones: a trainer for each seed, or each fold. JAX's
-cache has them on disk, if it is on, but for programs that call Python: those of models
-that raise errors from compiled code, as diffrax's do, are compiled for seconds.
+cache has them on disk, if it is on.
 """
 
 import collections
@@ -45,9 +44,8 @@ def _key(
     """The length of a program's text, and what makes it the program it is.
 
     None where that is not known: a program with effects calls Python, such as
-    `jax.debug.print`, and its text does not tell which functions. (The functions of
-    others are handed to it in each call, see `step.Calls`.) The programs of several
-    processes are compiled by all or by none.
+    `jax.debug.print`, and its text does not tell which functions. The programs of
+    several processes are compiled by all or by none.
     """
     if traced.jaxpr.effects or jax.process_count() > 1:
         return None
