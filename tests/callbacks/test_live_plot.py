@@ -82,6 +82,18 @@ def test_the_live_plot_draws_what_loggers_write_of_each_run(tmp_path):
         assert list(plot._columns) == ["loss", "epoch_loss", "epoch_accuracy"]
 
 
+def test_a_checkpoint_needs_nothing_of_a_live_plot(tmp_path):
+    saved = linear_trainer()
+    saved.fit(batches(8, 8))
+    path = saved.save(tmp_path / "saved")
+    plots = [LivePlot(tmp_path / f"{name}.png") for name in "ab"]
+    for _ in range(2):  # the second time used by another trainer
+        trainer = linear_trainer(*plots, log_every_n_steps=1)
+        trainer.load(path)  # without a warning
+        trainer.fit(batches(8, 8), max_epochs=2)
+        assert [step for step, _ in plots[0]._columns["loss"]] == [3, 4]
+
+
 def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
     plot = LivePlot(tmp_path / "a.png")
