@@ -13,7 +13,7 @@ from typing import Any
 
 from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
 from ..basics.files import append_whole, naming, write_whole
-from ..basics.json_checks import by_name, maybe, read_json, text, whole
+from ..basics.json_checks import read_json
 from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce
@@ -44,8 +44,6 @@ class CSVLogger(Logger):
     Attributes:
         path: where the table is; None before the first fit.
     """
-
-    own_form = {"rows": whole(), "last": maybe(by_name(text()))}
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from ..basics.arguments import by_name_after_first, check_number
-from ..basics.json_checks import maybe, number_text, row, truth, whole
 from .base import Trainer
 from .monitor import MetricCheck, announce, is_better
 
@@ -37,11 +36,6 @@ class EarlyStopping(MetricCheck):
         best_score: the best value so far; None before the first check.
         reason: why the fit was stopped; None before.
     """
-
-    own_form = {
-        "stopped_epoch": maybe(whole()),
-        "last": maybe(row(number_text(), truth())),
-    }
 
     @by_name_after_first("min_delta", "patience", "verbose", "mode")
     def __init__(

@@ -11,10 +11,10 @@ from ..basics import coordination
 from ..basics.arguments import check_count, check_number
 from ..basics.environment import versions
 from ..basics.tree import leaf_path
-from ..checkpoint import start_fingerprints
 from ..distributed import meetings
 from ..step import IN_FLIGHT
 from .base import Callback, Trainer
+from .fingerprints import start_fingerprints
 from .onlooker import Onlooker
 
 _ARGUMENTS = (

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..basics.columns import EPOCH, VALIDATION
 from ..basics.console import warn
-from ..basics.json_checks import Form, by_name, fields, maybe, number, row, whole
 from .base import Callback, Trainer
 from .monitor import LateReads, announce
 from .run_facts import Facts, run_facts
@@ -44,9 +43,6 @@ class Logger(Callback):
     reads_logged = True
     skip_in_fast_dev_run = True
     fit_end_order = 2
-
-    own_form: Mapping[str, Form] = {}
-    """How each value of `own_state` must look to be taken back."""
 
     def __init__(
         self,
@@ -183,8 +179,6 @@ class Logger(Callback):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        validation = maybe(row(whole(), by_name(number())))
-        fields(self.own_form, {"validation": validation})(state, "state")
         self._restored = state
 
     def _folder(self, trainer: Trainer) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.extras import import_extra
-from ..basics.json_checks import maybe, text
 from .base import Trainer
 from .logger import Logger, Number
 from .monitor import announce
@@ -38,11 +37,6 @@ class MLFlowLogger(Logger):
         run_id: of the latest run.
         tracking_uri: where it is.
     """
-
-    own_form = {
-        "run_id": maybe(text(r"\w[\w-]{0,255}", "an id as MLflow has them")),
-        "tracking_uri": maybe(text()),
-    }
 
     def __init__(
         self,

@@ -11,19 +11,12 @@ from ..basics.arguments import check_choice, check_count, check_is_local
 from ..basics.console import warn
 from ..basics.durations import parse_duration
 from ..basics.files import absolute
-from ..basics.json_checks import each, fields, has_form, truth, whole
-from ..checkpoint import CheckpointDir
+from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from .base import Callback, Trainer
 from .monitor import announce, check_monitor
-from .scores import MEASURED_FORM, SCORES_FORM, Keeping, Scores, as_json, from_json
+from .scores import Keeping, Scores, as_json, from_json
 from .states import saved_state
-
-_SAVED = fields(
-    {"scores": SCORES_FORM, "is_due": truth()},
-    # The first is in no checkpoint of 0.2, and the second in none of 0.1.
-    {"measured": MEASURED_FORM, "best_first": each(whole())},
-)
 
 _INSTEAD: Final = {
     "filename": "a checkpoint's folder is named by its step, and the best and the last"
@@ -125,9 +118,11 @@ class ModelCheckpoint(Callback):
             every_n_epochs = 1
 
         self._follows_trainer = dirpath is None
+        self.dirpath = None
         if dirpath is not None:
             check_is_local("dirpath", dirpath)
-        self.dirpath = None if dirpath is None else absolute(dirpath)
+            self.dirpath = absolute(dirpath)
+            check_name("dirpath", self.dirpath)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
@@ -172,7 +167,6 @@ class ModelCheckpoint(Callback):
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that have a score in a saved state of this callback, best first."""
-        _SAVED(state, "state")
         return self._keeping.ranked(from_json(state["scores"]))
 
     @property
@@ -320,11 +314,10 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
         self._is_restored = True
         self._scores = from_json(state["scores"])
         self._is_due = state["is_due"]
-        measured = state.get("measured")
+        measured = state.get("measured")  # in no checkpoint of 0.2
         self._measured = measured and (measured[0], float(measured[1]))
         self._row = None
 
@@ -464,8 +457,7 @@ class ModelCheckpoint(Callback):
         except (OSError, ValueError):
             return None, {}
         state = saved_state(trainer, meta, self)
-        told = from_json(state["scores"]) if has_form(state, _SAVED) else {}
-        return meta["run_id"], told
+        return meta["run_id"], from_json(state["scores"]) if state else {}
 
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None

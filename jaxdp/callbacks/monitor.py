@@ -10,7 +10,6 @@ import numpy as np
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say
-from ..basics.json_checks import Form, fields, maybe, number_text, whole
 from .base import Callback, Trainer
 
 LAG: Final = 8
@@ -70,9 +69,6 @@ class MetricCheck(Callback):
     only_in_training = True
     reads_logged = True
 
-    own_form: Mapping[str, Form] = {}
-    """How each value of a subclass must look to be taken back."""
-
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str):
         if not isinstance(monitor, str):
             raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
@@ -127,8 +123,6 @@ class MetricCheck(Callback):
         return {"wait_count": self.wait_count, "best_score": best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        form = {"wait_count": whole(), "best_score": maybe(number_text())}
-        fields({**form, **self.own_form})(state, "state")
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
 

@@ -10,15 +10,12 @@ from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_choice, check_count
 from ..basics.console import some_of, warn
-from ..basics.json_checks import each, fields, whole
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
 from .base import Callback, Trainer
 from .monitor import LateReads
 
 _FLAGS = "nonfinite_gradients"
-
-_SAVED = fields({"skipped_steps": each(whole())}, {"in_a_row": whole()})
 
 
 class NanGuard(Callback):
@@ -102,7 +99,6 @@ class NanGuard(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _SAVED(state, "state")
         self.skipped_steps = list(state["skipped_steps"])
         self._in_a_row = self._restored_in_a_row = state.get("in_a_row", 0)
         self._late = LateReads()  # of steps that are undone, or another trainer's

@@ -10,7 +10,6 @@ from ..basics.arguments import (
     check_count,
     check_number,
 )
-from ..basics.json_checks import whole
 from ..basics.metric_names import larger_is_better
 from .base import Trainer
 from .learning_rate_monitor import is_rate, no_rate
@@ -45,8 +44,6 @@ class ReduceLROnPlateau(MetricCheck):
         cooldown_count: checks that are left of the cooldown.
         best_score: the best value so far; None before the first check.
     """
-
-    own_form = {"cooldown_count": whole()}
 
     @by_name_after_first(
         "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr"

@@ -3,21 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..basics.json_checks import Form, each, maybe, number_text, row, whole
 from ..history import rank
 
 Scores = Mapping[int, float | None]
 """Of each step that is saved: what was measured on its weights, or None."""
 
-SCORES_FORM: Form = each(row(whole(), maybe(number_text())))
-"""How they look in JSON."""
-
-MEASURED_FORM: Form = maybe(row(whole(), number_text()))
-"""How a step and what was measured on its weights look in JSON, if there is any."""
-
 
 def as_json(scores: Scores) -> list[Any]:
-    """What `SCORES_FORM` says; NaN and infinity are texts."""
+    """Rows for JSON, which lacks NaN and infinity: scores are texts."""
     return [[step, s if s is None else str(s)] for step, s in scores.items()]
 
 

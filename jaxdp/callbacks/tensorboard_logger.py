@@ -10,7 +10,6 @@ from typing import Any
 from ..basics.extras import import_extra
 from ..basics.figures import to_png
 from ..basics.files import naming
-from ..basics.json_checks import by_name, whole
 from .base import Trainer
 from .logger import Logger, Number, free_name
 from .monitor import announce
@@ -29,8 +28,6 @@ class TensorBoardLogger(Logger):
         dirpath: folder of the event files; None means `trainer.default_root_dir`.
         hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
-
-    own_form = {"sizes": by_name(whole())}
 
     def __init__(
         self,

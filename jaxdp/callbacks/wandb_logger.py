@@ -9,7 +9,6 @@ from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.figures import to_png
-from ..basics.json_checks import maybe, text
 from .base import Trainer
 from .logger import Logger, Number
 from .run_facts import Facts, flat
@@ -37,10 +36,6 @@ class WandbLogger(Logger):
         run: the `wandb.Run`, during a fit.
         id: of the latest run.
     """
-
-    own_form = {
-        "id": maybe(text(r"[^/\\#?%:\x00-\x1f]{1,128}", "an id as W&B has them"))
-    }
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from typing import Any, Final
 from ..basics.console import say
 from ..basics.files import absolute
 from ..basics.json_checks import parse_json
-from .orbax_quirks import as_orbax_reads
+from .orbax_quirks import check_name
 
 try:
     import fcntl
@@ -95,7 +95,9 @@ class CheckpointDir:
         Raises:
             OSError: if it can't be made or written to.
             RuntimeError: if another run writes there.
+            ValueError: if Orbax can't write to a folder of that name.
         """
+        check_name("dirpath", self.path)
         folder = os.path.realpath(self.path)
         if folder in _taken:
             raise self._is_in_use("another fit of this very process")
@@ -104,8 +106,6 @@ class CheckpointDir:
         try:
             os.makedirs(self.path, exist_ok=True)
             os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.path))
-            with as_orbax_reads(self.path):
-                pass
             lock = os.open(
                 os.path.join(self.path, ".lock"),
                 os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0),

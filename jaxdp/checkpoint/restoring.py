@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..basics.console import some_of
 from ..basics.environment import versions
 from ..basics.files import absolute
-from ..basics.json_checks import fields, read_json, whole
-from ..distributed import Processes, find_processes, first_line
+from ..basics.json_checks import check_fields
+from ..distributed import Processes, find_processes
 from ..step import TrainState
 from . import seal
-from .fingerprints import fingerprints
 from .leaves import (
     EVALUATED,
     Named,
@@ -34,8 +32,8 @@ from .leaves import (
     unname_leaves,
     with_elements,
 )
-from .metadata import FORM, FORMAT, MOST_FORMATS, digest
-from .orbax_quirks import as_orbax_reads, quiet_orbax
+from .metadata import FORMATS, check_schema
+from .orbax_quirks import check_name, quiet_orbax
 
 
 class CheckpointCorrupt(ValueError):
@@ -45,19 +43,16 @@ class CheckpointCorrupt(ValueError):
 def restore(
     path: str | os.PathLike[str],
     like: Callable[[Mapping[str, tuple[int, ...]]], TrainState],
-    take_up: Callable[[dict[str, Any]], None] = lambda meta: None,
     *,
     evaluated: bool = False,
     arguments: Mapping[str, str] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Reads what `start_saving` wrote, laid out as `like` says.
+    """Reads what `start_saving` wrote, laid out as `like` says, and its metadata.
 
     Args:
         path: the folder.
         like: of the shapes by name that are there, gives a state of the same model and
             optimizer, or shapes with shardings, on any devices.
-        take_up: called with the metadata before the arrays are read. What it raises
-            is raised.
         evaluated: whether only the weights are read, and of these the ones that were
             evaluated; all else is as in `like`, and may be another optimizer's.
         arguments: those of now, to be named if the checkpoint has other leaves.
@@ -74,24 +69,28 @@ def restore(
     def wanted(meta: dict[str, Any]) -> TrainState:
         return like({name: shape_in(text) for name, text in meta["leaves"].items()})
 
+    def check() -> str:
+        meta, digest = _read_meta(path)
+        leaves = name_leaves(wanted(meta))
+        stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
+        now = shapes(of_weights(leaves) if evaluated else leaves)
+        check_same(path, now, stored, changed_arguments(meta, arguments))
+        _check_files(path)
+        return digest
+
     # The files are looked through once, the metadata by every process.
-    saved = processes.first(
-        f"restoring {path}",
-        lambda: digest(_checked(path, wanted, evaluated, arguments)),
-        CheckpointCorrupt,
-    )
-    with _alike(processes, path):
-        meta = read_meta(path)
-        if digest(meta) != saved:
+    saved = processes.first(f"restoring {path}", check, CheckpointCorrupt)
+    with all_or_none(processes, path):
+        meta, digest = _read_meta(path)
+        if digest != saved:
             raise FileNotFoundError(
                 f"`path`: process {processes.index} finds another checkpoint at {path}"
                 " than process 0; it must be in a file system that all processes share."
             )
-        take_up(meta)
 
     state, names = wanted(meta), _names_in(meta, evaluated)
     arrays = {n: leaf for n, leaf in arrays_of(state).items() if n in names}
-    stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()}, meta)
+    stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()})
     return unname_leaves({name: stored[names[name]] for name in arrays}, state), meta
 
 
@@ -107,8 +106,8 @@ def restore_leaves(
         for name, text in texts.items()
     }
     if leaves:
-        _check_seal(path, meta["leaves"])
-    read = _read_arrays(path, with_elements(leaves), meta)
+        _check_files(path)
+    read = _read_arrays(path, with_elements(leaves))
     return {
         name: read[name] if name in read else jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in leaves.items()
@@ -122,41 +121,34 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError, NotADirectoryError, CheckpointCorrupt, ValueError: as
             `restore` does.
     """
-    path = absolute(path)
+    return _read_meta(absolute(path))[0]
+
+
+def _read_meta(path: str) -> tuple[dict[str, Any], str]:
+    """The metadata, and the checkpoint's digest."""
     _check_is_checkpoint(path)
     try:
-        meta = read_json(os.path.join(path, "meta", "metadata"))
-        fields({"format": whole(1, MOST_FORMATS)})(meta, "metadata")
+        meta, digest = seal.read_metadata(path)
+        check_fields(meta, {"format": int}, "metadata")
     except (OSError, ValueError) as error:
-        raise corrupt(path, f"its meta/metadata can't be read: {error}") from error
-
-    # Is it what was written, and in a format that is known here?
-    if meta.pop("digest", None) != digest(meta):
-        raise corrupt(
-            path, "meta/metadata has changed since it was saved (its digest differs)"
-        )
-    if meta["format"] != FORMAT:
+        raise _corrupt(path, str(error)) from error
+    if meta["format"] not in FORMATS:
         wrote = meta.get("versions")
         wrote = wrote.get("jaxdp") if isinstance(wrote, dict) else "something"
         raise ValueError(
             f"`path`: {path} has format {meta['format']}, written by jaxdp {wrote}, and"
-            f" this is jaxdp {versions().get('jaxdp')}, which reads format {FORMAT};"
-            " use the version that wrote it."
+            f" this is jaxdp {versions().get('jaxdp')}, which reads formats"
+            f" {' and '.join(map(str, FORMATS))}; use the version that wrote it."
         )
-
     try:
-        FORM(meta, "metadata")
+        check_schema(meta)
     except ValueError as error:
-        raise corrupt(
-            path, f"what its meta/metadata says was not saved by a trainer: {error}"
-        ) from error
-    if lost := set(meta.get("evaluated", {}).values()) - meta["leaves"].keys():
-        raise corrupt(path, f"it lacks what was evaluated: {some_of(sorted(lost))}")
-    return meta
+        raise _corrupt(path, f"no trainer has saved its metadata: {error}") from error
+    return meta, digest
 
 
 @contextlib.contextmanager
-def _alike(processes: Processes, path: str) -> Iterator[None]:
+def all_or_none(processes: Processes, path: str) -> Iterator[None]:
     """What one process can't take up, none does: else they would go on from several."""
     error = None
     try:
@@ -184,23 +176,8 @@ def _names_in(meta: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
     return {name: where.get(name, name) for name in of_weights(names)}
 
 
-def _checked(
-    path: str,
-    wanted: Callable[[dict[str, Any]], TrainState],
-    evaluated: bool,
-    arguments: Mapping[str, str] | None,
-) -> dict[str, Any]:
-    """`read_meta`, of the arrays `wanted`, the files being those that were saved."""
-    meta = read_meta(path)
-    leaves = name_leaves(wanted(meta))
-    stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
-    now = shapes(of_weights(leaves) if evaluated else leaves)
-    check_same(path, now, stored, changed_arguments(meta, arguments))
-    _check_seal(path, meta["leaves"])
-    return meta
-
-
 def _check_is_checkpoint(path: str) -> None:
+    check_name("path", path, to_read=True)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"`path`: there is nothing at {path}.")
     if not os.path.isdir(path):
@@ -220,7 +197,7 @@ def _check_is_checkpoint(path: str) -> None:
             mode = os.lstat(os.path.join(folder, name)).st_mode
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 kind = "symbolic link" if stat.S_ISLNK(mode) else "special file"
-                raise corrupt(
+                raise _corrupt(
                     path, f"{name} in it is a {kind}, which jaxdp never writes"
                 )
 
@@ -275,23 +252,16 @@ def check_same(
     )
 
 
-def _check_seal(path: str, arrays: Mapping[str, str]) -> None:
+def _check_files(path: str) -> None:
     """Raises unless every file is what it was when the checkpoint was saved."""
     try:
-        changed = seal.changed_files(path, seal.read_list(path), arrays)
+        seal.check_files(path)
     except (OSError, ValueError) as error:
-        raise corrupt(path, f"its files.json can't be read: {error}") from error
-    if changed:
-        raise corrupt(
-            path, f"changed since it was saved, or missing: {some_of(changed)}"
-        )
+        raise _corrupt(path, str(error)) from error
 
 
-def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
-    """The arrays of `wanted`, laid out like it, their fingerprints checked.
-
-    Their files have been looked at before.
-    """
+def _read_arrays(path: str, wanted: Named) -> Named:
+    """The arrays of `wanted`, laid out like it, from files that were checked."""
     import orbax.checkpoint as ocp
 
     if not wanted:
@@ -307,28 +277,12 @@ def _read_arrays(path: str, wanted: Named, meta: Mapping[str, Any]) -> Named:
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
         partial_restore=True,
     )
-    try:
-        with (
-            quiet_orbax(),
-            as_orbax_reads(path) as known_as,
-            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-        ):
-            state = os.path.join(known_as, "state")
-            stored = flat(checkpointer.restore(state, args=arguments))
-        read = fingerprints(stored)  # waits for the device
-    except Exception as error:  # of any type: what is read may be anything
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        how = f"its arrays can't be read: {first_line(error)}"
-        raise corrupt(path, how) from error
-
-    saved = meta["fingerprints"]
-    wrong = [name for name in read if read[name] != saved.get(name)]
-    if wrong:
-        raise corrupt(path, f"the fingerprints differ for {some_of(wrong)}")
-    return stored
+    with (
+        quiet_orbax(),
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    ):
+        return flat(checkpointer.restore(os.path.join(path, "state"), args=arguments))
 
 
-def corrupt(path: str, how: str) -> CheckpointCorrupt:
-    """What to raise for a checkpoint that has come to harm."""
+def _corrupt(path: str, how: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"`path`: the checkpoint {path} is damaged: {how}.")

@@ -3,15 +3,13 @@
 A checkpoint is a folder with two Orbax items:
 
     state/           the arrays: {field of TrainState: {path of leaf: array}}
-    meta/metadata    JSON: what the trainer wants kept, a description of the arrays
-                     (shapes, dtypes, fingerprints), versions, and a digest of it all
+    meta/metadata    JSON: what the trainer wants kept, shapes and dtypes, versions
     files.json       the SHA-256 of every file in these two
 
 It is whole or absent: everything is written into a folder beside it, which then gets
 the final name. What has come to harm afterwards is found when it is read, before
-anything else looks into the files; the fingerprints tell, at last, that what arrived on
-the devices are the bits that left them. Nothing that is read can run code, and no name
-in it is used as a path. Plain Orbax reads the arrays, too:
+anything else looks into the files. Nothing that is read can run code, and no name in
+it is used as a path. Plain Orbax reads the arrays, too:
 
     orbax.checkpoint.StandardCheckpointer().restore(path + "/state")
 """
@@ -22,27 +20,19 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..basics.arguments import check_is_local
-from ..basics.console import some_of
 from ..basics.environment import versions
 from ..basics.files import absolute, sync
-from ..basics.json_checks import parse_json
+from ..basics.json_checks import check_size
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal
-from .fingerprints import fingerprints
 from .leaves import Named, evaluated_leaves, name_leaves, nested, shapes, with_elements
-from .metadata import FORM, FORMAT, digest
-from .orbax_quirks import (
-    as_orbax_reads,
-    as_orbax_writes,
-    quiet_orbax,
-    unfinished,
-    unreadable,
-)
+from .metadata import FORMAT, check_schema
+from .orbax_quirks import check_name, quiet_orbax, unfinished
 
 
 class SaveFailed(RuntimeError):
@@ -58,7 +48,6 @@ class Saving:
         then: called by the first `finish`, with the path.
         waiting: gives the context of every wait.
         processes: those that save it together.
-        resources: closed when all is written.
 
     Attributes:
         path: the folder that appears once it is whole.
@@ -72,7 +61,6 @@ class Saving:
         then: Callable[[str], None],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         processes: Processes,
-        resources: contextlib.ExitStack,
     ):
         self.path = path
         self._processes = processes
@@ -82,7 +70,7 @@ class Saving:
         # A thread of our own, because Orbax can't be asked whether it is done, and
         # forgets what it waits for when Ctrl-C interrupts the wait.
         self.thread = threading.Thread(
-            target=self._write, args=(checkpointer, resources), name="jaxdp checkpoint"
+            target=self._write, args=(checkpointer,), name="jaxdp checkpoint"
         )
         self.thread.start()
 
@@ -114,13 +102,10 @@ class Saving:
             then(self.path)
         return self.path
 
-    def _write(self, checkpointer: Any, resources: contextlib.ExitStack) -> None:
-        with resources, quiet_orbax():
+    def _write(self, checkpointer: Any) -> None:
+        with quiet_orbax():
             try:
                 checkpointer.wait_until_finished()
-                written = as_orbax_writes(self.path)
-                if written != self.path and self._processes.index == 0:
-                    os.rename(written, self.path)
                 sync(os.path.dirname(self.path))
                 checkpointer.close()
             except BaseException as error:
@@ -168,20 +153,18 @@ def start_saving(
     global _latest
     check_is_local("path", path)
     path, processes = absolute(path), find_processes()
+    check_name("path", path)
     processes.first(f"saving {path}", lambda: _check_is_new(path))
 
     where, others = evaluated_leaves(state, evaluated or state)
     named = name_leaves(state) | others
     meta = {**meta, "evaluated": where}
-    stored = with_elements(named)
     arguments = ocp.args.Composite(
-        state=ocp.args.StandardSave(nested(stored)),
+        state=ocp.args.StandardSave(nested(with_elements(named))),
         meta=ocp.args.JsonSave(_described(named, meta)),
     )
-    sizes = {name.replace(": ", ".", 1): x.shape for name, x in stored.items()}
-    folder, name = os.path.split(as_orbax_writes(path))
 
-    with _starting, contextlib.ExitStack() as resources:
+    with _starting:
         before = _latest
         if before is not None and processes.count > 1:
             # Orbax's processes wait for each other by the name of the folder alone: at
@@ -190,24 +173,21 @@ def start_saving(
 
         def finish() -> None:
             """Runs when all is written, just before the folder gets its name."""
-            _seal(known_as, name, sizes)
+            _seal(path)
             if before is not None:
                 before.join()  # a checkpoint may know of those that began before it
 
         try:
-            os.makedirs(folder, exist_ok=True)
-            known_as = resources.enter_context(as_orbax_reads(folder))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             options = ocp.options.AsyncOptions(post_finalization_callback=finish)
             with quiet_orbax():
                 checkpointer = ocp.AsyncCheckpointer(
                     ocp.CompositeCheckpointHandler(), async_options=options
                 )
-                checkpointer.save(os.path.join(known_as, name), args=arguments)
+                checkpointer.save(path, args=arguments)
         except (OSError, ValueError) as error:  # a full disk is a ValueError to Orbax
             raise _save_failed(path, error) from error
-        saving = Saving(
-            path, checkpointer, then, waiting, processes, resources.pop_all()
-        )
+        saving = Saving(path, checkpointer, then, waiting, processes)
         _latest = saving.thread
     return saving
 
@@ -223,34 +203,27 @@ def _described(named: Named, meta: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "versions": versions(),
         "leaves": shapes(named),
-        "fingerprints": fingerprints(with_elements(named)),
         **meta,
     }
+    check_schema(described)
     try:
-        # Tuples and int keys as they are read back, and nothing that is refused then.
-        described = parse_json(json.dumps(described).encode())
-        FORM(described, "metadata")
+        check_size(len(json.dumps(described)))
     except ValueError as error:
-        longest = max(meta, key=lambda name: len(json.dumps(meta[name])), default="")
+        longest = max(meta, key=lambda name: len(json.dumps(meta[name])))
         raise SaveFailed(
             "no checkpoint was written, because it could not be read back:"
             f" {error}. Its content comes from counters, callbacks and loaders;"
             f" the largest part is {longest!r}."
         ) from error
-    return described | {"digest": digest(described)}
+    return described
 
 
-def _seal(folder: str, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
-    """Notes the SHA-256 of all files of a checkpoint that is about to be named `name`.
+def _seal(path: str) -> None:
+    """Lists all files of the checkpoint that is about to be named `path`.
 
     And asks the disk for each of them, so that not even a power failure undoes it.
-
-    Raises:
-        OSError: if the arrays of `sizes` can't be read from it.
     """
-    (unnamed,) = unfinished(os.path.join(folder, name))
-    if missing := unreadable(os.path.join(unnamed, "state"), sizes):
-        raise OSError(f"the written files lack {some_of(missing)}")
+    (unnamed,) = unfinished(path)
     seal.write_list(unnamed)
     for inside, _, files in os.walk(unnamed):
         for file in files:
@@ -261,7 +234,7 @@ def _seal(folder: str, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Gives the disk back what a failed save took, and says what happened."""
     for _ in range(20):
-        found = unfinished(as_orbax_writes(path))
+        found = unfinished(path)
         if not found:
             break
         for folder in found:

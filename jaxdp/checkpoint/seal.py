@@ -1,25 +1,20 @@
-"""Whether the files of a checkpoint are those that its `files.json` lists."""
+"""Whether the files of a checkpoint are those that were saved.
+
+`files.json` has the SHA-256 of each of them. The SHA-256 of that list is the digest of
+the checkpoint.
+"""
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
-from ..basics.json_checks import Form, by_name, read_json, text
-from .leaves import shape_in
+from ..basics.console import some_of
+from ..basics.json_checks import parse_json, read_bytes
 
 _LIST: Final = "files.json"
-
-_LISTED: Final[Form] = by_name(text("[0-9a-f]{64}", "64 hexadecimal digits"))
-
-_BYTES_EACH: Final = 16
-"""Of the largest kind of number there is."""
-
-_MORE_BYTES: Final = 2**26
-_MORE_BYTES_PER_ARRAY: Final = 2**20
-"""What Orbax may need to describe arrays; thousands of devices take some space."""
+_METADATA: Final = os.path.join("meta", "metadata")
 
 
 def write_list(path: str) -> None:
@@ -29,37 +24,39 @@ def write_list(path: str) -> None:
         json.dump(sums, file, indent=0, sort_keys=True)
 
 
-def read_list(path: str) -> dict[str, str]:
-    """The SHA-256 of every file that was saved, by its path in the checkpoint `path`.
+def read_metadata(path: str) -> tuple[Any, str]:
+    """The metadata of a checkpoint as it was saved, and the checkpoint's digest.
 
     Raises:
-        OSError, ValueError: if they can't be read.
+        OSError, ValueError: if they can't be read, or were changed.
     """
-    listed = read_json(os.path.join(path, _LIST))
-    _LISTED(listed, _LIST)
-    return listed
+    listed, digest = _read_list(path)
+    content = read_bytes(os.path.join(path, _METADATA))
+    if hashlib.sha256(content).hexdigest() != listed.get(_METADATA):
+        raise ValueError(f"{_METADATA} has changed since it was saved")
+    return parse_json(content), digest
 
 
-def changed_files(
-    path: str, listed: Mapping[str, str], arrays: Mapping[str, str]
-) -> list[str]:
-    """Which files of a checkpoint are not what they were, are missing or are new.
+def check_files(path: str) -> None:
+    """Raises a ValueError that names the files which changed, are missing or new.
 
-    Those that are not listed are not read, nor any if they are larger than the `arrays`
-    (dtypes and shapes by name) can be.
+    Those that are not listed are not read.
     """
-    sizes: dict[str, int] = {}
-    for name in _files(path):
-        if name not in listed:
-            return [name]
-        sizes[name] = os.lstat(os.path.join(path, name)).st_size
-    if missing := sorted(listed.keys() - sizes.keys()):
-        return missing
-    most = _MORE_BYTES + sum(map(_most_bytes, arrays.values()))
-    if sum(sizes.values()) > most:
-        largest = max(sizes, key=lambda name: sizes[name])
-        return [f"{largest} ({sizes[largest]:,} bytes, more than all can have)"]
-    return sorted(name for name in sizes if _sum_of(path, name) != listed[name])
+    listed, _ = _read_list(path)
+    there = set(_files(path))
+    known = there & listed.keys()
+    changed = {name for name in known if _sum_of(path, name) != listed[name]}
+    if changed := changed | (there ^ listed.keys()):
+        names = some_of(sorted(changed))
+        raise ValueError(f"changed since it was saved, or missing: {names}")
+
+
+def _read_list(path: str) -> tuple[dict[str, str], str]:
+    content = read_bytes(os.path.join(path, _LIST))
+    listed = parse_json(content)
+    if not isinstance(listed, dict):
+        raise ValueError(f"{_LIST} is not a list of files")
+    return listed, hashlib.sha256(content).hexdigest()
 
 
 def _sum_of(path: str, name: str) -> str:
@@ -72,7 +69,3 @@ def _files(path: str) -> Iterator[str]:
         for folder, _, files in os.walk(os.path.join(path, item)):
             for name in files:
                 yield os.path.relpath(os.path.join(folder, name), path)
-
-
-def _most_bytes(array: str) -> int:
-    return _MORE_BYTES_PER_ARRAY + _BYTES_EACH * math.prod(shape_in(array))

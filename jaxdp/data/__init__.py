@@ -5,7 +5,7 @@ from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, win
 from .conversion import check_targets, targeted, to_host, without_ignored
 from .loader_state import checksum
 from .padding import Dispatch, Packer
-from .shares import GlobalShare, LocalShare, Share, check_states
+from .shares import GlobalShare, LocalShare, Share
 from .source import (
     ALL,
     NO_LOADER,

@@ -20,9 +20,7 @@ import jax
 import numpy as np
 
 from ..basics.console import say
-from ..basics.json_checks import each, fields, maybe, row, whole
 from ..step import Batch
-from . import random_states
 
 _COST: Final = 0.02
 """Of the time, at most, that may go into asking for states."""
@@ -195,36 +193,6 @@ def own_state(loader: Any, argument: str) -> OwnState | None:
 def generators_of(place: dict[str, Any]) -> Any:
     """What `OwnState.generators` gave for a saved place."""
     return _decoded(place["generators"])
-
-
-def _readable(value: Any, name: str) -> None:
-    """The form of what `_encoded` gave."""
-    try:
-        _decoded(value)
-    except Exception as error:  # of whatever stands in the place of what was saved
-        raise ValueError(f"`{name}` can't be read: {error}") from error
-
-
-_STATE: Final = fields(
-    {},
-    {
-        "generators": maybe(random_states.FORM),
-        "samplers": each(_readable),
-        "lists": row(maybe(whole()), maybe(whole())),
-        "own": _readable,
-    },
-)
-"""Of a `Position.state`, or a `Source.place` that is told by index lists."""
-
-_OF_PLACE = {"batches": whole(), "state": _readable, "generators": _readable}
-_PLACE: Final = fields({**_OF_PLACE, "after": whole()})
-"""Of an `OwnState.place`."""
-
-
-def check_loader(state: Any, name: str) -> None:
-    """The form of what a loader tells: a `Position.state` or a `Source.place`."""
-    is_place = isinstance(state, dict) and "batches" in state
-    maybe(_PLACE if is_place else _STATE)(state, name)
 
 
 def checksum(batch: Batch) -> int:

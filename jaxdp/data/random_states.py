@@ -13,12 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..basics.json_checks import anything, by_name, fields
-
-FORM: Final = by_name(fields({"kind": anything, "state": anything}))
-"""Of what `states_of` gives; of 0.2, which had generators of other kinds, too."""
-
 _KIND: Final = "torch.Generator"
+"""The only one that is saved; 0.2 had others, too."""
 
 
 class Generators:
@@ -46,26 +42,6 @@ class Generators:
         finally:
             self.states = _global_states(self._torch_alone)
             _set_global_states(users)
-
-    def go_on_from(self, states: Any) -> None:
-        """Has the set start where another one was, or raises a ValueError."""
-        users = _global_states()
-        try:
-            kind, keys, place, has_gauss, _ = states[1]
-            # NumPy takes these without a look, and would read outside of the keys.
-            is_inside = type(place) is int and 0 <= place <= len(keys)
-            if kind != "MT19937" or not is_inside or has_gauss not in (0, 1):
-                raise ValueError("NumPy's has another form")
-            _set_global_states(states)
-        except Exception as error:  # of whatever stands in the place of what was saved
-            raise ValueError(
-                "the states of the global random generators in the checkpoint"
-                f" can't be loaded: {type(error).__name__}: {error}. Use another"
-                " checkpoint."
-            ) from error
-        finally:
-            _set_global_states(users)
-        self.states = states
 
 
 def _global_states(torch_alone: bool = False) -> tuple[Any, ...]:
@@ -128,36 +104,14 @@ def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_states(generators: Mapping[str, Any], states: Any) -> None:
-    """Has those generators go on from `states` that are there, and of their kind.
+    """Has those generators go on from `states` that are there, and of their kind."""
+    for name in states.keys() & generators:
+        if states[name]["kind"] == _KIND:
+            import torch
 
-    Raises a ValueError if these are no states of such; all generators are as before.
-    """
-    FORM(states, "generators")
-    before = {name: _told(generator) for name, generator in generators.items()}
-    there = [n for n in states if n in before and states[n]["kind"] == _KIND]
-    try:
-        for name in there:
-            _set_state(generators[name], name, states[name]["state"])
-    except ValueError:
-        for name in there:
-            _set_state(generators[name], name, before[name])
-        raise
+            content = bytearray(base64.b64decode(states[name]["state"]))
+            generators[name].set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def _told(generator: Any) -> str:
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-
-
-def _set_state(generator: Any, name: str, state: Any) -> None:
-    import torch
-
-    try:
-        content = bytearray(base64.b64decode(state))
-        generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
-        if _told(generator) != state:
-            raise ValueError("another one came of it")
-    except Exception as error:  # of whatever stands in the place of what was saved
-        raise ValueError(
-            f"the state of the generator {name!r} can't be loaded:"
-            f" {type(error).__name__}: {error}."
-        ) from error

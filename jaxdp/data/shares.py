@@ -16,7 +16,7 @@ from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
 from .batches import Portion, rows_of
 from .forms import Key, key_of, shapes_of
-from .loader_state import check_loader, checksum
+from .loader_state import checksum
 from .padding import Packer
 
 _AT_ONCE: Final = 8
@@ -173,13 +173,6 @@ class LocalShare(Share):
             return states
         same = len(by_process) == self._processes.count
         return by_process[self._processes.index] if same else None
-
-
-def check_states(states: Any, name: str) -> None:
-    """The form of what `Share.states` gives."""
-    several = _by_process(states, "of_each") or _by_process(states, "by_process")
-    for one_state in several if isinstance(several, list) else [states]:
-        check_loader(one_state, name)
 
 
 def _by_process(states: Any, name: str) -> list[Any] | None:

@@ -75,7 +75,7 @@ class SeededSource(Source):
         if generators is not None:
             # torchdata's loader sets its sampler's generator to where an epoch began,
             # and the next epoch would not have the order that it should.
-            started.go_on_from(generators[0])
+            started.states = generators[0]
             set_states(own, generators[1])
         if self._own is not None:
             self._own.generators = lambda: (started.states, states_of(own))

@@ -14,7 +14,7 @@ import time
 from typing import Any, Final
 
 from ..basics.console import listed, say
-from ..basics.json_checks import by_name, fields, has_form, parse_json, text, whole
+from ..basics.json_checks import check_fields, parse_json
 from .launchers import Rank
 
 _PATIENCE: Final = 10.0  # seconds after which it is said who is missing
@@ -22,9 +22,8 @@ _MORE_TIME: Final = 3.0  # in which processes may still come to hear what is wro
 _SILENCE: Final = 1.0  # in which a caller must have shown its card
 _MOST_BYTES: Final = 4096  # of a line; who sends more is none of us
 
-_WHO: Final = {"job": text(), "process": whole(), "of": whole(), "name": text()}
-_CARD: Final = fields({**_WHO, "facts": by_name(text())})
-_ANSWER: Final = fields({"job": text(), "wrong": text(), "missing": text()})
+_CARD: Final = {"job": str, "process": int, "of": int, "name": str, "facts": dict}
+_ANSWER: Final = {"job": str, "wrong": str, "missing": str}
 
 
 def call_the_roll(rank: Rank, facts: dict[str, str], timeout: float, bind: str) -> None:
@@ -106,7 +105,7 @@ def _send(sock: socket.socket, message: Any) -> None:
         sock.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _received(sock: socket.socket, seconds: float, form: Any, job: str) -> Any:
+def _received(sock: socket.socket, seconds: float, types: Any, job: str) -> Any:
     """The line of JSON of this job that comes in time, or None."""
     end, line = time.monotonic() + seconds, b""
     with contextlib.suppress(OSError, ValueError):
@@ -116,8 +115,12 @@ def _received(sock: socket.socket, seconds: float, form: Any, job: str) -> Any:
             if not part or time.monotonic() > end:
                 return None
             line += part
-        found = parse_json(line, _MOST_BYTES)
-        return found if has_form(found, form) and found["job"] == job else None
+        if len(line) > _MOST_BYTES:
+            return None
+        message = parse_json(line)
+        check_fields(message, types, "message")
+        return message if message["job"] == job else None
+    return None
 
 
 def _what_is_wrong(cards: dict[int, Any], card: Any) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..data import Position, Share, Source, check_states, checksum, taken, windows
+from ..data import Position, Share, Source, checksum, taken, windows
 from ..step import Batch
 
 _ONLY: Final = "val"
@@ -181,13 +181,6 @@ class Progress:
             "logged": of_epoch.logged,
             "validated_at": of_epoch.validated_at,
         }
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raises a ValueError unless the loaders' states may be of `state_dict`."""
-        for name in ("source", "place"):
-            check_states(state.get(name), name)
-        for name, saved in _by_name(state.get("validation")).items():
-            check_states(saved, f"validation {name}")
 
     def load_state_dict(self, state: dict[str, Any], share: Share) -> None:
         self.global_step, self.epoch = state["global_step"], state["current_epoch"]

@@ -1,8 +1,7 @@
 """Which checkpoint is meant by `fit(..., ckpt_path=...)`, and by that of `test`."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from .. import checkpoint
@@ -16,15 +15,6 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 
 WORDS: Final = ("last", "best", "auto")
-
-_OF_CONTENTS: Final = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-)
-"""What comes of values that are not what was saved."""
 
 
 def resume(trainer: "Trainer", where: str | os.PathLike[str]) -> None:
@@ -122,33 +112,6 @@ def how_to_go_on(trainer: "Trainer") -> str:
     )
 
 
-@contextlib.contextmanager
-def taking_up(
-    path: str | os.PathLike[str], who: str, method: Callable[..., Any]
-) -> Iterator[None]:
-    """Says of what `method` can't take up that it is the checkpoint that is wrong.
-
-    Not of a user's method: a mistake in it is no reason to pass over a checkpoint. What
-    that raises is raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        is_ours = method.__module__.partition(".")[0] == __name__.partition(".")[0]
-        if not is_ours or not isinstance(error, _OF_CONTENTS):
-            error.add_note(
-                f"while {who} took up what the checkpoint {os.path.abspath(path)} has"
-                " of it; nothing was changed"
-            )
-            raise
-        raise CheckpointCorrupt(
-            f"`path`: {who} can't load its state from the checkpoint"
-            f" {os.path.abspath(path)}: {type(error).__name__}: {error}. Nothing"
-            " was changed. It may be damaged, or belong to another class of that"
-            " name; use another checkpoint."
-        ) from error
-
-
 def _paths(
     trainer: "Trainer", where: str, savers: list[ModelCheckpoint]
 ) -> list[list[str]]:
@@ -223,8 +186,7 @@ def _best_first(
                     f"`ckpt_path`='best': the checkpoint has no state of {who}, so it"
                     " is not known which is best; use 'last' or a path."
                 )
-            with taking_up(path, who, saver.ranked_in):
-                ranked = saver.ranked_in(state)
+            ranked = saver.ranked_in(state)
             break
         except (CheckpointCorrupt, FileNotFoundError) as error:
             warn(f"`ckpt_path`='best': {error} Skipped.")

@@ -1,23 +1,26 @@
 """What a checkpoint keeps of a trainer, and how it is taken up."""
 
+import collections
 import contextlib
+import copy
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from .. import checkpoint
 from ..basics.console import say, warn
+from ..callbacks import Callback
 from ..callbacks.states import identities, misfits, named, saved_states
-from ..checkpoint import undone_if_it_fails
 from .checks import check_json
-from .resume import taking_up
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 
     from .run import Run
+
+_CONTAINERS: Final = (list, dict, set, collections.deque)
 
 
 def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
@@ -87,45 +90,79 @@ def weights_at(
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
-    run = trainer.run
+    run, strategy = trainer.run, trainer.run.engine.strategy
     run.check_is_settled("`load`")
     with run.interrupts.uninterrupted():
-        with undone_if_it_fails(run.progress, trainer.history, *trainer.callbacks):
+        state, meta = checkpoint.restore(
+            path,
+            lambda shapes: strategy.as_saved(run.engine.state, shapes),
+            arguments=run.description,
+        )
+        state = strategy.place(state)
+        # Of all that takes something up, users' callbacks alone may fail.
+        with _as_before_if_it_fails(trainer.callbacks):
             run.take_over(trainer.callbacks)
-            strategy = run.engine.strategy
-            state, meta = checkpoint.restore(
-                path,
-                lambda shapes: strategy.as_saved(run.engine.state, shapes),
-                lambda meta: _take_up(trainer, path, meta),
-                arguments=run.description,
-            )
-            state = strategy.place(state)
+            with checkpoint.all_or_none(run.processes, os.fspath(path)):
+                _load_callbacks(trainer, path, meta)
+            text, left_behind = misfits(trainer, meta)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
+        run.progress.load_state_dict(meta, run.share("train"))
+        trainer.history.load_state_dict(meta["history"])
         run.id = meta["run_id"]
         run.padded_rows = meta["padded_rows"]
         run.epoch_is_over = False
+        run.left_behind = left_behind
+        _tell_differences(trainer, path, meta)
+        if text:
+            warn(f"`load`: {path} has {text}.")
 
 
-def _take_up(
+def _load_callbacks(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
-    """The counters, history and callbacks of a checkpoint."""
-    run = trainer.run
-    take_up: Callable[..., None] = run.progress.load_state_dict
-    with taking_up(path, "the loaders' positions", take_up):
-        run.progress.check(meta)
-        take_up(meta, run.share("train"))
-    trainer.history.load_state_dict(meta["history"])
+    saved = saved_states(trainer, meta)
+    for name, callback in named(trainer.callbacks):
+        if name not in saved:
+            continue
+        try:
+            callback.load_state_dict(saved[name])
+        except Exception as error:
+            error.add_note(
+                f"while the callback {name} took up what the checkpoint"
+                f" {os.path.abspath(path)} has of it; nothing was changed"
+            )
+            raise
 
+
+@contextlib.contextmanager
+def _as_before_if_it_fails(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Undoes what an exception in here leaves of changes to callbacks' attributes, and
+    to the lists, dicts, sets and deques among these."""
+    before = [
+        {n: copy.copy(v) if type(v) in _CONTAINERS else v for n, v in vars(c).items()}
+        for c in callbacks
+    ]
+    try:
+        yield
+    except BaseException:
+        for callback, attributes in zip(callbacks, before, strict=True):
+            vars(callback).clear()
+            vars(callback).update(attributes)
+        raise
+
+
+def _tell_differences(
+    trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
+) -> None:
+    """Says what decides the numbers, or their last bits, and is another one now."""
+    run = trainer.run
     if meta["seed"] != run.seed:
         warn(
             f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
             f" has `seed`={run.seed}, which decides the order of data."
         )
-
-    # What decides the numbers, or their last bits.
     if changed := checkpoint.changed_arguments(meta, run.description):
         lines = "\n".join(changed)
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
@@ -136,13 +173,3 @@ def _take_up(
             f"{meta.get('compiler_options', {})}, and this trainer has {options}: last"
             " bits may differ"
         )
-
-    saved = saved_states(trainer, meta)
-    for name, callback in named(trainer.callbacks):
-        if name in saved:
-            take_up = callback.load_state_dict
-            with taking_up(path, f"the callback {name}", take_up):
-                take_up(saved[name])
-    text, run.left_behind = misfits(trainer, meta)
-    if text:
-        warn(f"`load`: {path} has {text}.")

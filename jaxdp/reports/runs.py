@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..basics.columns import EPOCH, PHASES, PLAN, THROUGHPUT, VALIDATION, read_table
-from ..basics.json_checks import anything, by_name, fields, read_json
+from ..basics.json_checks import check_fields, read_json
 from ..basics.metric_names import larger_is_better
 from ..basics.units import in_percent, in_seconds, in_words
 
-_RECORD: Final = fields(
-    {}, dict.fromkeys(("hyperparameters", "versions", "hardware"), by_name(anything))
-)
+_PARTS: Final = "hyperparameters", "versions", "hardware"
 
 Points = list[tuple[float, float]]
 
@@ -66,7 +64,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if file.is_file():
         with _of_csv_logger(file):
             record = read_json(file)
-            _RECORD(record, "record")
+            check_fields(record, {part: dict | None for part in _PARTS}, "record")
 
     name = str(path if path.is_dir() else path.with_suffix(""))
     text = table.with_suffix(PLAN)
@@ -181,7 +179,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     made = [
         {
             name: str(value)
-            for part in ("hyperparameters", "versions", "hardware")
+            for part in _PARTS
             for name, value in run.record.get(part, {}).items()
         }
         for run in runs

@@ -24,8 +24,8 @@ def little_room():
     signal.signal(signal.SIGXFSZ, previous)
 
 
-def fit(folder, max_epochs, ckpt_path="auto"):
-    saver = ModelCheckpoint(folder / "checkpoints", save_top_k=-1)
+def fit(folder, max_epochs, ckpt_path="auto", saved=None):
+    saver = ModelCheckpoint((saved or folder) / "checkpoints", save_top_k=-1)
     trainer = linear_trainer(saver, CSVLogger(folder), log_every_n_steps=1)
     trainer.fit(batches(8, 8, 8), max_epochs=max_epochs, ckpt_path=ckpt_path)
 
@@ -101,8 +101,8 @@ def test_a_table_that_cannot_be_read_is_moved(tmp_path, caplog):
 
 def test_a_folder_that_is_not_utf_8_is_written_to(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
-    fit(folder, 1)
-    fit(folder, 2)
+    fit(folder, 1, saved=tmp_path)
+    fit(folder, 2, saved=tmp_path)
     assert (folder / "metrics.csv").read_text().count("\n") == 1 + 2 * 4
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints whose metadata somebody has written who knows how they are sealed."""
+"""Checkpoints of strangers, who know how they are sealed, and states half loaded."""
 
+import base64
 import hashlib
-import itertools
 import json
-import math
+import pathlib
+import pickle
 import shutil
 
 import jax
@@ -13,20 +14,9 @@ import pytest
 from toys import Mlp, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
-from jaxdp.callbacks import (
-    CSVLogger,
-    EarlyStopping,
-    GradientMonitor,
-    ModelCheckpoint,
-    NanGuard,
-    TensorBoardLogger,
-)
+from jaxdp.callbacks import CSVLogger, ModelCheckpoint, NanGuard, TensorBoardLogger
 from jaxdp.checkpoint import CheckpointCorrupt, SaveFailed, restoring
-from jaxdp.checkpoint.metadata import digest
 from jaxdp.distributed import Processes
-
-DEEP = json.loads("[" * 90 + "]" * 90)
-VALUES = (None, True, -1, 1.5, math.inf, math.nan, "", "x", [], {}, 10**30, DEEP)
 
 
 class Told:
@@ -51,7 +41,7 @@ class Told:
 
 
 class Run:
-    """A trainer with all that saves something, and checkpoints of steps 6 and 8."""
+    """A trainer with all that writes files, and checkpoints of steps 6 and 8."""
 
     def __init__(self, folder):
         self.folder, self.steps, self.logs = folder, folder / "steps", folder / "logs"
@@ -63,8 +53,6 @@ class Run:
             callbacks=[
                 CSVLogger(self.logs),
                 TensorBoardLogger(self.logs),
-                EarlyStopping("loss", patience=100, verbose=False),
-                GradientMonitor(check_steps=100),
                 NanGuard(),
                 ModelCheckpoint(self.steps, every_n_train_steps=2, save_top_k=2),
             ],
@@ -89,8 +77,7 @@ class Run:
     def forge(self, meta):
         """Puts other metadata in place of those of step 8, and seals them."""
         step = self.steps / "8"
-        meta.pop("digest", None)
-        content = json.dumps(meta | {"digest": digest(meta)}).encode()
+        content = json.dumps(meta).encode()
         (step / "meta" / "metadata").write_bytes(content)
         sums = json.loads((step / "files.json").read_bytes())
         sums["meta/metadata"] = hashlib.sha256(content).hexdigest()
@@ -109,73 +96,22 @@ def run(tmp_path_factory):
     return Run(tmp_path_factory.mktemp("hostile"))
 
 
-def places(value, at=()):
-    """Where something is in a JSON value, by keys and indices from the top.
-
-    Of lists, and of the descriptions of arrays, some are as good as all.
-    """
-    if at not in ((), ("digest",)):
-        yield at
-    if isinstance(value, dict):
-        some = 2 if at in (("leaves",), ("fingerprints",)) else None
-        for key in list(value)[:some]:
-            yield from places(value[key], (*at, key))
-    if isinstance(value, list):
-        for index in range(min(len(value), 2)):
-            yield from places(value[index], (*at, index))
-
-
-def with_value(text, at, value):
-    meta = inner = json.loads(text)
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = value
-    return meta
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("share", [8, 1])
-def test_metadata_of_any_types_are_refused_whole_or_load(run, share):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"run_id": "../../x"}, "`metadata.run_id` must be 32 hexadecimal digits"),
+        ({"global_step": "8"}, "`metadata.global_step` is '8', and must be int"),
+        ({"callbacks": None}, "`metadata.callbacks` is None, and must be dict"),
+        ({"evaluated": []}, r"`metadata.evaluated` is \[\], and must be dict"),
+    ],
+)
+def test_metadata_of_another_schema_is_refused_whole(run, change, told):
     run.reset()
-    trainer, found = run.trainer, {"refused": 0, "loaded": 0}
-    tries = itertools.product(places(json.loads(run.meta)), VALUES)
-    for number, (at, value) in enumerate(tries):
-        if number % (share * len(VALUES) + 1) % share:
-            continue
-        run.forge(with_value(run.meta, at, value))
-        before, state = run.all(), trainer.state
-        try:
-            trainer.load(run.steps / "8")
-            found["loaded"] += 1
-        except ValueError as error:  # and no other
-            assert str(run.steps / "8") in str(error), (at, value)
-            assert trainer.state is state and run.all() == before, (at, value)
-            found["refused"] += 1
-    assert found["refused"] > 1200 / share and found["loaded"] > 50 / share, found
-
-
-def test_auto_takes_the_next_one_where_callbacks_cannot_take_theirs_up(run):
-    run.reset()
-    at = "callbacks", "EarlyStopping", "wait_count"
-    run.forge(with_value(run.meta, at, "long"))
-    match = "steps/8: ValueError: `state.wait_count` is 'long', and must"
-    with pytest.warns(UserWarning, match=match):
-        run.fit(max_steps=7, ckpt_path="auto")
-    assert run.trainer.global_step == 7
-
-
-def test_best_judges_by_the_next_one_where_scores_are_none(run):
-    run.reset()
-    run.trainer.callbacks[-1].monitor = "loss"
-    at = "callbacks", "ModelCheckpoint", "scores"
-    run.forge(with_value(run.meta, at, {"../../x": []}))
-    try:
-        with pytest.warns(UserWarning, match="'best'.*ModelCheckpoint can't load"):
-            run.fit(max_steps=7, ckpt_path="best")
-    finally:
-        run.trainer.callbacks[-1].monitor = None
-    assert run.trainer.global_step == 7
+    before, state = run.all(), run.trainer.state
+    run.forge(json.loads(run.meta) | change)
+    with pytest.raises(CheckpointCorrupt, match=told):
+        run.trainer.load(run.steps / "8")
+    assert run.trainer.state is state and run.all() == before
 
 
 def test_a_mistake_in_a_users_callback_passes_over_no_checkpoint(run):
@@ -217,13 +153,13 @@ def test_processes_pass_over_a_checkpoint_together_or_not_at_all(here, there, ki
             return "; ".join(map(str, filter(None, found))) or None
 
     with pytest.raises(Exception, match="th") as raised:  # noqa: PT011, PT012
-        with restoring._alike(Two(), "some"):
+        with restoring.all_or_none(Two(), "some"):
             if here is not None:
                 raise here("this")
     assert raised.type is kind
 
 
-def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
+def test_a_callback_that_fails_to_take_up_its_state_leaves_all_as_it_was(run):
     class Foreign(Callback):
         def __init__(self):
             self.seen = [1]
@@ -240,33 +176,26 @@ def test_a_callback_that_fails_to_take_up_its_state_undoes_what_was(run):
     trainer.callbacks.append(foreign)
     try:
         path = trainer.save(run.folder / "foreign")
+        run.fit(max_steps=10)
         before, state = run.all(), trainer.state
         with pytest.raises(KeyError, match="what was never saved"):
             trainer.load(path)
         assert trainer.state is state and run.all() == before
         assert foreign.seen == [1] and not hasattr(foreign, "more")
+        assert trainer.global_step == 10
     finally:
         trainer.callbacks.remove(foreign)
 
 
-def strings(meta):
-    """Where a JSON value has strings."""
-    for at in places(meta):
-        value = meta
-        for key in at:
-            value = value[key]
-        if isinstance(value, str):
-            yield at
-
-
-def with_names(value, name):
-    """The same, and in every object one more field."""
+def with_string(value, string):
+    """The same with this for every text that is no number, and as one more name."""
     if isinstance(value, list):
-        return [with_names(item, name) for item in value]
-    if not isinstance(value, dict):
-        return value
-    more = {name: next(iter(value.values()))} if value else {}
-    return {key: with_names(item, name) for key, item in value.items()} | more
+        return [with_string(item, string) for item in value]
+    if isinstance(value, dict):
+        more = {string: next(iter(value.values()))} if value else {}
+        return {k: with_string(v, string) for k, v in (value | more).items()}
+    is_text = isinstance(value, str) and not value.replace(".", "").isdecimal()
+    return string if is_text else value
 
 
 def contents(*folders):
@@ -278,11 +207,9 @@ def contents(*folders):
     }
 
 
-@pytest.mark.slow_but("pattern")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["above", "absolute", "pattern", "format"])
 def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
-    """Each is forged alone; then, at once, those that may be anything, and names."""
     run.reset()
     victim, events = tmp_path / "victim", "events.out.tfevents.1.host.1.0.jaxdp-other"
     (victim / "1").mkdir(parents=True)
@@ -296,37 +223,48 @@ def test_no_string_of_the_metadata_leads_out_of_the_run(run, tmp_path, kind):
         "format": "{0.__class__}%s%n\x1b[2J\n\x00",
     }[kind]
     before, meta = contents(victim), json.loads(run.meta)
-    for at in strings(json.loads(run.meta)):
-        run.forge(with_value(run.meta, at, string))
-        try:
-            run.trainer.load(run.steps / "8")
-        except ValueError:
-            continue
-        assert at != ("run_id",)
-        if at[0] not in ("source", "place"):
-            meta = with_value(json.dumps(meta), at, string)
-    for part in meta.keys() - {"leaves", "source", "place"}:
-        meta[part] = with_names(meta[part], string)
+    for part in meta.keys() - {"leaves", "source", "place", "run_id"}:
+        meta[part] = with_string(meta[part], string)
     run.forge(meta | {string: 1})
     run.fit(ckpt_path=run.steps / "8", max_steps=10)
     assert run.trainer.global_step == 10
-    run.forge(with_value(run.meta, ("source", "own", "by"), string))
-    with pytest.raises(ValueError, match="`train_loader`: Told can't load"):
-        run.fit(ckpt_path=run.steps / "8", max_steps=11)
     assert contents(victim) == before
     assert b"precious" in contents(run.logs).values()
     assert {*tmp_path.rglob("*")} == {victim, victim / "1", *before}
 
 
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_no_pickle_is_read(run, tmp_path):
+    run.reset()
+    content = pickle.dumps(Touch(tmp_path / "ran"))
+    meta = json.loads(run.meta)
+    meta["source"]["own"]["at"] = {
+        "__jaxdp__": "array",
+        "of": base64.b64encode(content).decode(),
+        "as": ["|O", [1]],
+    }
+    run.forge(meta)
+    with pytest.raises(ValueError, match="`train_loader`: Told can't load"):
+        run.fit(ckpt_path=run.steps / "8", max_steps=11)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(content)
+    assert (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("file", "told"),
     [
-        (
-            "meta/metadata",
-            "meta/metadata can't be read: it has 1,099,511,627,776 bytes",
-        ),
-        ("files.json", "files.json can't be read: it has 1,099,511,627,776 bytes"),
-        ("state/_METADATA", r"state/_METADATA \(1,099,511,627,776 bytes, more than"),
+        ("meta/metadata", "it has 1,099,511,627,776 bytes, and 268,435,456 are"),
+        ("files.json", "it has 1,099,511,627,776 bytes, and 268,435,456 are"),
         ("state/more", "changed since it was saved, or missing: state/more"),
         ("more", ""),
     ],
@@ -343,15 +281,15 @@ def test_a_terabyte_is_not_read(run, file, told):
 
 
 def test_what_could_not_be_read_again_is_not_saved(run):
-    class Deep(Callback):
+    class Large(Callback):
         def state_dict(self):
-            return {"deep": json.loads("[" * 200 + "]" * 200)}
+            return {"large": "x" * 2**28}
 
     run.reset()
-    run.trainer.callbacks.append(Deep())
+    run.trainer.callbacks.append(Large())
     try:
-        with pytest.raises(SaveFailed, match="100 deep.* largest part is 'callbacks'"):
-            run.trainer.save(run.folder / "deep")
+        with pytest.raises(SaveFailed, match="are the most.* largest part is 'callb"):
+            run.trainer.save(run.folder / "large")
     finally:
         run.trainer.callbacks.pop()
-    assert not (run.folder / "deep").exists()
+    assert not (run.folder / "large").exists()

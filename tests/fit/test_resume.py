@@ -257,16 +257,16 @@ def test_what_cannot_jump_is_replayed(tmp_path, kind):
     assert first.losses + second.losses == whole.losses
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, 4])
 def test_another_format_says_what_wrote_it(tmp_path, number):
-    from jaxdp.checkpoint.metadata import digest
+    from jaxdp.checkpoint import seal
 
     trainer = make()
     path = trainer.save(tmp_path / "saved")
     file = tmp_path / "saved" / "meta" / "metadata"
     meta = json.loads(file.read_text()) | {"format": number}
-    del meta["digest"]
-    file.write_text(json.dumps(meta | {"digest": digest(meta)}))
+    file.write_text(json.dumps(meta))
+    seal.write_list(path)
     with pytest.raises(ValueError, match=f"has format {number}, written by jaxdp"):
         trainer.load(path)
 

@@ -1,7 +1,6 @@
 """Fingerprints of arrays, to tell one changed bit, whatever devices hold them.
 
-Neither Orbax nor the file formats under it have a checksum over array data. A
-fingerprint is computed where the array lives, from the bits of every element and its
+A fingerprint is computed where the array lives, from the bits of every element and its
 place; it is a sum of integers, and so the same in any order and on any layout. One
 pass over the memory, no copy to the host but for eight bytes per array.
 """
@@ -13,22 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from ..basics.host_memory import on_device
 
 
-def fingerprints(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Sixteen hexadecimal digits per array; they are on the same devices, no keys."""
-    # Waits for the device.
-    sums = np.asarray(_summed(list(arrays.values()))) if arrays else ()
-    return _named(arrays, sums)
-
-
 def start_fingerprints(arrays: Mapping[str, Array]) -> Callable[[], dict[str, str]]:
-    """Like `fingerprints`, of the present values; the function returned waits for them.
+    """Sixteen hexadecimal digits per array; the function returned waits for them.
 
+    They are of the present values. The arrays are on the same devices, and no keys.
     Where devices of this process hold copies that differ, there is one for each.
     """
     if not arrays:
@@ -36,8 +28,8 @@ def start_fingerprints(arrays: Mapping[str, Array]) -> Callable[[], dict[str, st
     sums = _sums(list(arrays.values()))
 
     def read() -> dict[str, str]:
-        found = [np.asarray(shard.data) for shard in sums.addressable_shards]
-        copies = [_named(arrays, each) for each in found]
+        # waits for the device
+        copies = [_named(arrays, np.asarray(x.data)) for x in sums.addressable_shards]
         return {
             name: " and ".join(dict.fromkeys(copy[name] for copy in copies))
             for name in arrays
@@ -51,15 +43,6 @@ def _named(names: Iterable[str], sums: Iterable[Any]) -> dict[str, str]:
         name: f"{first:08x}{second:08x}"
         for name, (first, second) in zip(names, sums, strict=True)
     }
-
-
-def _summed(leaves: list[Array]) -> Array:
-    sharding = leaves[0].sharding
-    if sharding.is_fully_addressable:
-        return _sums(leaves)
-    # Of several processes, each of which is to know the sums.
-    whole = NamedSharding(sharding.mesh, PartitionSpec())  # pyright: ignore
-    return jax.jit(_sums, out_shardings=whole)(leaves)
 
 
 @jax.jit
