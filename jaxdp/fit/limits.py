@@ -172,6 +172,8 @@ class Limits:
             check_limit("val_check_interval", interval)
             if interval == 0:
                 raise ValueError("`val_check_interval`=0.0: it must be more than 0.")
+            if per_epoch is None and interval == 1:
+                return None  # at the end of an epoch validation comes anyway
             if per_epoch is None:
                 raise ValueError(
                     f"`val_check_interval`={interval} is a share of an epoch, and the"

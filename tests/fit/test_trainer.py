@@ -234,14 +234,20 @@ def test_validation_follows_its_interval_and_its_epochs():
         def on_validation_end(self, trainer, metrics):
             self.steps.append(trainer.global_step)
 
-    def steps_with(**options):
+    class Unsized:
+        def __iter__(self):
+            return iter(batches(*[8] * 6))
+
+    def steps_with(loader=None, **options):
         seen = Seen()
         model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
         trainer = quiet(model, loss="cross_entropy", callbacks=[seen])
-        trainer.fit(batches(*[8] * 6), batches(8), **options)
+        trainer.fit(loader or batches(*[8] * 6), batches(8), **options)
         return seen.steps
 
     assert steps_with(max_epochs=3) == [6, 12, 18]
+    for loader in (batches(*[8] * 6), Unsized()):
+        assert steps_with(loader, max_epochs=2, val_check_interval=1.0) == [6, 12]
     assert steps_with(max_epochs=3, check_val_every_n_epoch=2) == [12]
     assert steps_with(max_epochs=2, val_check_interval=4) == [4, 10]
     assert steps_with(max_epochs=2, val_check_interval=0.5) == [3, 6, 9, 12]
