@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .tree import is_key
+
 
 def aliased_in(header: str) -> dict[int, str]:
     """The inputs that a program overwrites, with the places of the results there.
@@ -38,7 +40,7 @@ def overwritten_by(compiled: Any, aliased: Collection[int]) -> set[int]:
 def nbytes(leaf: Any, shape: Sequence[int] | None = None) -> int:
     """Bytes of an array of this type, of its own shape or another."""
     size = math.prod(leaf.shape if shape is None else shape)
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, leaf)
         return size * data.dtype.itemsize * math.prod(data.shape[leaf.ndim :])
     return size * np.dtype(leaf.dtype).itemsize

@@ -1,10 +1,11 @@
-"""Names of the leaves of a pytree, and its nodes of a class."""
+"""Names and kinds of the leaves of a pytree, and its nodes of a class."""
 
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 _ROOT: Final = re.compile(r"^\['([A-Za-z_]\w*)'\]")
@@ -36,6 +37,12 @@ def at_path(tree: PyTree, path: Sequence[Any]) -> Any:
         else:
             tree = tree[key.key]
     return tree
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or what describes one, is of typed PRNG keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def nodes_of(kind: type, tree: PyTree) -> list[Any]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..basics.tree import plain_path, stored_path
+from ..basics.tree import is_key, plain_path, stored_path
 from ..step import TrainState, Weights
 
 WEIGHTS: Final = Weights._fields
@@ -146,11 +146,6 @@ def first_lines(lines: list[str]) -> str:
     """The first twenty lines, and how many there are beside them."""
     more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
     return "\n".join(lines[:20]) + more
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether an array holds typed PRNG keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def plain(leaf: Any) -> Any:

@@ -14,13 +14,12 @@ from ..basics.arguments import check_choice
 from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
-from ..basics.tree import leaf_path, plain_path
+from ..basics.tree import is_key, leaf_path, plain_path
 from .folder import CheckpointDir
 from .leaves import (
     differences,
     dtype_in,
     first_lines,
-    is_key,
     plain,
     shape_in,
     shape_text,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..basics.console import some_of
+from ..basics.tree import is_key
 from ..step import NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
 from .batches import Portion, leaf_name
 
@@ -198,8 +198,7 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 
 def _is_key(leaf: Any) -> bool:
     """Whether it is an array of typed PRNG keys."""
-    is_array = isinstance(leaf, jax.Array)
-    return is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and is_key(leaf)
 
 
 def with_key_data(tree: Any) -> Any:

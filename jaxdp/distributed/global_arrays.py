@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from ..basics.tree import is_key
 
 
 def put(leaf: Any, sharding: Any) -> Any:
@@ -17,7 +18,7 @@ def put(leaf: Any, sharding: Any) -> Any:
         return leaf
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)

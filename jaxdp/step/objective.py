@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import losses
+from ..basics.tree import is_key
 from .model_call import as_plain_state, call_loss_fn, call_model
 from .returned import (
     UNWRAPPED,
@@ -26,7 +27,7 @@ from .returned import (
     without_ignored,
 )
 from .row_keys import MaskAndKeys
-from .whole import is_whole, plain
+from .whole import KeyData, is_whole, plain
 
 
 class Values(NamedTuple):
@@ -268,10 +269,12 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             " `loss` and `metrics` compare a target with the prediction of each row."
             " Pass `loss_fn(model, *batch)`, which is given the array itself."
         )
-    if weight is not None and not eqx.is_array_like(weight):
+    are_keys = isinstance(weight, KeyData) or is_key(weight)
+    if weight is not None and (are_keys or not eqx.is_array_like(weight)):
+        got = "PRNG keys" if are_keys else describe(weight)
         raise TypeError(
             "the third element of a batch (x, y, weight) must be an array (rows,) or"
-            f" (rows, ...); got {describe(weight)}. For other batches pass"
+            f" (rows, ...); got {got}. For other batches pass"
             " `loss_fn(model, *batch)`, which is given the whole batch."
         )
     return x, y, weight

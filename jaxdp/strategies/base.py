@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..basics.host_memory import HOST, on_device
+from ..basics.tree import is_key
 from ..distributed import RowBlocks, put
 from ..step import (
     CallsPython,
@@ -483,7 +484,7 @@ def _identity(sharding: Any) -> Callable[[Any], Any]:
 
 
 def _fetch_leaf(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = _fetch_leaf(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # np.array waits for the device, and copies: later steps overwrite the buffer.

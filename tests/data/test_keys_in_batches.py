@@ -147,6 +147,16 @@ def test_arrays_may_be_of_keys():
         Arrays(x, jax.random.key(0))
 
 
+@pytest.mark.parametrize("options", [{}, {"loss": "mse"}, {"loss": "cross_entropy"}])
+def test_keys_are_no_weights_of_rows(options):
+    x, y, keys, _ = keyed()[0]
+    trainer = Trainer(Mlp(jax.random.key(0)), enable_progress_bar=False, **options)
+    with pytest.raises(
+        TypeError, match=r"got PRNG keys\..*`loss_fn\(model, \*batch\)`"
+    ):
+        trainer.fit([(x, y, keys)])
+
+
 @pytest.mark.parametrize(
     "key, match",
     [
