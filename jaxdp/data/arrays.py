@@ -44,7 +44,7 @@ class Arrays:
         on_device: whether the arrays are copied to each device once, where the step
             then takes the rows. "auto" does so if they take at most a tenth of the
             memory of a device that tells how much it has, which CPUs do not. The
-            numbers are the same.
+            numbers are the same. What is written into the arrays later is not seen.
         seed: for iterating by hand; a trainer has a seed of its own.
     """
 

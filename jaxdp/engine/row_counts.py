@@ -29,6 +29,7 @@ class Counts:
         )
         self._last: Callable[[], Any] = lambda: None  # step, most often the next one
         self._of_last: dict[Any, Array] = {}
+        self._told: set[int] = set()  # of tables of so many bytes
 
     def placed(
         self, groups: Sequence[Group], step: Callable[..., Any]
@@ -50,19 +51,25 @@ class Counts:
                 # None where the step has no use for them, as prediction has not.
                 placed[key] = counts if sharding is None else put(counts, sharding)
             whole = group.whole
-            whole = _on_devices(whole, step, place) if type(whole) is Table else whole
+            if type(whole) is Table:
+                self._tell(whole)
+                whole = _on_devices(whole, step, place)
             counted.append(Group(group.batch, placed[key], whole))
         return counted
+
+    def _tell(self, table: Table) -> None:
+        """Says once of tables of a size that they are kept, not of each in a loop."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree))
+        if not table.placed and size not in self._told:
+            self._told.add(size)
+            say(
+                f"`jaxdp.Arrays`: {size / 1e6:.3g} MB are kept on each device, where"
+                " the steps take their rows; on_device=False leaves them on the host"
+            )
 
 
 def _on_devices(table: Table, step: Callable[..., Any], place: int) -> Table:
     """A table as `step` takes it, placed once for all steps that take it so."""
-    if not table.placed:
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree)) / 1e6
-        say(
-            f"`jaxdp.Arrays`: {size:.3g} MB are kept on each device, where the steps"
-            " take their rows; on_device=False leaves them on the host"
-        )
     known = table.placed.setdefault("steps", weakref.WeakKeyDictionary())
     if step not in known:
         positional, _ = step.input_shardings  # pyright: ignore

@@ -292,7 +292,11 @@ def test_a_step_is_given_the_numbers_of_rows_and_hooks_see_the_rows(caplog):
     named = {leaf.path: leaf.shape for leaf in batch}
     assert named["batch.rows"] == (1, 16) and named["whole.table[0]"] == (53, 4)
     assert "arrays (`jaxdp.Arrays`) that each device keeps" in str(trainer.plan(loader))
-    assert caplog.text.count("are kept on each device, where the steps take") == 1
+    told = "are kept on each device, where the steps take"
+    assert caplog.text.count(told) == 1
+    for _ in range(3):  # of new arrays of the same size nothing is said again
+        assert [*trainer.steps(Arrays(X + 1, Y, batch_size=16, on_device=True))]
+    assert caplog.text.count(told) == 1
 
 
 def test_a_label_that_is_no_class_is_found_on_the_devices_too():
