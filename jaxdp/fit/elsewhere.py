@@ -33,7 +33,7 @@ OTHERS: Final = {
         "gradient_clip_algorithm": "optax.chain(optax.clip(1.0), ...) clips by value",
         "reload_dataloaders_every_n_epochs": "a loader is iterated anew in every epoch",
         "resume_from_checkpoint": "fit(..., ckpt_path='last') resumes",
-        "auto_lr_find": "jaxdp.lr_find does it",
+        "auto_lr_find": "jaxdp.finders.lr_find(trainer, loader) does it",
     },
     "fit": {
         # Lightning's.

@@ -265,11 +265,11 @@ class Loop:
         may_stop = limits.may_stop(step, self._epoch + is_over)
         if not (may_stop or self._told_of_minimum):
             self._told_of_minimum = True
-            say(
-                f"the fit is to end after step {step}, and goes on until"
-                f" `min_epochs`={limits.min_epochs} and `min_steps`={limits.min_steps}"
-                " are done"
+            least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
+            these = " and ".join(
+                f"`{k}`={value}" for k, value in least.items() if value
             )
+            say(f"the fit is to end after step {step}, but goes on to reach {these}")
         return may_stop
 
     def _lacks_its_end(self) -> bool:

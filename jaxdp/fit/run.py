@@ -249,11 +249,13 @@ class Run:
     def check_callable(self, method: str) -> None:
         """Raises if the model can't be called on one example, as `method` does."""
         if not callable(self.model):
-            name = type(self.model).__name__
+            name, part = type(self.model).__name__, ".generator"
+            if isinstance(self.model, dict | list | tuple):
+                part = "['generator']" if isinstance(self.model, dict) else "[0]"
             raise TypeError(
                 f"`{method}` calls the model on one example, and {name} has no"
-                " __call__. Give it one; or call a part of `trainer.model`, as in"
-                " jax.vmap(trainer.model.generator)(x)."
+                " __call__. Call a part of `trainer.model`, as in"
+                f" jax.vmap(trainer.model{part})(x); or give a class of yours one."
             )
 
     def member_of(self, model: Any, index: int) -> Any:
@@ -361,10 +363,11 @@ class Run:
                 " True."
             )
             if self._is_with_caller:
+                self.looks_at = wanted
                 remedy = (
-                    "Use it after the loop; or leave `steps_per_execution` out. (A loop"
-                    " that uses the trainer after the first step, too, gets its steps"
-                    " one by one.)"
+                    "Use it after the loop; or leave `steps_per_execution` out. The"
+                    " trainer's next loops get their steps one by one, as those do that"
+                    " use it after its first step."
                 )
             raise RuntimeError(
                 f"{wanted} was used between steps that run in one call"

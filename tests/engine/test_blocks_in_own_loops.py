@@ -139,3 +139,6 @@ def test_a_loop_by_hand_can_not_use_the_trainer_inside_a_block(use, tmp_path):
     steps.close()
     assert trainer.global_step == 20  # the state has the whole block
     uses["state"](trainer)
+    for _ in trainer.steps(data):  # the next loop may
+        uses[use if use in USES else "state"](trainer)
+    assert trainer.global_step == 28

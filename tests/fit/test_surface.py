@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import pkgutil
+import re
 
 import numpy as np
 import pytest
@@ -45,8 +47,12 @@ def test_what_ends_a_fit_early_waits_for_the_minimum(
     trainer.fit(batches(8, 8, 8, 8), max_epochs=4, **minimum)
     if per_execution == 1 or steps > 2:  # it asks after the dispatch
         assert trainer.global_step == steps
-    told = [line for line in caplog.messages if "goes on until" in line]
+    told = [line for line in caplog.messages if "goes on to reach" in line]
     assert len(told) == (steps > max(2, per_execution))
+    for line in told:  # of what was asked for alone
+        assert re.findall(r"`(min_\w+)`=(\d+)", line) == [
+            (name, str(value)) for name, value in minimum.items()
+        ]
 
 
 def test_early_stopping_and_max_time_wait_for_the_minimum(caplog):
@@ -226,3 +232,5 @@ def test_the_table_of_arguments_has_none_that_are_ours():
     for method, others in OTHERS.items():
         ours = [inspect.signature(getattr(Trainer, m)).parameters for m in OTHERS]
         assert not others.keys() & set(itertools.chain(*ours)), method
+        for name in re.findall(r"jaxdp\.([\w.]+)", " ".join(others.values())):
+            pkgutil.resolve_name(f"jaxdp.{name}")

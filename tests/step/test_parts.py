@@ -1,5 +1,7 @@
 """Several losses and optimizers in one step, beside a loop written by hand."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -415,6 +417,22 @@ def test_predict_of_a_model_that_cannot_be_called_says_what_to_call():
     trainer = Trainer(Gan(), parts(), enable_progress_bar=False)
     with pytest.raises(TypeError, match=r"Gan has no __call__.*jax\.vmap\(trainer"):
         trainer.predict(DATA)
+
+
+@pytest.mark.parametrize("of, path", [
+    (lambda *two: {"generator": two[0], "critic": two[1]}, "model['generator']"),
+    (lambda *two: two, "model[0]"),
+])  # fmt: skip
+def test_predict_of_several_models_says_how_to_call_one(of, path):
+    gan = Gan()
+    trainer = Trainer(
+        of(gan.generator, gan.critic),
+        loss_fn=lambda model, x: x,
+        enable_progress_bar=False,
+    )
+    for call in (lambda: trainer.predict(DATA), trainer.inference_model):
+        with pytest.raises(TypeError, match=re.escape(f"jax.vmap(trainer.{path})(x)")):
+            call()
 
 
 def test_names_of_metrics_must_differ():
