@@ -17,9 +17,10 @@ import optax
 from .basics.arguments import check_choice, check_count
 from .basics.figures import Curve, draw
 from .basics.files import save_figure
+from .callbacks import Callback
 from .callbacks.learning_rate_monitor import is_rate
 from .data.random_states import set_states, states_of, torch_generators
-from .engine import hyperparams
+from .engine import StepOptions, hyperparams
 from .fit import checks
 from .trainer import Trainer
 
@@ -130,7 +131,7 @@ def lr_find(
 
     The steps are taken by a copy of the trainer, from the weights that it has now and a
     fresh optimizer: the trainer, its history and its callbacks stay as they are, and so
-    do generators of a torch loader.
+    do generators of a torch loader. Updates that are not finite are left out.
 
     Args:
         trainer: with the model, loss, strategy and so on to try.
@@ -194,6 +195,13 @@ def lr_find(
     return found
 
 
+class _Unspoilt(Callback):
+    """Leaves out updates that are not finite, after which all losses were NaN."""
+
+    def step_options(self, options: StepOptions) -> StepOptions:
+        return options._replace(skip_nonfinite=True)
+
+
 def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer:
     """A trainer of the same model, which shares nothing that changes."""
     fresh = not trainer.run.has_engine
@@ -201,7 +209,7 @@ def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer
     changed = {
         "model": model,
         "state": trainer.model_state,
-        "callbacks": (),
+        "callbacks": (_Unspoilt(),),
         "enable_progress_bar": False,
         "steps_per_execution": 1,
     }

@@ -167,6 +167,18 @@ def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
     assert np.isfinite(found._smoothed()).sum() == 99 + np.isfinite(unlucky)
 
 
+@pytest.mark.parametrize("optimizer", [None, optax.sgd, optax.adam])
+@pytest.mark.parametrize("place", [0, 12, 40])
+def test_a_batch_of_nan_does_not_spoil_the_steps_after_it(place, optimizer):
+    data = batches(*[8] * 100)
+    data[place] = data[place][0] * np.nan, data[place][1]
+    trainer = make_trainer(optax.inject_hyperparams(optax.adam)(1e-3))
+    found = lr_find(trainer, data, optimizer=optimizer, max_lr=0.1)
+    losses = np.array(found.results["loss"])
+    assert len(losses) == 100 and np.flatnonzero(np.isnan(losses)).tolist() == [place]
+    assert found.suggestion() is not None
+
+
 def test_losses_that_stay_lost_end_it():
     trainer = make_trainer()
     data = [(x * np.nan, y) for x, y in batches(*[8] * 6)]
