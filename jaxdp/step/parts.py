@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -50,8 +51,8 @@ class Part:
         every: the part runs in steps that this divides, counted from 1. In other
             steps its loss is not computed and is NaN among the metrics; means are over
             the steps in which the part ran.
-        name: prefix of its metrics, as in `critic_loss`; `params` by default, if that
-            is the name of a submodule.
+        name: prefix of its metrics, as in `critic_loss`. By default it is the path in
+            `params`: "critic", "layers_0" for "layers[0]", "0" for "[0]".
         gradient_clip_val: largest global norm of its gradient.
     """
 
@@ -111,8 +112,9 @@ def find_parts(
         mask = _mask(part.params, model)
         name = part.name
         if name is None:
-            name = part.params if isinstance(part.params, str) else ""
-        if not (isinstance(name, str) and name.isidentifier()):
+            path = part.params if isinstance(part.params, str) else ""
+            name = re.sub(r"\W+", "_", path).strip("_")
+        if not (isinstance(name, str) and name and f"_{name}".isidentifier()):
             raise ValueError(
                 f"`Part`: {name or part.params!r} can't be put before the names of"
                 " metrics, as in critic_loss; pass `name`, of letters, digits and _."

@@ -337,6 +337,28 @@ def test_params_by_patterns_and_bools(params, chosen):
     assert {c for c in chosen if any(n.startswith(c) for n in names)} == chosen
 
 
+@pytest.mark.parametrize(
+    "params, name",
+    [
+        ("[0]", "0_loss"),
+        ("[1].layers[0]", "1_layers_0_loss"),
+        ("*.layers[*].bias", "layers_bias_loss"),
+    ],
+)
+def test_a_part_is_named_by_its_path(params, name):
+    keys = jax.random.split(jax.random.key(0))
+    networks = tuple(eqx.nn.MLP(2, 2, 4, 1, key=key) for key in keys)
+
+    def loss_fn(networks, x):
+        first, second = networks
+        return ((jax.vmap(second)(jax.vmap(first)(x)) - x) ** 2).mean(axis=1)
+
+    trainer = Trainer(
+        networks, [Part(params, loss_fn, CRITIC)], enable_progress_bar=False
+    )
+    assert [*trainer.fit(DATA)] == ["loss", name]
+
+
 def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
     return Part(params, loss_fn, optimizer, **options)
 
@@ -348,6 +370,7 @@ def one(params="critic", loss_fn=critic_loss, optimizer=CRITIC, **options):
         ([one(), one("*.weight", name="x")], {}, "in 'critic' and in 'x'"),
         ([one(), one(name="critic")], {}, "two are named 'critic'"),
         ([one(["critic"])], {}, "pass `name`"),
+        ([one("*")], {}, r"'\*' can't be put before"),
         ([one(name="val")], {}, "'val_' and 'test_'"),
         ([one(NOTHING, name="none")], {}, "no floating"),
         ([one({"critic": True}, name="x")], {}, "a prefix of the model"),
