@@ -1,8 +1,8 @@
 """What a run was made of, for its records: hyperparameters, versions, hardware."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
     given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     settings = {name: plain(value) for name, value in trainer.run.arguments.items()}
     optimizer = trainer.run.optimizer_for(trainer.strategy)
-    settings["optimizer"] = optimizer_text(optimizer.update)
+    settings["optimizer"] = optimizer_text(optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
@@ -74,38 +74,80 @@ def markdown(values: Mapping[str, Any]) -> str:
     return "\n".join(["| name | value |", "| --- | --- |", *rows])
 
 
-def optimizer_text(update: Any) -> str:
+def optimizer_text(optimizer: Any) -> str:
     """The stages of an optax optimizer with their numbers, as far as its closures show
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
+    stages = _stages(optimizer.update)
+    given = [f"{name}={_told(value)}" for name, value in _injected(optimizer.init)]
+    return ", ".join(each for each in (*stages, *given) if each not in _NOTHING)
+
+
+def function_text(function: Any) -> str:
+    """The name of a function, with the fractions in its code and its closure, which
+    tell two lambdas apart: `<lambda>(0.1, 0.9)`."""
+    made = _made(function, closed_over(function))
+    return function.__qualname__ if made.endswith("()") else made
+
+
+_NOTHING: Final = ("", "identity()")
+
+
+def _stages(update: Any) -> list[str]:
     function = inspect.unwrap(update)
     inside = closed_over(function)
-    updates = [stage for value in inside.values() for stage in updates_in(value)]
-    stages = [optimizer_text(stage) for stage in updates]
+    updates = [each for value in inside.values() for each in updates_in(value)]
+    stages = [", ".join(s for s in _stages(u) if s not in _NOTHING) for u in updates]
     made = _made(function, inside)
-    if not made.endswith("()") or not stages:
-        stages.insert(0, made)
-    return ", ".join(stage for stage in stages if stage not in ("", "identity()"))
+    return stages if made.endswith("()") and stages else [made, *stages]
+
+
+def _injected(init: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers that `optax.inject_hyperparams` was given, which only the `init` of
+    the optimizer knows."""
+    inside = closed_over(inspect.unwrap(init))
+    yield from inside.get("numeric_hps", {}).items()
+    for value in inside.values():
+        several = value.values() if isinstance(value, Mapping) else value
+        for each in several if isinstance(several, Iterable) else [value]:
+            each = getattr(each, "init", each)
+            if getattr(each, "__name__", "").endswith(("init", "init_fn")):
+                yield from _injected(each)
 
 
 def _made(function: Any, inside: Mapping[str, Any], depth: int = 0) -> str:
     """Who has made a function, and from what: numbers, functions, such as schedules."""
-    told = []
+    told = _fractions(function)
+    maker = getattr(function, "__qualname__", type(function).__name__)
+    maker = maker.rpartition(".")[2] if told else maker.split(".<locals>")[0]
     for name, value in inside.items():
         if not updates_in(value):
             values = value if isinstance(value, list | tuple) else [value]
             text = " ".join(filter(None, (_told(each, depth) for each in values)))
             told += [f"{name}={text}"] if text else []
-    maker = getattr(function, "__qualname__", type(function).__name__)
-    return f"{maker.split('.<locals>')[0]}({', '.join(told)})"
+    return f"{maker}({', '.join(told)})"
 
 
-def _told(value: Any, depth: int) -> str:
-    if isinstance(value, int | float) or "<" not in getattr(value, "__qualname__", "<"):
-        return str(plain(value))
+def _told(value: Any, depth: int = 0) -> str:
+    if getattr(value, "ndim", None) == 0:
+        return str(np.asarray(value))  # waits for the device, if it is there
+    is_known = "<" not in getattr(value, "__qualname__", "<")
     if inspect.isfunction(value) and depth < 3:
         made = _made(value, closed_over(value), depth + 1)
-        return "" if made.endswith("()") else made  # which would say nothing
-    return ""
+        if not made.endswith("()"):
+            return made
+    return str(plain(value)) if isinstance(value, int | float) or is_known else ""
+
+
+def _fractions(function: Any) -> list[str]:
+    """Those that are written in a user's function."""
+    if not inspect.isfunction(function) or function.__module__.startswith(_LIBRARIES):
+        return []
+    written = *function.__code__.co_consts, *(function.__defaults__ or ())
+    return [str(each) for each in written if isinstance(each, float)]
+
+
+_LIBRARIES: Final = ("optax", "jax", "equinox")
+"""jaxdp, too, begins like this."""
 
 
 def _is_model(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What of a trainer's arguments decides the numbers, in words, to compare later."""
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,7 @@ import jax
 from ..basics.console import some_of
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback, overrides
-from ..callbacks.run_facts import optimizer_text, plain
+from ..callbacks.run_facts import function_text, optimizer_text, plain
 from ..strategies import DataParallel
 
 if TYPE_CHECKING:
@@ -46,10 +47,9 @@ def described(run: "Run") -> dict[str, str]:
 def _optimizer(run: "Run") -> str:
     parts = run.several or ()
     if not parts:
-        return optimizer_text(run.arguments["optimizer"].update)
+        return optimizer_text(run.arguments["optimizer"])
     return "; ".join(
-        f"{p.name}, every={p.every}: {optimizer_text(p.optimizer.update)}"
-        for p in parts
+        f"{p.name}, every={p.every}: {optimizer_text(p.optimizer)}" for p in parts
     )
 
 
@@ -97,5 +97,7 @@ def _is_module(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Without addresses, which differ in every process."""
+    if inspect.isfunction(value):
+        return function_text(value)
     text = value.__name__ if isinstance(value, type) else str(plain(value))
     return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -165,6 +165,11 @@ def _tell_differences(
         )
     if changed := checkpoint.changed_arguments(meta, run.description):
         lines = "\n".join(changed)
+        if "inject_hyperparams(" in lines:
+            lines += (
+                "\n  The numbers of `inject_hyperparams` are part of the state, and go"
+                " on as they were saved; `trainer.set_hyperparams` sets them."
+            )
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
     options = {name: str(value) for name, value in run.compiler_options.items()}
     if meta.get("compiler_options", {}) != options:

@@ -33,4 +33,4 @@ def test_optimizers_are_described_by_their_stages():
             "test_optimizers_are_described_by_their_stages()",
         ),
     ]:
-        assert optimizer_text(optimizer.update).startswith(text)
+        assert optimizer_text(optimizer).startswith(text)

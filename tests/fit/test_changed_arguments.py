@@ -5,6 +5,7 @@ import re
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from toys import Mlp, batches
@@ -13,6 +14,7 @@ from jaxdp import LocalSGD, Part, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import LearningRateMonitor, WeightAveraging
 
 DATA = batches(16, 16)
+INJECTED = optax.inject_hyperparams(optax.adam)
 
 
 def model(**changes):
@@ -110,6 +112,32 @@ def test_what_fits_and_was_changed_is_said(saved, changes, names, caplog):
     path = saved("plain")
     make(**changes).load(path)
     assert f"{path} was saved with other arguments than this trainer's" in caplog.text
+    for name in names:
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize("before, after, names", [
+    ({"optimizer": optax.adam(lambda step: 0.1 * 0.9**step)},
+     {"optimizer": optax.adam(lambda step: 0.1 * 0.8**step)},
+     ["learning_rate=<lambda>(0.1, 0.9)", "learning_rate=<lambda>(0.1, 0.8)"]),
+    ({"optimizer": optax.sgd(jnp.array(0.1))}, {"optimizer": optax.sgd(jnp.array(0.2))},
+     ["step_size=-0.1", "step_size=-0.2"]),
+    ({"optimizer": optax.chain(optax.clip(1.0), INJECTED(learning_rate=0.01))},
+     {"optimizer": optax.chain(optax.clip(1.0), INJECTED(learning_rate=0.02))},
+     ["learning_rate=0.01", "learning_rate=0.02", "`trainer.set_hyperparams` sets"]),
+    ({"model": model(activation=lambda x: jnp.maximum(x, 0.1 * x))},
+     {"model": model(activation=lambda x: jnp.maximum(x, 0.2 * x))},
+     ["`Mlp.activation` was <lambda>(0.1), and is <lambda>(0.2)"]),
+])  # fmt: skip
+def test_numbers_that_only_code_or_the_state_has_are_said(
+    tmp_path, before, after, names, caplog
+):
+    trainer = make(**before)
+    trainer.fit(DATA)
+    path = trainer.save(tmp_path / "saved")
+    make(**before).load(path)
+    assert "other arguments" not in caplog.text
+    make(**after).load(path)
     for name in names:
         assert name in caplog.text
 
