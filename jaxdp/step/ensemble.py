@@ -174,7 +174,8 @@ class OfMembers:
                 "`ensemble`: the loss or a metric returned (values, weights)"
                 " whose weights differ by member, so there is no mean over"
                 " members. Compute the weights from the batch alone, not from"
-                " predictions or keys."
+                " predictions or keys. If the second is no weight but is to be a"
+                " metric, put it into a dict: (loss, {'name': value})."
             ) from None
         (one,) = traced
         return one._replace(
