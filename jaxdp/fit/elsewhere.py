@@ -72,6 +72,8 @@ def refuse(cls: type, method: str, given: Iterable[str]) -> None:
             where = f"it belongs to `{there}`: {there}(..., {name}=...)"
         elif name in OTHERS[method]:
             where = OTHERS[method][name]
+        elif name in OTHERS[other]:  # Trainer(epochs=3)
+            where = f"nor of `{there}`; {OTHERS[other][name]}"
         else:  # as Python says it
             called = f"{cls.__name__}.{method}()"
             raise TypeError(f"{called} got an unexpected keyword argument {name!r}")

@@ -193,6 +193,8 @@ def test_an_iterator_with_fewer_batches_than_the_limit_is_told_of_once():
     ("num_sanity_val_steps", 0, "fast_dev_run"),
     ("enable_checkpointing", False, "ModelCheckpoint"),
     ("limit_test_batches", 3, "limit_batches"),
+    ("epochs", 3, "nor of `fit`; it is called `max_epochs`"),
+    ("batch_size", 32, "nor of `fit`; the loader makes batches"),
 ])  # fmt: skip
 def test_arguments_of_lightnings_trainer_are_told_where_they_belong(
     argument, value, where
@@ -211,6 +213,7 @@ def test_arguments_of_lightnings_trainer_are_told_where_they_belong(
     ("validation_data", (1, 2), "`val_loader`"),
     ("val_dataloaders", [], "`val_loader`"),
     ("datamodule", None, "`train_loader`"),
+    ("logger", True, "nor of `Trainer`; loggers are callbacks"),
 ])  # fmt: skip
 def test_arguments_of_other_fits_are_told_where_they_belong(argument, value, where):
     with pytest.raises(
