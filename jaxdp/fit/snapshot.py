@@ -90,9 +90,10 @@ def weights_at(
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
-    run, strategy = trainer.run, trainer.run.engine.strategy
+    run = trainer.run
     run.check_is_settled("`load`")
     with run.interrupts.uninterrupted():
+        strategy = run.engine.strategy
         state, meta = checkpoint.restore(
             path,
             lambda shapes: strategy.as_saved(run.engine.state, shapes),

@@ -91,6 +91,7 @@ def test_a_signal_while_saving_is_raised_once_that_is_whole(
 
 def test_ctrl_c_while_restoring_is_raised_once_that_is_whole(trained):
     trainer, path = trained
+    make().load(path)  # the first one imports and compiles what later ones have
     with Press(signal.SIGINT) as press:
         make().load(path)
     for moment in MOMENTS:
