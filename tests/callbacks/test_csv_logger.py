@@ -1,5 +1,6 @@
 """The table of a run, and the record beside it."""
 
+import copy
 import json
 
 import jax
@@ -183,7 +184,8 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplo
 
     class Engine(SingleDevice):
         def compile(self, *arguments, **options):
-            compiled = super().compile(*arguments, **options)
+            # A copy: other trainers of this process may share the program.
+            compiled = copy.copy(super().compile(*arguments, **options))
             compiled.__class__ = Odd
             return compiled
 
