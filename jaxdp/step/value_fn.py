@@ -69,11 +69,20 @@ def offered(
     def grad_fn(params: PyTree, *_: Any) -> PyTree:
         return turned(evaluate(params)[1])
 
+    stages = _stages_of(update)
+    if any(
+        getattr(stage, "__qualname__", "").startswith(_BACKTRACKS) for stage in stages
+    ):
+        grad = turned(grad)  # back
     known = {"value": value, "grad": grad, "value_fn": value_fn, "grad_fn": grad_fn}
-    return {name: known[name] for name in _asked_for(update)}
+    return {name: known[name] for name in _asked_for(update, stages)}
 
 
-def _asked_for(update: Callable[..., Any]) -> set[str]:
+_BACKTRACKS: Final = "scale_by_backtracking_linesearch."
+"""It takes the slope from JAX's gradient; optax's zoom search does from its conjugate."""
+
+
+def _asked_for(update: Callable[..., Any], stages: list[Any]) -> set[str]:
     """Which of `_NAMES` an optimizer, or a stage of it, takes.
 
     Not simply all: what nobody asks for is an error to some.
@@ -82,17 +91,23 @@ def _asked_for(update: Callable[..., Any]) -> set[str]:
     asked = _NAMES & {p.name for p in parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return asked
+    for stage in stages:
+        asked |= _NAMES & {*inspect.signature(stage).parameters}
+    # There may be stages that no closure shows, as in optax.inject_hyperparams.
+    return asked or _NAMES - {"grad_fn"}
+
+
+def _stages_of(update: Callable[..., Any]) -> list[Any]:
+    """The functions that `update` calls, and itself, as far as closures show them."""
     waiting, seen = [update], []
     while waiting:
         stage = inspect.unwrap(waiting.pop())
         if any(stage is earlier for earlier in seen):
             continue
         seen.append(stage)
-        asked |= _NAMES & {*inspect.signature(stage).parameters}
         for value in closed_over(stage).values():
             waiting += updates_in(value)
-    # There may be stages that no closure shows, as in optax.inject_hyperparams.
-    return asked or _NAMES - {"grad_fn"}
+    return seen
 
 
 def closed_over(function: Any) -> Mapping[str, Any]:

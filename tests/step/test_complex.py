@@ -78,6 +78,7 @@ OWN = optax.chain(
     optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads)), optax.sgd(0.02)
 )
 SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+STEEP = optax.scale_by_backtracking_linesearch(10, slope_rtol=0.4)
 ZOOM = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(10))
 SAM = optax.contrib.sam(
     optax.sgd(0.02),
@@ -107,9 +108,22 @@ def fitted(optimizer, strategy=None, steps=8, **options):
         (optax.lbfgs(), in_parts, {}),
         (SEARCH, in_parts, {}),
         (ZOOM, in_parts, {}),
+        (optax.chain(optax.sgd(1.0), STEEP), in_parts, {}),
+        (optax.lbfgs(linesearch=STEEP), in_parts, {}),
         (OWN, None, {"conjugate_complex": False}),
     ],
-    ids=["sgd", "momentum", "split", "adam", "lbfgs", "backtracking", "zoom", "own"],
+    ids=[
+        "sgd",
+        "momentum",
+        "split",
+        "adam",
+        "lbfgs",
+        "backtracking",
+        "zoom",
+        "steep",
+        "lbfgs_steep",
+        "own",
+    ],
 )
 def test_losses_are_those_of_descent_by_hand(optimizer, by_hand, options):
     losses, _ = fitted(optimizer, **options)
