@@ -36,7 +36,8 @@ def described(run: "Run") -> dict[str, str]:
     told = {name: _text(run.arguments[name]) for name in _AS_THEY_ARE}
     told["optimizer"] = _optimizer(run)
     told["filter_spec"] = _frozen(buffers)
-    told["callbacks"] = ", ".join(map(_text_of, filter(_is_part, run.hooks.callbacks)))
+    parts = map(_text_of, filter(_is_part, run.hooks.callbacks))
+    told["callbacks"] = ", ".join(parts) or "none that adds state"
     wraps = type(run.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
     told["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
     return {name: text for name, text in told.items() if text not in ("", "None")} | (

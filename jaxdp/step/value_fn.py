@@ -79,7 +79,8 @@ def offered(
 
 
 _BACKTRACKS: Final = "scale_by_backtracking_linesearch."
-"""It takes the slope from JAX's gradient; optax's zoom search does from its conjugate."""
+"""It takes the slope from JAX's gradient, unlike optax's zoom search, which takes it
+from the conjugate."""
 
 
 def _asked_for(update: Callable[..., Any], stages: list[Any]) -> set[str]:
