@@ -3,11 +3,14 @@
 They put rows together as torch's collation does, in a third of the time.
 """
 
+import collections
 import contextlib
 import functools
+import io
 import multiprocessing
 import operator
 import os
+import pickle
 import signal
 import sys
 import sysconfig
@@ -24,7 +27,6 @@ import numpy as np
 
 from ..basics.process import refuse_to_train_in_a_worker
 from .random_states import seed_generators
-from .torch_sending import context_of_workers
 
 PIPE_BYTES = 2**20
 """Arrays up to so large cross from a worker faster in its pipe than in shared memory,
@@ -122,6 +124,7 @@ class Seeded:
 
 def _init_worker(users: Any, worker_id: int) -> None:
     """Runs the user's `worker_init_fn`, which sees the user's dataset, unwrapped."""
+    jax.config.update("jax_platforms", "cpu")  # it must not open a GPU
     from torch.utils.data import get_worker_info
 
     # Ctrl-C and, from SLURM for one, SIGTERM go to the whole process group; they are
@@ -195,21 +198,76 @@ def safe_workers(loader: Any) -> Iterator[None]:
     users = loader.multiprocessing_context, loader.worker_init_fn
     default = multiprocessing.get_start_method(allow_none=True) or "fork"
     available = "forkserver" in multiprocessing.get_all_start_methods()
-    resources = contextlib.ExitStack()
     if users[0] is None and default in ("fork", "forkserver") and available:
-        context = resources.enter_context(context_of_workers())
-        parts = loader.dataset, loader.collate_fn, loader.worker_init_fn
-        modules = frozenset(["__main__", *map(_module_of, parts)])
-        context.set_forkserver_preload([__name__, *_libraries(modules)])
+        dataset = getattr(loader.dataset, "dataset", loader.dataset)  # of `Seeded`
+        parts = dataset, loader.collate_fn, loader.worker_init_fn
+        modules = {*map(_module_of, parts)}
+        context: Any = multiprocessing.get_context("forkserver")
+        if _has_no_file():
+            context = _sending_definitions(context, "__main__" in modules)
+        context.set_forkserver_preload(
+            [__name__, *_libraries(frozenset({"__main__", *modules}))]
+        )
         loader.multiprocessing_context = context
     loader.worker_init_fn = functools.partial(_init_worker, loader.worker_init_fn)
     try:
-        with resources:
-            yield
+        yield
     finally:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]
+
+
+def _has_no_file() -> bool:
+    """Whether what is being run can't be imported by another process."""
+    main = sys.modules["__main__"]
+    return not getattr(main, "__file__", None) and not getattr(main, "__spec__", None)
+
+
+def _sending_definitions(context: Any, is_needed: bool) -> Any:
+    """`context`, whose workers are sent what is defined in a notebook's cells."""
+    try:
+        from cloudpickle import Pickler as ByValue
+    except ImportError:
+        if not is_needed:
+            return context
+        raise TypeError(
+            "the dataset, `collate_fn` or `worker_init_fn` is defined in this session,"
+            " which workers can't import, and cloudpickle, which could send it, is not"
+            " installed. Run `pip install cloudpickle`, put the definition into a"
+            " module, or use num_workers=0."
+        ) from None
+
+    class Pickler(ByValue):
+        reducers: Any = reduction.ForkingPickler(io.BytesIO()).dispatch_table  # pyright: ignore
+        others: Any = ByValue.dispatch_table
+        dispatch_table = collections.ChainMap(reducers, others)
+        classes: list[type] = []
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, type) and value.__module__ == "__main__":
+                self.classes.append(value)
+            return super().reducer_override(value)
+
+    class Process(context.Process):
+        def __reduce__(self) -> Any:
+            file = io.BytesIO()
+            pickler = Pickler(file)
+            pickler.dump(vars(self))
+            pickler.dump(Pickler.classes)
+            return _received, (file.getvalue(),)
+
+    return type("Context", (type(context),), {"Process": Process})()
+
+
+def _received(content: bytes) -> Any:
+    """The process that was sent."""
+    process = object.__new__(multiprocessing.get_context("forkserver").Process)
+    unpickler = pickle.Unpickler(io.BytesIO(content))
+    vars(process).update(unpickler.load())
+    for each in unpickler.load():  # named tuples, say, that it sends back by name
+        setattr(sys.modules["__main__"], each.__name__, each)
+    return process
 
 
 @functools.cache

@@ -78,6 +78,6 @@ def test_without_cloudpickle_the_ways_out_are_told():
     done = in_a_session(WITHOUT)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert "TypeError: `train_loader` can't be sent to its workers: Rows is" in last
+    assert "TypeError: the dataset, `collate_fn` or" in last
     for way in ("pip install cloudpickle", "into a module", "num_workers=0"):
         assert way in last

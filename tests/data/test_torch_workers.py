@@ -114,9 +114,20 @@ def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
     assert found == [PIPE_BYTES, 2**16]
 
 
-def test_parts_that_workers_cannot_import_are_refused_with_the_remedy(monkeypatch):
-    # A process of pytest-xdist has no file, as a notebook has none.
-    monkeypatch.setattr("jaxdp.data.torch_sending.has_no_file", lambda: False)
+class Platforms(Squares):
+    """What a worker's JAX may open."""
+
+    def __getitem__(self, i):
+        return np.array(jax.config.jax_platforms == "cpu")
+
+
+def test_workers_never_open_a_gpu():
+    loader = DataLoader(Platforms(), 4, num_workers=1)
+    for batch in open_loader(loader, "train_loader", seed=0).epoch():
+        assert np.asarray(batch).all()
+
+
+def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
     loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
     with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
         list(open_loader(loader, "train_loader", seed=0).epoch())
