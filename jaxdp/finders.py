@@ -171,7 +171,7 @@ def lr_find(
     epochs = (twin.steps(train_loader) for _ in rates)
     steps = itertools.chain.from_iterable(epochs)
     losses: list[float] = []
-    found = LRFinder(rates, losses)
+    finder = LRFinder(rates, losses)
     best, lost = math.inf, 0
     with contextlib.ExitStack() as stack:
         # A torch loader's generators end as they were.
@@ -183,7 +183,7 @@ def lr_find(
                 break  # an empty loader
             # waits for the device: the next step may be the last
             losses.append(float(metrics["loss"]))
-            smoothed = found._smoothed()[-1]
+            smoothed = finder._smoothed()[-1]
             lost = lost + 1 if math.isnan(smoothed) else 0
             best = min(best, smoothed) if not lost else best
             if early_stop_threshold is None:
@@ -191,8 +191,8 @@ def lr_find(
             limit = best + (early_stop_threshold - 1) * abs(best)
             if lost == _LOST or len(losses) > 10 and smoothed > limit:
                 break
-    found.results["lr"] = rates[: len(losses)]
-    return found
+    finder.results["lr"] = rates[: len(losses)]
+    return finder
 
 
 class _Unspoilt(Callback):
@@ -221,10 +221,14 @@ def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer
 
 def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
     """Ones, in the shapes of the rates to be set: all, or the one that was added."""
-    found = hyperparams.find(trainer.run.engine.state)
-    rates = {name: each for name, each in found.items() if is_rate(name)}
+    hyperparams_by_name = hyperparams.find(trainer.run.engine.state)
+    rates = {
+        name: hyperparam
+        for name, hyperparam in hyperparams_by_name.items()
+        if is_rate(name)
+    }
     if only_added:  # at the end
-        rates = dict([max(rates.items(), key=lambda each: each[1].place)])
+        rates = dict([max(rates.items(), key=lambda item: item[1].place)])
     if not rates or any(rate.is_scheduled for rate in rates.values()):
         raise ValueError(
             "`lr_find`: the optimizer has no learning rate that can be set. Pass"
@@ -233,4 +237,4 @@ def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
             " optax.inject_hyperparams and a number, as"
             " optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
-    return {name: np.ones(each.leaf.shape) for name, each in rates.items()}
+    return {name: np.ones(hyperparam.leaf.shape) for name, hyperparam in rates.items()}

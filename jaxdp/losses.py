@@ -136,7 +136,7 @@ def num_classes(
         )
     if not jnp.issubdtype(getattr(target, "dtype", float), jnp.integer):
         return None
-    if any(each in _OF_LABELS for each in criteria.values()):
+    if any(criterion in _OF_LABELS for criterion in criteria.values()):
         return num_logits(prediction)
     return 2 if is_yes_no else None
 

@@ -54,7 +54,7 @@ def check_strategy(
     model = _Dropped(jax.random.key(0)) if model is None else model
     batches = _toy_batches() if batches is None else batches
     expected = _train(SingleDevice(), model, batches)
-    found = _train(strategy, model, batches)
+    ours = _train(strategy, model, batches)
 
     for leaf in jax.tree.leaves(model):
         assert not (isinstance(leaf, jax.Array) and leaf.is_deleted()), (
@@ -63,9 +63,9 @@ def check_strategy(
         )
 
     # The same numbers, by one program.
-    _same("the loss of step", found.losses, expected.losses)
-    assert found.traces == expected.traces, (
-        f"one compile: the step was traced {found.traces} times, and"
+    _same("the loss of step", ours.losses, expected.losses)
+    assert ours.traces == expected.traces, (
+        f"one compile: the step was traced {ours.traces} times, and"
         f" {expected.traces} on one device"
     )
 
@@ -75,16 +75,16 @@ def check_strategy(
     _check_rows_that_interact(strategy, model, batches)
 
     # Validation and prediction.
-    metrics = [run.trainer.validate(batches) for run in (found, expected)]
+    metrics = [run.trainer.validate(batches) for run in (ours, expected)]
     for name in metrics[1]:
         _same(f"every row once: {name}", [metrics[0][name]], [metrics[1][name]])
-    predictions = [run.trainer.predict(batches) for run in (found, expected)]
+    predictions = [run.trainer.predict(batches) for run in (ours, expected)]
     assert predictions[0].shape == predictions[1].shape, (
         f"every row once: `predict` gave {predictions[0].shape} for"
         f" {predictions[1].shape[0]} rows"
     )
     np.testing.assert_allclose(*predictions, rtol=1e-3, atol=1e-4)
-    _check_checkpoints(strategy, model, batches, found.trainer)
+    _check_checkpoints(strategy, model, batches, ours.trainer)
 
 
 class _Run(Callback):
@@ -130,9 +130,9 @@ def _check_rows_that_interact(
 
     smallest, largest = (f(batches, key=lambda b: len(b[1])) for f in (min, max))
     losses = []
-    for each in (strategy, SingleDevice()):
+    for one in (strategy, SingleDevice()):
         run = _Run()
-        trainer = _trainer(each, model, by_the_mean, callbacks=[run])
+        trainer = _trainer(one, model, by_the_mean, callbacks=[run])
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
     _same(

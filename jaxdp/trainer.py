@@ -127,8 +127,8 @@ class Trainer:
         given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
         refuse(type(self), "__init__", elsewhere)
         arguments = checks.checked(given)
-        own = checks.check_callbacks(callbacks)
-        self.callbacks = with_defaults(own, progress_bar=enable_progress_bar)
+        made = checks.check_callbacks(callbacks)
+        self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         """The engine, the counters and what else few callbacks need."""

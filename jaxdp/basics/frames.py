@@ -24,7 +24,7 @@ def package_of(frame: FrameType) -> str:
 
 def innermost_of_user(frame: FrameType) -> FrameType:
     """The user's frame that led to `frame`, the nearest one; `frame` if none did."""
-    found: FrameType | None = frame
-    while found is not None and package_of(found) in OURS | BETWEEN:
-        found = found.f_back
-    return found or frame
+    user_frame: FrameType | None = frame
+    while user_frame is not None and package_of(user_frame) in OURS | BETWEEN:
+        user_frame = user_frame.f_back
+    return user_frame or frame

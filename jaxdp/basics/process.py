@@ -129,7 +129,7 @@ def _sweep(path: pathlib.Path) -> None:
         return
     stamp.touch()
     entries = [
-        (found.stat(), found.path) for found in os.scandir(path) if found.is_file()
+        (cached.stat(), cached.path) for cached in os.scandir(path) if cached.is_file()
     ]
     left = sum(status.st_size for status, _ in entries)
     for status, name in sorted(entries, key=lambda entry: entry[0].st_mtime):

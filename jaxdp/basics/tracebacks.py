@@ -49,11 +49,11 @@ class UsersFramesFirst:
 
         # Of what it was raised from, too, which is printed before it.
         chain: list[BaseException] = []
-        each: BaseException | None = error
-        while each is not None and each not in chain:
-            each.__traceback__ = _of_the_user(each.__traceback__)
-            chain.append(each)
-            each = each.__cause__ or each.__context__
+        link: BaseException | None = error
+        while link is not None and link not in chain:
+            link.__traceback__ = _of_the_user(link.__traceback__)
+            chain.append(link)
+            link = link.__cause__ or link.__context__
 
         notes = getattr(error, "__notes__", [])
         is_told = any("JAX_TRACEBACK_FILTERING" in note for note in notes)
@@ -74,7 +74,7 @@ def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
             entries.append(entry)
         entry = entry.tb_next
 
-    found: TracebackType | None = None
-    for each in reversed(entries):
-        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return found or traceback
+    shown: TracebackType | None = None
+    for step in reversed(entries):
+        shown = TracebackType(shown, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return shown or traceback

@@ -113,14 +113,14 @@ def _check_arguments(where: str, name: str, method: Any) -> None:
 
     # Where a decorator takes `*args`, what it decorates has the names.
     named = (_bound(inspect.signature(method), ours) or {}) | named
-    for own, theirs in named.items():
+    for mine, theirs in named.items():
         means_another = theirs in _WORDS.union(ours) and theirs not in _SAME.get(
-            own, ()
+            mine, ()
         )
-        if theirs != own and means_another:
+        if theirs != mine and means_another:
             model = " The model is `trainer.model`." * (theirs == "pl_module")
             raise TypeError(
-                f"{where} has `{theirs}` where it is given `{own}`: it is {called}."
+                f"{where} has `{theirs}` where it is given `{mine}`: it is {called}."
                 f"{model}"
             )
 
@@ -131,7 +131,7 @@ def _bound(given: inspect.Signature, ours: tuple[str, ...]) -> dict[str, str] | 
         taken = given.bind(*ours).arguments  # each name is its own value
     except TypeError:
         return None
-    return {own: theirs for theirs, own in taken.items() if isinstance(own, str)}
+    return {name: theirs for theirs, name in taken.items() if isinstance(name, str)}
 
 
 def _near(name: str) -> str | None:
@@ -139,9 +139,9 @@ def _near(name: str) -> str | None:
     squeezed = name.replace("_", "").lower()
     cutoff = 0.82 if squeezed.startswith("on") else 0.9
     for names in (_METHODS, _ELSEWHERE):
-        known = {each.replace("_", ""): each for each in names}
-        for found in difflib.get_close_matches(squeezed, known, n=1, cutoff=cutoff):
-            return _ELSEWHERE.get(known[found], known[found])
+        known = {name_there.replace("_", ""): name_there for name_there in names}
+        for match in difflib.get_close_matches(squeezed, known, n=1, cutoff=cutoff):
+            return _ELSEWHERE.get(known[match], known[match])
     return None
 
 

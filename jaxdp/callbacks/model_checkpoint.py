@@ -429,12 +429,12 @@ class ModelCheckpoint(Callback):
         # Checkpoints of other runs, or that other callbacks have saved.
         strangers = self._dir.impostors()
         for step in sorted(set(there) - set(scores)):
-            run_id, told = there[step]
+            run_id, saved_scores = there[step]
             is_now = step == trainer.global_step
             is_ours = step <= trainer.global_step and run_id == trainer.run.id
-            is_known = is_ours and step in told
+            is_known = is_ours and step in saved_scores
             if is_known and (is_now or not self._is_restored):
-                scores[step] = told[step]
+                scores[step] = saved_scores[step]
             elif not (is_ours and is_now) or self._is_due:
                 strangers.append(step)
             # else saved by somebody else at this very step: the fit may go on from it
@@ -466,7 +466,7 @@ class ModelCheckpoint(Callback):
 
 def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
     """The callbacks of a trainer that save checkpoints."""
-    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]
 
 
 def is_at_epoch_end(trainer: Trainer) -> bool:

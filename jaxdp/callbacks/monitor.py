@@ -30,7 +30,7 @@ def check_monitor(
     is_of_validation = monitor.startswith("val_")
     if metrics is None:
         # A user's callback may log it, and a metric of a pass may have any values.
-        roots = {type(each).__module__.split(".")[0] for each in trainer.callbacks}
+        roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
         is_open = is_of_validation and bool(run.pass_metrics)
         may_come = is_open or bool(roots - {__name__.split(".")[0]})
     else:

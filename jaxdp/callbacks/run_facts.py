@@ -79,7 +79,7 @@ def optimizer_text(optimizer: Any) -> str:
     them: `clip_by_global_norm(max_norm=1), scale_by_adam(b1=0.9, ...)`."""
     stages = _stages(optimizer.update)
     given = [f"{name}={_told(value)}" for name, value in _injected(optimizer.init)]
-    return ", ".join(each for each in (*stages, *given) if each not in _NOTHING)
+    return ", ".join(stage for stage in (*stages, *given) if stage not in _NOTHING)
 
 
 def function_text(function: Any) -> str:
@@ -108,23 +108,23 @@ def _injected(init: Any) -> Iterator[tuple[str, Any]]:
     yield from inside.get("numeric_hps", {}).items()
     for value in inside.values():
         several = value.values() if isinstance(value, Mapping) else value
-        for each in several if isinstance(several, Iterable) else [value]:
-            each = getattr(each, "init", each)
-            if getattr(each, "__name__", "").endswith(("init", "init_fn")):
-                yield from _injected(each)
+        for stage in several if isinstance(several, Iterable) else [value]:
+            stage = getattr(stage, "init", stage)
+            if getattr(stage, "__name__", "").endswith(("init", "init_fn")):
+                yield from _injected(stage)
 
 
 def _made(function: Any, inside: Mapping[str, Any], depth: int = 0) -> str:
     """Who has made a function, and from what: numbers, functions, such as schedules."""
-    told = _fractions(function)
+    arguments = _fractions(function)
     maker = getattr(function, "__qualname__", type(function).__name__)
-    maker = maker.rpartition(".")[2] if told else maker.split(".<locals>")[0]
+    maker = maker.rpartition(".")[2] if arguments else maker.split(".<locals>")[0]
     for name, value in inside.items():
         if not updates_in(value):
             values = value if isinstance(value, list | tuple) else [value]
-            text = " ".join(filter(None, (_told(each, depth) for each in values)))
-            told += [f"{name}={text}"] if text else []
-    return f"{maker}({', '.join(told)})"
+            text = " ".join(filter(None, (_told(part, depth) for part in values)))
+            arguments += [f"{name}={text}"] if text else []
+    return f"{maker}({', '.join(arguments)})"
 
 
 def _told(value: Any, depth: int = 0) -> str:
@@ -143,7 +143,7 @@ def _fractions(function: Any) -> list[str]:
     if not inspect.isfunction(function) or function.__module__.startswith(_LIBRARIES):
         return []
     written = *function.__code__.co_consts, *(function.__defaults__ or ())
-    return [str(each) for each in written if isinstance(each, float)]
+    return [str(constant) for constant in written if isinstance(constant, float)]
 
 
 _LIBRARIES: Final = ("optax", "jax", "equinox")

@@ -58,9 +58,9 @@ def saved_states(trainer: Trainer, meta: dict[str, Any]) -> dict[str, Any]:
 def misfits(trainer: Trainer, meta: dict[str, Any]) -> tuple[str, str]:
     """What is to be said of callbacks that find no state in a checkpoint, and which are
     in a checkpoint that the trainer lacks; each "" if there are none."""
-    pairs, own = _pairs(trainer, meta), identities(trainer)
+    pairs, by_name = _pairs(trainer, meta), identities(trainer)
     without = {
-        name: own[name]
+        name: by_name[name]
         for name, callback in named(trainer.callbacks)
         if name not in pairs and callback.state_dict()
     }
@@ -93,22 +93,22 @@ def _pairs(trainer: Trainer, meta: dict[str, Any]) -> dict[str, str]:
     """
     pairs = sorted(
         (unlikeness, old != new, new, old)
-        for new, own in identities(trainer).items()
+        for new, identity in identities(trainer).items()
         for old in meta["callbacks"]
         if _class(old) == _class(new)
-        for unlikeness in [_unlikeness(own, meta["identities"].get(old))]
+        for unlikeness in [_unlikeness(identity, meta["identities"].get(old))]
         if unlikeness is not None
     )
-    found: dict[str, str] = {}
+    handed: dict[str, str] = {}
     renamed: list[tuple[str, str]] = []
     for unlikeness, _, new, old in pairs:
-        if new not in found and old not in found.values():
+        if new not in handed and old not in handed.values():
             if unlikeness < _RENAMED:
-                found[new] = old
+                handed[new] = old
             else:
                 renamed.append((new, old))
     news, olds = [new for new, _ in renamed], [old for _, old in renamed]
-    return found | {
+    return handed | {
         new: old
         for new, old in renamed
         if news.count(new) == olds.count(old) == 1  # which of several, nobody knows

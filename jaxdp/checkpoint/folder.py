@@ -198,7 +198,7 @@ def _this_process() -> dict[str, object]:
 def _holder(lock: int) -> str:
     """Who holds a lock, as its file says."""
     try:
-        found = parse_json(os.pread(lock, 1000, 0))
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
+        holder = parse_json(os.pread(lock, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError, OSError):
         return "a process that has not said which"

@@ -74,9 +74,9 @@ def evaluated_leaves(
     names = {id(leaf): name for name, leaf in _with_names(state)}
     where, others = {}, {}
     for field in WEIGHTS:
-        own = jax.tree_util.tree_leaves_with_path(getattr(state, field))
+        trained = jax.tree_util.tree_leaves_with_path(getattr(state, field))
         seen = jax.tree.leaves(getattr(evaluated, field))
-        for (path, leaf), other in zip(own, seen, strict=True):
+        for (path, leaf), other in zip(trained, seen, strict=True):
             if other is leaf:
                 continue
             name = _name(field, path)

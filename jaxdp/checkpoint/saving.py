@@ -234,10 +234,10 @@ def _seal(path: str) -> None:
 def _save_failed(path: str, error: BaseException) -> SaveFailed:
     """Gives the disk back what a failed save took, and says what happened."""
     for _ in range(20):
-        found = unfinished(path)
-        if not found:
+        left_over = unfinished(path)
+        if not left_over:
             break
-        for folder in found:
+        for folder in left_over:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)  # others of Orbax's threads may be writing yet
     free = ""

@@ -164,7 +164,7 @@ def _as_wanted(stored: str, wanted: str | None) -> str:
     if wanted is None or shape_in(stored) != shape_in(wanted):
         return stored
     narrow, wide = dtype_in(stored), dtype_in(wanted)
-    fits = all(jnp.issubdtype(each, jnp.floating) for each in (narrow, wide))
+    fits = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide))
     return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
 
 
@@ -218,9 +218,9 @@ def _record(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
     whose = meta["identities"]
 
     def is_of(name: str) -> tuple[bool, bool]:
-        own = whose.get(name, "").partition("\n")[0]
+        saver_folder = whose.get(name, "").partition("\n")[0]
         base = os.path.basename
-        return own == folder.path, base(own) == base(folder.path)
+        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
 
     records = {
         name: state["best_first"]

@@ -122,9 +122,9 @@ def _doctor(options: argparse.Namespace) -> int:
     Every line is ok, a hint, or a problem with a remedy. The exit code is 1 when there
     is a problem.
     """
-    found = examine()
-    print(*found, sep="\n", flush=True)
-    return int("problem" in [finding.state for finding in found])
+    findings = examine()
+    print(*findings, sep="\n", flush=True)
+    return int("problem" in [finding.state for finding in findings])
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Versions, and findings of a process of its own, which may hang or abort."""
-    found = [Finding("ok", ", ".join(" ".join(each) for each in versions().items()))]
+    findings = [Finding("ok", ", ".join(" ".join(pair) for pair in versions().items()))]
     try:
         command = [sys.executable, "-c", _CHECK]
         done = subprocess.run(command, capture_output=True, timeout=_LIMIT)
@@ -49,15 +49,15 @@ def examine() -> list[Finding]:
     doing = "jaxdp"
     for line in output.decode(errors="replace").splitlines():
         if line.startswith("{"):
-            found.append(Finding(**json.loads(line)))
+            findings.append(Finding(**json.loads(line)))
         elif line.startswith("# "):
             doing = line[2:]
     if code:
         lines = error.decode(errors="replace").strip().splitlines() or [why]
         flags = [line for line in lines if "XLA_FLAGS" in line]
         text = f"{doing} failed: {(flags or lines)[-1][:300]}"
-        found.append(Finding("problem", text, "try JAX_PLATFORMS=cpu"))
-    return found
+        findings.append(Finding("problem", text, "try JAX_PLATFORMS=cpu"))
+    return findings
 
 
 def check() -> None:
@@ -65,11 +65,11 @@ def check() -> None:
     for name, function in _CHECKS.items():
         print(f"# {name}", flush=True)
         try:
-            found = list(function())
+            findings = list(function())
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}"
-            found = [Finding("problem", text[:500])]
-        for finding in found:
+            findings = [Finding("problem", text[:500])]
+        for finding in findings:
             print(json.dumps(finding._asdict()), flush=True)
 
 

@@ -195,8 +195,8 @@ def _ignores_rows(tree: Any) -> bool:
 def _bytes_of(devices: Iterable[Any]) -> int:
     """What the smallest of these devices has; 0 of those that do not tell."""
     here = [device for device in devices if device.process_index == jax.process_index()]
-    told = [device.memory_stats() or {} for device in here]
-    return min((stats.get("bytes_limit", 0) for stats in told), default=0)
+    statistics = [device.memory_stats() or {} for device in here]
+    return min((stats.get("bytes_limit", 0) for stats in statistics), default=0)
 
 
 def _columns(tree: Any) -> tuple[list[np.ndarray], int]:

@@ -47,8 +47,8 @@ def own_of(batch: Batch) -> Batch:
 
 def shown(batch: Batch) -> Batch:
     """What of a batch is here, as callbacks see it."""
-    own = own_of(batch)
-    return own.rows() if isinstance(own, Picked) else own
+    rows_here = own_of(batch)
+    return rows_here.rows() if isinstance(rows_here, Picked) else rows_here
 
 
 def inputs_of(batch: Batch) -> Any:

@@ -204,8 +204,8 @@ def _is_key(leaf: Any) -> bool:
 def with_key_data(tree: Any) -> Any:
     """The tree with typed PRNG keys as `to_host` has them."""
     leaves, treedef = jax.tree.flatten(tree)
-    found = enumerate(leaves)
-    keys = {i: _key_data(tree, i, leaf) for i, leaf in found if _is_key(leaf)}
+    numbered = enumerate(leaves)
+    keys = {i: _key_data(tree, i, leaf) for i, leaf in numbered if _is_key(leaf)}
     return _with_keys(treedef, leaves, keys)
 
 

@@ -82,7 +82,7 @@ def torch_generators(loader: Any) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         return {}
-    found: dict[str, Any] = {}
+    generators: dict[str, Any] = {}
     known = [torch.default_generator]  # which is seeded for every epoch
     waiting: list[tuple[str, Any]] = [("", loader)]
     while waiting:
@@ -91,11 +91,11 @@ def torch_generators(loader: Any) -> dict[str, Any]:
         is_torchs = isinstance(generator, torch.Generator)
         if is_torchs and all(generator is not other for other in known):
             known.append(generator)
-            found[f"{path}generator"] = generator
+            generators[f"{path}generator"] = generator
         for name in ("sampler", "batch_sampler"):
             if (inner := getattr(part, name, None)) is not None:
                 waiting.append((f"{path}{name}.", inner))
-    return found
+    return generators
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Source:
     @property
     def is_asked(self) -> bool:
         """Whether the loader is at work on a batch now."""
-        return any([each.gi_running for each in self._passes])  # pyright: ignore
+        return any([one_pass.gi_running for one_pass in self._passes])  # pyright: ignore
 
     @property
     def looks(self) -> bool:

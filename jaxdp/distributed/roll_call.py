@@ -142,12 +142,12 @@ def _listener(rank: Rank, host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     options: Any = {"family": family, "dualstack_ipv6": host == "::"}
     try:  # the port of a job that has just ended is free, as for JAX's service
-        found = socket.create_server((host, rank.port), backlog=rank.count, **options)
+        server = socket.create_server((host, rank.port), backlog=rank.count, **options)
     except OSError as error:
         raise OSError(
             f"process 0 can't listen at {host}, port {rank.port}: {error}. If an"
             " earlier run has not ended, end it, or pass another"
             " `coordinator_address`='host:port' to all processes."
         ) from error
-    found.settimeout(0.5)
-    return found
+    server.settimeout(0.5)
+    return server

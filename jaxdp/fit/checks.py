@@ -309,7 +309,7 @@ def check_callbacks(
                 f"`callbacks` has {callback!r} of type {type(callback).__name__}; every"
                 " element must be an instance of a jaxdp.callbacks.Callback subclass."
             )
-        if not any(callback is each for each in known):
+        if not any(callback is other for other in known):
             check_hooks(callback)
     return callbacks
 

@@ -33,14 +33,14 @@ _AS_THEY_ARE: Final = (
 def described(run: "Run") -> dict[str, str]:
     """Arguments that are not None by name; of a model what is no array, by field."""
     _, buffers, rest = run.parts
-    told = {name: _text(run.arguments[name]) for name in _AS_THEY_ARE}
-    told["optimizer"] = _optimizer(run)
-    told["filter_spec"] = _frozen(buffers)
+    texts = {name: _text(run.arguments[name]) for name in _AS_THEY_ARE}
+    texts["optimizer"] = _optimizer(run)
+    texts["filter_spec"] = _frozen(buffers)
     parts = map(_text_of, filter(_is_part, run.hooks.callbacks))
-    told["callbacks"] = ", ".join(parts) or "none that adds state"
+    texts["callbacks"] = ", ".join(parts) or "none that adds state"
     wraps = type(run.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
-    told["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
-    return {name: text for name, text in told.items() if text not in ("", "None")} | (
+    texts["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
+    return {name: text for name, text in texts.items() if text not in ("", "None")} | (
         _model(rest)
     )
 
@@ -65,15 +65,15 @@ def _is_part(callback: Callback) -> bool:
 
 
 def _text_of(callback: Callback) -> str:
-    own = {n: v for n, v in vars(callback).items() if not n.startswith("_")}
+    public = {n: v for n, v in vars(callback).items() if not n.startswith("_")}
     simple = (int, float, str, type(None))
-    shown = [f"{name}={v!r}" for name, v in own.items() if isinstance(v, simple)]
+    shown = [f"{name}={v!r}" for name, v in public.items() if isinstance(v, simple)]
     return f"{type(callback).__name__}({', '.join(shown)})"
 
 
 def _model(model: Any) -> dict[str, str]:
     """The distinct values of every field, such as `Linear.use_bias`."""
-    found: dict[str, dict[str, None]] = {}
+    by_layer: dict[str, dict[str, None]] = {}
     waiting = [("model", model)]
     while waiting:
         where, value = waiting.pop(0)
@@ -81,8 +81,8 @@ def _model(model: Any) -> dict[str, str]:
             if _is_module(leaf):
                 waiting[:0] = _fields(leaf)
             elif not eqx.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-                found.setdefault(where, {})[_text(leaf)] = None
-    return {where: ", ".join(texts) for where, texts in found.items()}
+                by_layer.setdefault(where, {})[_text(leaf)] = None
+    return {where: ", ".join(texts) for where, texts in by_layer.items()}
 
 
 def _fields(module: eqx.Module) -> Iterator[tuple[str, Any]]:

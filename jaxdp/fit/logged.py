@@ -81,7 +81,9 @@ class Logged:
             name: np.asarray(value)
             for name, value in (self._last_row or {}).items()
         }
-        of_step = {name: float(each) for name, each in row.items() if each.ndim == 0}
+        of_step = {
+            name: float(number) for name, number in row.items() if number.ndim == 0
+        }
         return {**self._older, **of_step, **self._newer}
 
     @contextlib.contextmanager

@@ -54,16 +54,16 @@ class PassMetric:
         """The value of the metric called `name`, or several by their names."""
         given = jax.tree.map(_widened, (predictions, targets))
         shapes = [
-            ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(each))
-            for each in given
+            ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(tree))
+            for tree in given
         ]
         with noted(
             f"in `metrics`: {name!r}, called with predictions of shape {shapes[0]} and"
             f" targets of shape {shapes[1]}. They come from the model, perhaps as"
             " logits: for labels write PassMetric(lambda p, y: fn(y, p.argmax(-1)))"
         ):
-            found = self.fn(*given[::-1] if self._wants_targets_first else given)
-        named = found if isinstance(found, Mapping) else {"": found}
+            result = self.fn(*given[::-1] if self._wants_targets_first else given)
+        named = result if isinstance(result, Mapping) else {"": result}
         values = {f"{name}_{key}".rstrip("_"): value for key, value in named.items()}
         numbers = {key: as_number(value) for key, value in values.items()}
         for key, number in numbers.items():
@@ -131,12 +131,14 @@ def add_pass_values(
         if ensemble is None:
             values = metric(name, *given)
         else:
-            each = [
+            of_members = [
                 metric(name, *jax.tree.map(lambda leaf, at=member: leaf[:, at], given))
                 for member in range(ensemble.size)
             ]
             # on the host
-            stacks = {key: np.array([of[key] for of in each]) for key in each[0]}
+            stacks = {
+                key: np.array([of[key] for of in of_members]) for key in of_members[0]
+            }
             named = ensemble.named(stacks)
             values = {key: float(value) for key, value in named.items()}
         if clash := {*values} & {*means}:

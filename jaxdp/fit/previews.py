@@ -174,7 +174,7 @@ def summary(trainer: "Trainer") -> "Summary":
         model_state=state[2],
         members=run.ensemble and run.ensemble.size,
         strategy=run.strategy,
-        devices=max(len(each.device_set) if each else 1 for each in layouts),
+        devices=max(len(layout.device_set) if layout else 1 for layout in layouts),
     )
 
 

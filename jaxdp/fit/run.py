@@ -241,10 +241,10 @@ class Run:
     def inference_model(self, member: int | None) -> InferenceModel:
         """`Trainer.inference_model`."""
         self.check_callable("inference_model")
-        found = self.whole_model("`inference_model`")
+        model_and_state = self.whole_model("`inference_model`")
         if member is not None:
-            return InferenceModel(*self.member_of(found, member))
-        return InferenceModel(*found, is_ensemble=self.ensemble is not None)
+            return InferenceModel(*self.member_of(model_and_state, member))
+        return InferenceModel(*model_and_state, is_ensemble=self.ensemble is not None)
 
     def check_callable(self, method: str) -> None:
         """Raises if the model can't be called on one example, as `method` does."""
@@ -286,9 +286,9 @@ class Run:
             return None
         *arrays, static = self.parts
         members = None if self.ensemble is None else self.ensemble.size
-        found = AfterUpdate(function, static, members)
-        jax.eval_shape(found, *arrays, jax.random.key(0), jax.numpy.int32(1))
-        return found
+        change = AfterUpdate(function, static, members)
+        jax.eval_shape(change, *arrays, jax.random.key(0), jax.numpy.int32(1))
+        return change
 
     def as_asked(self, strategy: DataParallel) -> DataParallel:
         """`strategy` as the trainer's arguments want it to compile."""
@@ -473,7 +473,7 @@ class Run:
             batch: as `on_train_batch_start` has it.
         """
         given = [batch] if self.accumulate_grad_batches == 1 else batch
-        window = [to_host(each) for each in given]
+        window = [to_host(one) for one in given]
         return self.engine_for(window[0]).flops_per_row(window)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:

@@ -53,12 +53,12 @@ def leaves_of(
 
     overwritten = overwritten_by(compiled, aliased)
     of_state = [
-        _leaf(*each, each[2].sharding, place in overwritten)
-        for place, each in enumerate(named)
+        _leaf(*entry, entry[2].sharding, place in overwritten)
+        for place, entry in enumerate(named)
     ]
     return of_state, [
-        _leaf(*each, sharding, place in overwritten)
-        for place, (each, sharding) in enumerate(
+        _leaf(*entry, sharding, place in overwritten)
+        for place, (entry, sharding) in enumerate(
             zip(batch, of_batch, strict=True), len(named)
         )
     ]

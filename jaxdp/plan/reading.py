@@ -254,14 +254,14 @@ def place_of(each: hlo.Collective) -> str:
 
         jit(train_all)/shard_map/transpose(jvp(vmap(eqx.nn.MLP)))/eqx.nn.Linear/dot
     """
-    own = _place(each.path)
+    own_place = _place(each.path)
     if _scopes(each.path):
-        return own
+        return own_place
     moved = [_place(path) for operand in each.operands for path in operand.paths]
     places = [place for place in dict.fromkeys(moved) if place]
     if len(places) > _MOST:
         places[_MOST:] = [f"{len(places) - _MOST} more"]
-    return ", ".join(places) or own or "other arrays"
+    return ", ".join(places) or own_place or "other arrays"
 
 
 def _place(path: str) -> str:

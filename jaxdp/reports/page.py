@@ -82,8 +82,8 @@ def metric_charts(runs: Sequence[Run]) -> dict[str, list[Curve]]:
     for metric in _metrics(runs):
         if len(runs) == 1:
             columns = (EPOCH + metric, VALIDATION + metric, metric)
-            found = (runs[0].columns.get(name, []) for name in columns)
-            charts[metric] = metric_curves(*found)
+            curves_of_run = (runs[0].columns.get(name, []) for name in columns)
+            charts[metric] = metric_curves(*curves_of_run)
             continue
         # Of several runs one curve each: of the validation, where there is one.
         charts[metric] = curves = []

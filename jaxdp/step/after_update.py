@@ -58,8 +58,8 @@ class AfterUpdate:
             return self._of_one(params, buffers, key, step)
 
         def of_member(params: PyTree, buffers: PyTree, member: Any) -> Any:
-            own = jax.random.fold_in(key, member)
-            return self._of_one(params, buffers, own, step)
+            member_key = jax.random.fold_in(key, member)
+            return self._of_one(params, buffers, member_key, step)
 
         return jax.vmap(of_member)(params, buffers, jnp.arange(self.members))
 

@@ -52,9 +52,9 @@ class Ensemble:
         """Means over members, then the values of each, from all of them by name."""
         means = {name: stack.mean() for name, stack in stacks.items()}
         return means | {
-            own: stack[member]
+            long_name: stack[member]
             for name, stack in stacks.items()
-            for member, own in enumerate(self.names(name))
+            for member, long_name in enumerate(self.names(name))
         }
 
     def check(self, argument: str, tree: PyTree) -> None:
@@ -94,11 +94,11 @@ class Ensemble:
         def update(
             updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
         ) -> tuple[PyTree, PyTree]:
-            own = jax.tree.map(lambda leaf: leaf * self.size, updates)
+            scaled = jax.tree.map(lambda leaf: leaf * self.size, updates)
             if "value" in extra:
                 extra["value"] = jnp.broadcast_to(extra["value"], (self.size,))
             update = update_each(inner, state, extra, own_losses=True)
-            return update(own, state, params)
+            return update(scaled, state, params)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -112,13 +112,13 @@ class Ensemble:
         def own(node: Any) -> Any:
             if not is_injected(node):
                 return node
-            found = dict(node.hyperparams)
-            held.update(found)
-            for name in found.keys() & self.values.keys():
-                dtype = jnp.asarray(found[name]).dtype
-                found[name] = jnp.asarray(self.values[name], dtype)
+            hyperparams = dict(node.hyperparams)
+            held.update(hyperparams)
+            for name in hyperparams.keys() & self.values.keys():
+                dtype = jnp.asarray(hyperparams[name]).dtype
+                hyperparams[name] = jnp.asarray(self.values[name], dtype)
                 missing.discard(name)
-            return node._replace(hyperparams=found)
+            return node._replace(hyperparams=hyperparams)
 
         state = jax.tree.map(own, state, is_leaf=is_injected)
         if missing:
@@ -153,10 +153,10 @@ class OfMembers:
         traced: list[Values] = []
 
         def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
-            found = self.objective(model, state, batch, own, bound_axes)
-            traced[:] = [found]
-            kept = found.values, found.weights, found.model_state, found.outputs
-            return *kept, found.hidden
+            result = self.objective(model, state, batch, own, bound_axes)
+            traced[:] = [result]
+            kept = result.values, result.weights, result.model_state, result.outputs
+            return *kept, result.hidden
 
         try:
             values, weights, new_state, outputs, hidden = over_members(
@@ -207,8 +207,8 @@ def call_members(
     def of_one(model: PyTree, state: PyTree, own: MaskAndKeys) -> Any:
         return call_model(model, state, x, own, bound_axes)[0]
 
-    found = over_members(of_one, size, model, model_state, rows)
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), found)
+    outputs = over_members(of_one, size, model, model_state, rows)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outputs)
 
 
 def over_members(
@@ -225,10 +225,10 @@ def over_members(
     def of_one(arrays: PyTree, member: Array) -> Any:
         model, state = eqx.combine(arrays, static)
         fold = jax.random.fold_in
-        own = rows._replace(
+        rows_of_one = rows._replace(
             keys=jax.vmap(fold, (0, None))(rows.keys, member),
             key=fold(rows.key, member),
         )
-        return function(model, state, own)
+        return function(model, state, rows_of_one)
 
     return jax.vmap(of_one, out_axes=out_axes)(arrays, jnp.arange(size))

@@ -33,8 +33,8 @@ class Sums:
     def __add__(self, other: "Sums") -> "Sums":
         """Those over the rows of both, whose batches may be of other shapes."""
         facts = self.facts.joined(other.facts)
-        own = dataclasses.replace(self, facts=facts)
-        return jax.tree.map(jnp.add, own, dataclasses.replace(other, facts=facts))
+        ours = dataclasses.replace(self, facts=facts)
+        return jax.tree.map(jnp.add, ours, dataclasses.replace(other, facts=facts))
 
     def in_order(self) -> Array:
         """Those of the values, in the order of the names, then those of the weights."""
@@ -56,9 +56,11 @@ class Sums:
         if not self.facts.weighted:
             # One by one: XLA turns a vector's division by a number into a product with
             # the reciprocal in some programs, which rounds otherwise.
-            return jnp.stack([each / total for each in sums])
+            return jnp.stack([weighted / total for weighted in sums])
         weights = vector({n: self.weights.get(n, total) for n in names}, names)
-        return jnp.stack([_ratio(*each) for each in zip(sums, weights, strict=True)])
+        return jnp.stack(
+            [_ratio(*weighted) for weighted in zip(sums, weights, strict=True)]
+        )
 
     def weigh_gradients(self, grads: PyTree, groups: Sequence[Group]) -> PyTree:
         """Gradients of the sum of losses over rows, as those of the mean loss."""
@@ -92,7 +94,7 @@ def over_micro_batches(
         return (jax.tree.map(jnp.add, grads, more), model_state), summed
 
     rows_before = jnp.int32(0)
-    found: Any = None
+    before_these: Any = None
 
     for group in groups:
         counts = group.counts.sum(axis=1)
@@ -108,17 +110,17 @@ def over_micro_batches(
             start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
             unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
             with jax.named_scope(OWN_LOOP):
-                (grads, model_state), each = jax.lax.scan(
+                (grads, model_state), parts = jax.lax.scan(
                     body, start, micros, unroll=len(group.counts) if unrolled else 1
                 )
-            summed = jax.tree.map(lambda x: x.sum(axis=0), each)
+            summed = jax.tree.map(lambda x: x.sum(axis=0), parts)
 
-        if found is not None:
-            before, sums = found
+        if before_these is not None:
+            before, sums = before_these
             grads, summed = jax.tree.map(jnp.add, before, grads), sums + summed
-        found = grads, summed
+        before_these = grads, summed
 
-    grads, summed = found
+    grads, summed = before_these
     return grads, model_state, summed
 
 

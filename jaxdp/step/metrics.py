@@ -152,7 +152,7 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
         weight = weights.get(name, rows) if rows else 0
         return total / weight if weight else float("nan")
 
-    return {n: mean(n, each) for n, each in zip(facts.names, sums, strict=False)}
+    return {n: mean(n, entry) for n, entry in zip(facts.names, sums, strict=False)}
 
 
 def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:

@@ -344,8 +344,8 @@ def _of_criterion(
         )
         raise
 
-    found = checked(argument, name, value, rows, weight=weight, is_criterion=True)
-    return found._replace(hidden=None) if is_named else found  # nothing is left
+    result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
+    return result._replace(hidden=None) if is_named else result  # nothing is left
 
 
 _OUTPUTS = "predictions", "targets"

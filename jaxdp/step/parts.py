@@ -105,7 +105,7 @@ def find_parts(
     Raises:
         ValueError: if one has no leaves, or two have the same; or for their names.
     """
-    found: list[FoundPart] = []
+    known: list[FoundPart] = []
     owners: dict[str, str] = {}
     for part in parts:
         # Its name.
@@ -120,7 +120,7 @@ def find_parts(
                 " metrics, as in critic_loss; pass `name`, of letters, digits and _."
             )
         losses.check_metric_name("`Part`: `name`", f"{name}_loss")
-        if any(name == other.name for other in found):
+        if any(name == other.name for other in known):
             raise ValueError(f"`Part`: two are named {name!r}; pass another `name`.")
 
         # Its leaves.
@@ -138,8 +138,8 @@ def find_parts(
                     " one optimizer, so take it out of one of them."
                 )
         owners |= dict.fromkeys(mine, name)
-        found.append(FoundPart(part, name, mask, ensemble, keeps_outputs))
-    return tuple(found)
+        known.append(FoundPart(part, name, mask, ensemble, keeps_outputs))
+    return tuple(known)
 
 
 def _is_trainable(leaf: Any) -> bool:
@@ -223,9 +223,9 @@ class StepsOfParts(Steps):
 
         for part in self.parts:
             # The same step, in which the other parts are frozen.
-            own, others = part.split(params)
+            trained, others = part.split(params)
             seen = state._replace(
-                params=own,
+                params=trained,
                 buffers=eqx.combine(others, state.buffers),
                 model_state=model_state,
                 opt_state=states[part.name],
@@ -248,7 +248,7 @@ class StepsOfParts(Steps):
 
             due, taken = _when_due(take, seen, part.every)
             params = eqx.combine(
-                eqx.apply_updates(collectives.like_gradients(own), taken.updates),
+                eqx.apply_updates(collectives.like_gradients(trained), taken.updates),
                 others,
             )
             model_state, states[part.name] = taken.model_state, taken.opt_state
@@ -280,10 +280,10 @@ class StepsOfParts(Steps):
         for part in self.parts:
             of = collectives, weights, batch_idx, group
             with noted(f"in the Part {part.name!r}"):
-                sums, own = self._of(part).evaluated(*of)
+                sums, predictions = self._of(part).evaluated(*of)
             summed.append(sums)
-            if own is not None:
-                outputs[part.name] = own
+            if predictions is not None:
+                outputs[part.name] = predictions
         if self.keeps_outputs and not outputs:
             raise ValueError(
                 "`metrics` has a PassMetric, and no part has a `loss_fn` that returns"
@@ -299,17 +299,19 @@ class StepsOfParts(Steps):
         total: Float[Array, ""],
     ) -> tuple[Sums, Bool[Array, " metrics"]]:
         """The sums of all parts that ran, under their own names; and which did."""
-        means = [each.means(total) for each in summed]
+        means = [part_sums.means(total) for part_sums in summed]
         sums: dict[str, Array] = {}
         weights: dict[str, Array] = {}
         members = () if self.ensemble is None else self.ensemble.names("loss")
         for name in ("loss", *members):
-            places = [each.facts.names.index(name) for each in summed]
-            own = [each[place] for each, place in zip(means, places, strict=True)]
-            sums[name] = functools.reduce(jnp.add, own) * total
+            places = [part_sums.facts.names.index(name) for part_sums in summed]
+            losses = [
+                part_sums[place] for part_sums, place in zip(means, places, strict=True)
+            ]
+            sums[name] = functools.reduce(jnp.add, losses) * total
         due = [jnp.array(True)] * len(sums)
-        for part, did, each in zip(self.parts, ran, summed, strict=True):
-            for short in each.facts.names:
+        for part, did, part_sums in zip(self.parts, ran, summed, strict=True):
+            for short in part_sums.facts.names:
                 name = f"{part.name}_{short}"
                 if name in sums:
                     raise ValueError(
@@ -317,19 +319,21 @@ class StepsOfParts(Steps):
                         " is put before the names of its metrics. Rename a part"
                         " or a metric."
                     )
-                sums[name] = each.sums[short]
+                sums[name] = part_sums.sums[short]
                 due.append(did)
-                if short in each.weights:
-                    weights[name] = each.weights[short]
+                if short in part_sums.weights:
+                    weights[name] = part_sums.weights[short]
                 elif part.every > 1:
                     weights[name] = jnp.where(did, total, 0)
 
-        facts = [each.facts for each in summed]
-        notes = dict.fromkeys(note for each in facts for note in each.notes)
-        interact = any(each.rows_interact for each in facts)
+        facts = [part_sums.facts for part_sums in summed]
+        notes = dict.fromkeys(note for part_sums in facts for note in part_sums.notes)
+        interact = any(part_sums.rows_interact for part_sums in facts)
         joined = Facts(tuple(sums), interact, None, tuple(notes), tuple(weights))
         check_count(joined.names + joined.weighted, self.most_values)
-        hidden = [each.hidden for each in summed if each.hidden is not None]
+        hidden = [
+            part_sums.hidden for part_sums in summed if part_sums.hidden is not None
+        ]
         of_all = functools.reduce(jnp.add, hidden) if hidden else None
         return Sums(sums, weights, of_all, joined), jnp.stack(due)
 

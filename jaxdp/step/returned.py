@@ -42,14 +42,14 @@ def checked(
 
     What a criterion gives for a row may have more axes.
     """
-    own = None
+    row_weights = None
     if is_pair(value):
-        value, own = map(jnp.asarray, value)
+        value, row_weights = map(jnp.asarray, value)
         if weight is None:
-            weight = own
+            weight = row_weights
         else:
-            after = [1] * (own.ndim - weight.ndim)
-            weight = own * weight.reshape(*weight.shape, *after)
+            after = [1] * (row_weights.ndim - weight.ndim)
+            weight = row_weights * weight.reshape(*weight.shape, *after)
     else:
         _check_shape(argument, name, value, rows, is_criterion)
         value = jnp.asarray(value)
@@ -73,7 +73,7 @@ def checked(
     return Found(
         products.reshape(rows, -1).sum(axis=1),
         weight.reshape(rows, -1).sum(axis=1),
-        own,
+        row_weights,
         hidden.reshape(rows, -1).any(axis=1),
     )
 
@@ -113,14 +113,16 @@ def weighing(found: Mapping[str, Found]) -> dict[str, Any]:
     """The fields of `Values` that are about weights."""
     return {
         "weights": {n: f.weights for n, f in found.items() if f.weights is not None},
-        "pairs": {n: each.own for n, each in found.items() if each.own is not None},
+        "pairs": {
+            n: result.own for n, result in found.items() if result.own is not None
+        },
         "hidden": found["loss"].hidden,
     }
 
 
 def notes_on_pairs(found: Mapping[str, Found]) -> tuple[str, ...]:
     """What else two arrays might mean: the loss, and a value to be shown beside it."""
-    names = [name for name, each in found.items() if each.own is not None]
+    names = [name for name, result in found.items() if result.own is not None]
     return tuple(
         f"{'the loss' if name == 'loss' else f'metric {name!r}'} is a pair (values,"
         " weights): the second is the weight of the first"

@@ -34,7 +34,7 @@ class Table:
         leaves, treedef = jax.tree.flatten(self.tree)
         rows = with_rows(treedef)
         pairs = list(zip(leaves, rows, strict=True))
-        forms = tuple([(leaf.shape[each:], leaf.dtype) for leaf, each in pairs])
+        forms = tuple([(leaf.shape[axes:], leaf.dtype) for leaf, axes in pairs])
         return treedef, forms, len(leaves[rows.index(True)])
 
     @functools.cached_property

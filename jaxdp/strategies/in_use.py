@@ -59,5 +59,5 @@ def _key(
         hash(trees)
     except (AttributeError, KeyError, TypeError):
         return None
-    told = tuple(sorted((name, str(value)) for name, value in options.items()))
-    return len(text), hashlib.sha256(text).digest(), kept, trees, told, tuple(devices)
+    chosen = tuple(sorted((name, str(value)) for name, value in options.items()))
+    return len(text), hashlib.sha256(text).digest(), kept, trees, chosen, tuple(devices)
