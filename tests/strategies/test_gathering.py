@@ -127,7 +127,7 @@ def test_fifty_losses_are_those_of_one_device(kind):
 
 
 def traffic(trainer):
-    return trainer.run.plan().traffic
+    return trainer.running_plan().traffic
 
 
 def test_a_stacks_parameters_cross_one_and_a_half_times():
