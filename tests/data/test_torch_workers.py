@@ -127,7 +127,10 @@ def test_workers_never_open_a_gpu():
         assert np.asarray(batch).all()
 
 
-def test_parts_that_workers_cannot_import_are_refused_with_the_remedy():
+def test_parts_that_workers_cannot_import_are_refused_with_the_remedy(monkeypatch):
+    # As in a script; a process of pytest-xdist has no file, as a notebook has none.
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", __file__, raising=False)
     loader = DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda items: items)
     with pytest.raises(TypeError, match="can't be sent to its workers.*num_workers=0"):
         list(open_loader(loader, "train_loader", seed=0).epoch())
