@@ -60,7 +60,7 @@ def train(home, script=TRAIN, **environment):
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     first, said = train(tmp_path)
     second, _ = train(tmp_path)
-    assert first["misses"] > 5
+    assert first["misses"] > 2
     assert second["misses"] == 0
     assert second["loss"] == first["loss"]
     assert first["folder"].startswith(str(tmp_path / ".cache" / "jaxdp"))

@@ -10,10 +10,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from torch.utils.data import DataLoader, Dataset
-from toys import quiet, rows
 
-from jaxdp import Callback, Sharded, SingleDevice
+pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from toys import quiet, rows  # noqa: E402
+
+from jaxdp import Callback, Sharded, SingleDevice  # noqa: E402
 
 STEPS, SIZE = 10, 8
 X, Y = rows(STEPS * SIZE)

@@ -7,13 +7,19 @@ import re
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
-from toys import batches, linear_trainer, make_small, mlp_trainer, rows
 
-from jaxdp import Arrays, Callback, Trainer
-from jaxdp.callbacks import EarlyStopping
-from jaxdp.fit.elsewhere import OTHERS
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+from toys import batches, linear_trainer, make_small, mlp_trainer, rows  # noqa: E402
+
+from jaxdp import Arrays, Callback, Trainer  # noqa: E402
+from jaxdp.callbacks import EarlyStopping  # noqa: E402
+from jaxdp.fit.elsewhere import OTHERS  # noqa: E402
 
 
 class Stops(Callback):
