@@ -139,7 +139,7 @@ def _told(value: Any, depth: int = 0) -> str:
 
 
 def _fractions(function: Any) -> list[str]:
-    """Those that are written in a user's function."""
+    """The fractions that are written in a user's function."""
     if not inspect.isfunction(function) or function.__module__.startswith(_LIBRARIES):
         return []
     written = *function.__code__.co_consts, *(function.__defaults__ or ())

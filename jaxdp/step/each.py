@@ -75,7 +75,7 @@ class _NeedsLosses(ValueError):
 
 
 def _refuse(*_: Any) -> Any:
-    """In the place of the loss, which is one of all models."""
+    """Stands in the place of the loss, which is one of all models."""
     raise _NeedsLosses(
         "`optimizer` evaluates the loss, as optax.lbfgs does, but with `ensemble`"
         " or the strategy LocalSGD there are several models with a loss each. Use"

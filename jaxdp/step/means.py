@@ -31,13 +31,13 @@ class Sums:
     facts: Facts = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: "Sums") -> "Sums":
-        """Those over the rows of both, whose batches may be of other shapes."""
+        """Sums over the rows of both, whose batches may be of other shapes."""
         facts = self.facts.joined(other.facts)
         ours = dataclasses.replace(self, facts=facts)
         return jax.tree.map(jnp.add, ours, dataclasses.replace(other, facts=facts))
 
     def in_order(self) -> Array:
-        """Those of the values, in the order of the names, then those of the weights."""
+        """Sums of values in the order of the names, then those of the weights."""
         sums = vector(self.sums, self.facts.names)
         if not self.facts.weighted:
             return sums
