@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_choice, check_count
+from ..basics.console import say
 from ..step import Batch, Picked, Table, as_given, with_rows
 from .conversion import as_numpy, to_host, with_key_data
 from .loader_state import OwnState
@@ -65,6 +66,7 @@ class Arrays:
         self.tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
+        self._is_told = False
         self._columns, self.num_rows = _columns(self.tree)
         leaves, treedef = jax.tree.flatten(self.tree)
         self._rows = with_rows(treedef)
@@ -109,7 +111,12 @@ class Arrays:
     def table(self, devices: Iterable[Any]) -> Table | None:
         """All rows, to be kept on these devices; None if they stay on the host."""
         nbytes = sum(column.nbytes for column in self._columns)
-        if not self.on_device or _ignores_rows(self.tree):
+        if not self.on_device:
+            return None
+        if _ignores_rows(self.tree):
+            if self.on_device is True and not self._is_told:
+                say("`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host")
+                self._is_told = True
             return None
         if self.on_device == "auto" and nbytes > _SHARE * _bytes_of(devices):
             return None

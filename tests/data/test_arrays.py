@@ -336,3 +336,12 @@ def test_arrays_are_kept_where_they_take_a_tenth_at_most(on_device, limits, is_k
     assert (type(source.peek()) is not tuple) == is_kept
     in_order = Arrays(X, Y, np.zeros(53, np.float32), on_device=True)
     assert in_order.table(devices) is None  # rows of weight 0 are replaced on the host
+
+
+def test_rows_of_weight_0_on_the_host_are_said_once(capsys):
+    x, y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    weight = np.array([1.0] * 7 + [0.0], np.float32)
+    loader = Arrays(x, y, weight, batch_size=4, on_device=True)
+    devices = jax.devices()
+    assert loader.table(devices) is loader.table(devices) is None
+    assert capsys.readouterr().err.count("stay on the host") == 1
