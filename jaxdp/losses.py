@@ -5,6 +5,7 @@ A *criterion* takes `(prediction, target)` for a whole batch, leaves shaped
 weighted and padded rows left out exactly.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -360,3 +361,11 @@ def _classes(name: str, prediction: Array, target: Array) -> Array:
             " y.astype(np.int32). For probabilities pass one for each class."
         )
     return labels.astype(jnp.int32) if labels.dtype == bool else labels
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a loss that few scripts need when it is first asked for."""
+    if name == "token_cross_entropy":
+        module = importlib.import_module(f".extras.{name}", __package__)
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,9 +19,9 @@ from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
 
 if TYPE_CHECKING:  # imported where they are used
-    from .comparison import Comparison
-    from .plan import Hardware, Plan
-    from .reports import Summary
+    import jaxdp.comparison
+    import jaxdp.plan
+    import jaxdp.reports
 
 
 class Trainer:
@@ -257,9 +257,9 @@ class Trainer:
         devices: int | None = None,
         *,
         topology: str | None = None,
-        hardware: "str | Hardware | None" = None,
+        hardware: "str | jaxdp.plan.Hardware | None" = None,
         hosts: int | None = None,
-    ) -> "Plan":
+    ) -> "jaxdp.plan.Plan":
         """What a train step will take: memory, communication, operations, time.
 
             print(trainer.plan(loader))                      # here
@@ -282,7 +282,7 @@ class Trainer:
         """
         return previews.plan(self, loader, devices, topology, hardware, hosts)
 
-    def running_plan(self) -> "Plan | None":
+    def running_plan(self) -> "jaxdp.plan.Plan | None":
         """The plan of the step in use, or None before there is one; never compiles."""
         return previews.running_plan(self)
 
@@ -311,7 +311,7 @@ class Trainer:
     def __repr__(self) -> str:
         return previews.in_a_line(self)
 
-    def summary(self) -> "Summary":
+    def summary(self) -> "jaxdp.reports.Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
 
         Nothing is placed or compiled for it; the model may be made of shapes.
@@ -320,7 +320,7 @@ class Trainer:
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
-    ) -> "Comparison":
+    ) -> "jaxdp.comparison.Comparison":
         """Runs the same steps under each strategy, and reports what differs.
 
             trainer.compare(loader, MyStrategy()).assert_close()

@@ -15,13 +15,13 @@ PACKAGE = pathlib.Path(jaxdp.__file__).parent
 
 ROOMS = """
 __main__ __init__
-cli finders testing
+cli finders testing extras
+reports comparison plan
 trainer
 fit
 callbacks
 history
-reports comparison
-engine plan
+engine
 data strategies checkpoint
 step distributed
 basics losses

@@ -1,6 +1,7 @@
 """What a trainer opens of the extras: plans, comparisons, summaries and pages."""
 
 import contextlib
+import importlib
 import itertools
 import os
 from collections.abc import Iterable
@@ -21,11 +22,15 @@ from ..strategies import DataParallel, SingleDevice
 from . import checks
 
 if TYPE_CHECKING:
+    import jaxdp.comparison
+    import jaxdp.plan
+    import jaxdp.reports
     from jaxdp import Trainer
 
-    from ..comparison import Comparison
-    from ..plan import Plan
-    from ..reports import Summary
+
+def _extra(name: str) -> Any:
+    """A room above the Trainer, imported when it is first asked for."""
+    return importlib.import_module(f"jaxdp.{name}")
 
 
 @jax.disable_jit(False)
@@ -36,10 +41,8 @@ def plan(
     topology: str | None,
     hardware: Any,
     hosts: int | None,
-) -> "Plan":
+) -> "jaxdp.plan.Plan":
     """`Trainer.plan`: the step compiled on shapes, maybe for devices elsewhere."""
-    from ..plan import Planner
-
     if devices is not None:
         check_count("devices", devices)
         if topology is not None:
@@ -74,7 +77,9 @@ def plan(
     with UsersFramesFirst():
         window = [batch] * run.accumulate_grad_batches
         strategy = run.as_asked(run.strategy)
-        planner = Planner(engine_on, strategy, window, topology, hardware)
+        planner = _extra("plan").Planner(
+            engine_on, strategy, window, topology, hardware
+        )
         if hosts is not None:
             check_count("hosts", hosts)
             planner.spread(devices, hosts)
@@ -91,11 +96,9 @@ def compare(
     loader: Iterable[Any],
     strategies: tuple[DataParallel, ...],
     steps: int,
-) -> "Comparison":
+) -> "jaxdp.comparison.Comparison":
     """`Trainer.compare`: the same steps from the present state, under each strategy."""
-    from .. import comparison
-
-    run = trainer.run
+    comparison, run = _extra("comparison"), trainer.run
     check_count("steps", steps)
     if run.processes.count > 1:
         raise RuntimeError(
@@ -119,7 +122,7 @@ def compare(
         engine_here = run.settled_engine("`compare`")
         start = engine_here.strategy.gather(engine_here.state)
 
-        def trace(strategy: DataParallel) -> comparison.Trace:
+        def trace(strategy: DataParallel) -> "jaxdp.comparison.Trace":
             engine = run.new_engine(run.as_asked(strategy))
             engine.programs.steps = engine_here.programs.steps._replace(inside=())
             engine.state = engine.strategy.place(start)
@@ -129,16 +132,14 @@ def compare(
         return comparison.compare(trace(run.strategy), traces)
 
 
-def running_plan(trainer: "Trainer") -> "Plan | None":
+def running_plan(trainer: "Trainer") -> "jaxdp.plan.Plan | None":
     """`Trainer.running_plan`, made once for each compiled step."""
-    from ..plan import of_running
-
     run = trainer.run
     compiled = run.compiled_train_step()
     if compiled is None:
         return None
     if run.planned is None or run.planned[0] is not compiled:
-        run.planned = compiled, of_running(run.engine)
+        run.planned = compiled, _extra("plan").of_running(run.engine)
     return run.planned[1]
 
 
@@ -153,10 +154,8 @@ def in_a_line(trainer: "Trainer") -> str:
 
 
 @jax.disable_jit(False)
-def summary(trainer: "Trainer") -> "Summary":
+def summary(trainer: "Trainer") -> "jaxdp.reports.Summary":
     """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
-    from ..reports import summarize
-
     run = trainer.run
     state = run.shapes()
     shapes = _by_path(state[:2])
@@ -167,7 +166,7 @@ def summary(trainer: "Trainer") -> "Summary":
         for path in _by_path([leaves])
     }
     layouts = [getattr(leaf, "sharding", None) for leaf in shapes.values()]
-    return summarize(
+    return _extra("reports").summarize(
         run.model,
         shapes,
         trained,
@@ -189,8 +188,7 @@ def _by_path(trees: Any) -> dict[str, Any]:
 def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
     """Writes the page from the table of a `CSVLogger`, if there is one, else from the
     history."""
-    from ..reports import read_run, run_of_history, write_report
-
+    reports = _extra("reports")
     record: dict[str, Any] = dict(run_facts(trainer, None))
     tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]
     tables = [table for table in tables if table is not None and table.exists()]
@@ -198,9 +196,11 @@ def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
     if file.is_dir() or not file.suffix:
         file = file / "report.html"
     if tables:
-        run = read_run(tables[0])
+        run = reports.read_run(tables[0])
         run.record.update({**record, **run.record})
         run = run._replace(name=str(tables[0].parent))
     else:
-        run = run_of_history(str(trainer.default_root_dir), trainer.history, record)
-    return str(write_report(run, file, plan or trainer.running_plan()))
+        run = reports.run_of_history(
+            str(trainer.default_root_dir), trainer.history, record
+        )
+    return str(reports.write_report(run, file, plan or trainer.running_plan()))

@@ -1,0 +1,1 @@
+"""Pieces beside the Trainer, each complete in one file, that few scripts need."""

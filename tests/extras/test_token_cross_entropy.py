@@ -1,0 +1,195 @@
+"""The loss over a large vocabulary against the plain one."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer
+from jaxdp.losses import token_cross_entropy
+
+BATCH, TOKENS, WIDTH, VOCABULARY = 4, 24, 8, 50
+
+
+def inputs(tokens=TOKENS):
+    keys = jax.random.split(jax.random.key(0), 4)
+    head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[0])
+    hidden = jax.random.normal(keys[1], (BATCH, tokens, WIDTH))
+    targets = jax.random.randint(keys[2], (BATCH, tokens), 0, VOCABULARY)
+    weights = jax.random.uniform(keys[3], (BATCH, tokens))
+    return head, hidden, targets, weights.at[0].set(0).at[1, 3].set(0)
+
+
+def plain(head, hidden, targets, weights=None, label_smoothing=0.0, z_loss=0.0):
+    logits = jax.vmap(jax.vmap(head))(hidden)
+    labels = jax.nn.one_hot(targets, VOCABULARY)
+    labels = optax.smooth_labels(labels, label_smoothing)
+    values = optax.softmax_cross_entropy(logits, labels)
+    values += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    weights = jnp.ones(targets.shape) if weights is None else weights
+    return (values * weights).sum(), weights.sum()
+
+
+def ours(head, hidden, targets, weights=None, **options):
+    result = token_cross_entropy(head, hidden, targets, weights=weights, **options)
+    if weights is None:
+        return result.sum() * targets.shape[1], targets.size
+    values, totals = result
+    return (values * totals).sum(), totals.sum()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, 23, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 1},
+        {"chunk": 20},
+        {"chunk": 10_000},
+        {"chunk": 32, "label_smoothing": 0.1, "z_loss": 1e-2},
+    ],
+)
+def test_values_and_gradients_are_those_of_the_plain_loss(tokens, options, weighted):
+    head, hidden, targets, weights = inputs(tokens)
+    weights = weights if weighted else None
+    others = {name: value for name, value in options.items() if name != "chunk"}
+
+    def gradients(function, **options):
+        def mean(head, hidden):
+            total, count = function(head, hidden, targets, weights, **options)
+            return total / count
+
+        return jax.value_and_grad(lambda both: mean(*both))((head, hidden))
+
+    found, wanted = gradients(ours, **options), gradients(plain, **others)
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_head_may_be_the_matrix_of_an_embedding():
+    _, hidden, targets, _ = inputs()
+    matrix = jax.random.normal(jax.random.key(5), (VOCABULARY, WIDTH))
+    found = token_cross_entropy(matrix, hidden, targets, 16)
+    wanted = optax.softmax_cross_entropy_with_integer_labels(
+        hidden @ matrix.T, targets
+    ).mean(axis=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_what_has_weight_0_may_be_anything():
+    head, hidden, targets, weights = inputs()
+
+    def mean(head, hidden, targets):
+        total, count = ours(head, hidden, targets, weights, chunk=16)
+        return total / count
+
+    spoiled = jnp.where(weights[..., None] == 0, jnp.nan, hidden)
+    ignored = jnp.where(weights == 0, -100, targets)
+    wanted = jax.value_and_grad(mean)(head, hidden, targets)
+    found = jax.value_and_grad(mean)(head, spoiled, ignored)
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    values, totals = token_cross_entropy(head, spoiled, ignored, weights=weights)
+    assert values[0] == totals[0] == 0
+
+
+def test_the_logits_of_all_tokens_never_exist():
+    _, hidden, targets, _ = inputs(512)
+    matrix = jnp.ones((4096, WIDTH))
+
+    def temporary(chunk):
+        def mean(matrix, hidden):
+            return token_cross_entropy(matrix, hidden, targets, chunk).mean()
+
+        gradient = jax.jit(jax.grad(mean, (0, 1)))
+        compiled = gradient.lower(matrix, hidden).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits = BATCH * 512 * 4096 * 4
+    assert temporary(10_000) > logits
+    assert temporary(128) < 0.2 * logits
+
+
+class Model(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: Stack
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
+        blocks = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in keys[1:3]]
+        self.blocks = Stack(blocks)
+        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
+
+    def features(self, tokens):
+        return jax.vmap(lambda token: self.blocks(self.embed(token)))(tokens)
+
+
+def chunked_loss(model, tokens, targets):
+    hidden = jax.vmap(model.features)(tokens)
+    weights = (targets != 0).astype(jnp.float32)
+    return token_cross_entropy(model.head, hidden, targets, 16, weights=weights)
+
+
+def plain_loss(model, tokens, targets):
+    logits = jax.vmap(lambda row: jax.vmap(model.head)(model.features(row)))(tokens)
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    weights = (targets != 0).astype(jnp.float32)
+    totals = weights.sum(axis=1)
+    return (values * weights).sum(axis=1) / totals, totals
+
+
+@functools.cache
+def losses(loss_fn, strategy, precision="32-true"):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, VOCABULARY, (18, 12)).astype(np.int32)
+    data = [(rows[:8, :-1], rows[:8, 1:]), (rows[8:, :-1], rows[8:, 1:])]
+    trainer = Trainer(
+        Model(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss_fn=loss_fn,
+        strategy=strategy(),
+        precision=precision,
+        enable_progress_bar=False,
+    )
+    return trainer.fit(data, max_epochs=3)["loss"]
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice, Sharded, Pmap, functools.partial(FSDP, min_size=1)]
+)
+def test_a_trainer_takes_its_pair_under_every_layout(strategy):
+    found = losses(chunked_loss, strategy)
+    np.testing.assert_allclose(found, losses(plain_loss, SingleDevice), rtol=1e-5)
+
+
+def test_products_are_in_the_precision_of_the_trainer():
+    found = losses(chunked_loss, SingleDevice, "bf16-mixed")
+    wanted = losses(plain_loss, SingleDevice, "bf16-mixed")
+    np.testing.assert_allclose(found, wanted, rtol=2e-3)
+    exact = losses(plain_loss, SingleDevice)
+    assert found != exact
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"hidden": jnp.ones((4, 8))}, ValueError, "(batch, tokens, features)"),
+        ({"targets": jnp.ones((4, 23), int)}, ValueError, "(4, 23)"),
+        ({"targets": jnp.ones((4, 24))}, TypeError, "float32"),
+        ({"weights": jnp.ones(4)}, ValueError, "one for each token"),
+        ({"chunk": 0}, ValueError, "`chunk` must be at least 1"),
+        ({"label_smoothing": 2}, ValueError, "from 0 to 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, error, text):
+    head, hidden, targets, _ = inputs()
+    arguments = {"head": head, "hidden": hidden, "targets": targets, **changes}
+    with pytest.raises(error) as raised:
+        token_cross_entropy(**arguments)
+    assert text in str(raised.value)
