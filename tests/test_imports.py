@@ -135,6 +135,33 @@ def test_heavy_packages_are_not_imported_and_nothing_is_set_by_the_import(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+PATCHES = {"setattr", "delattr", "setitem", "delitem"}
+
+
+def test_tests_patch_nothing_of_ours():
+    """What JAX, NumPy or the system do is told by patches; what we do, by results."""
+    patched = []
+    for path in pathlib.Path(__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        ours = {"jaxdp"}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                if node.module.split(".")[0] == "jaxdp":
+                    ours |= {alias.asname or alias.name for alias in node.names}
+        for node in nodes:
+            is_call = isinstance(node, ast.Call)
+            if is_call and getattr(node.func, "attr", "") in PATCHES:
+                (target,) = node.args[:1]
+                if re.split(r"\W+", ast.unparse(target).strip("'"))[0] in ours:
+                    patched.append(f"{path.name}:{node.lineno}")
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute):
+                        if ast.unparse(target.value).split(".")[0] in ours:
+                            patched.append(f"{path.name}:{node.lineno}")
+    assert not patched
+
+
 SYNCS = re.compile(r"\bnp\.(as)?array\(|block_until_ready|\.item\(\)|float\(metrics\[")
 HOT = "fit", "engine", "callbacks", "step", "strategies", "comparison.py", "finders.py"
 

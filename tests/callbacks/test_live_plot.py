@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from logs import Losses
+from matplotlib.figure import Figure
 from toys import batches, linear_trainer
 
 from jaxdp import Callback
@@ -14,26 +15,26 @@ from jaxdp.callbacks import (
     LivePlot,
     NanGuard,
 )
-from jaxdp.callbacks import live_plot as live_plot_module
 from jaxdp.callbacks.monitor import LAG
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every picture that is drawn: its charts, as points by the label of a curve."""
-    pictures = []
-    real = live_plot_module.draw
+    """Every picture that is saved: the points of curves, by chart."""
+    pictures, savefig = [], Figure.savefig
 
-    def draw(charts, *args, **kwargs):
-        if charts:
-            kept = {
-                name: {curve.label: list(curve.points) for curve in curves}
-                for name, curves in charts.items()
-            }
-            pictures.append(kept)
-        return real(charts, *args, **kwargs)
+    def saved(figure, *arguments, **options):
+        charts = {}
+        for axes in figure.axes:
+            charts[axes.get_ylabel()] = [
+                list(zip(*line.get_data(), strict=True))
+                for line in axes.lines
+                if line.get_label() != "steps, smoothed"
+            ]
+        pictures.append(charts)
+        return savefig(figure, *arguments, **options)
 
-    monkeypatch.setattr(live_plot_module, "draw", draw)
+    monkeypatch.setattr(Figure, "savefig", saved)
     return pictures
 
 
@@ -43,7 +44,7 @@ def test_the_live_plot_ends_with_all_steps_and_epochs(tmp_path, drawn):
     trainer = linear_trainer(LivePlot(path), losses, log_every_n_steps=1)
     history = trainer.fit(batches(*[8] * 5), batches(8), max_epochs=3)
     loss = drawn[-1]["loss"]
-    steps, training, validation = loss.values()
+    steps, training, validation = loss
     seen = {step: float(m["loss"]) for step, m in losses.seen.items()}
     assert dict(steps) == pytest.approx(seen, rel=1e-6)
     assert training == list(zip([5, 10, 15], history["loss"], strict=True))
@@ -66,7 +67,7 @@ def test_the_live_plot_draws_every_few_seconds_and_reads_late(
     plot = LivePlot(tmp_path / "a.png", every_n_seconds=10.0)
     trainer = linear_trainer(Tick(), plot, log_every_n_steps=1)
     trainer.fit(batches(*[8] * 35))
-    assert [len(picture["loss"]["steps, smoothed"]) for picture in drawn] == [
+    assert [len(picture["loss"][0]) for picture in drawn] == [
         11 - LAG,
         22 - LAG,
         33 - LAG,
@@ -94,11 +95,14 @@ def test_a_checkpoint_needs_nothing_of_a_live_plot(tmp_path):
         assert [step for step, _ in plots[0]._columns["loss"]] == [3, 4]
 
 
-def test_the_live_plot_thins_out_long_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_plot_module, "_MAX_POINTS", 10)
+def test_the_live_plot_thins_out_long_runs(tmp_path, drawn):
     plot = LivePlot(tmp_path / "a.png")
-    linear_trainer(plot, log_every_n_steps=1).fit(batches(*[8] * 45))
-    assert [step for step, _ in plot._columns["loss"]] == [8, 16, 24, 32, 40]
+    plot.open(linear_trainer(), tmp_path)
+    for step in range(1, 4501):
+        plot.log(0, step, {"loss": 1.0})
+    plot.close()
+    ((curve,),) = (picture["loss"] for picture in drawn)
+    assert [step for step, _ in curve] == list(range(8, 4501, 8))
 
 
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
@@ -108,8 +112,7 @@ def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
     data[1][0][:] = np.nan
     with pytest.raises(FloatingPointError):
         trainer.fit(data)
-    steps = drawn[-1]["loss"]["steps, smoothed"]
-    assert [step for step, loss in steps if np.isfinite(loss)] == [1, *range(3, 10)]
+    assert [step for step, _ in drawn[-1]["loss"][0]] == [1, *range(3, 10)]
 
 
 def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
@@ -124,7 +127,9 @@ def test_the_live_plot_updates_one_picture_in_a_notebook(tmp_path, monkeypatch):
         return Handle()
 
     core = types.SimpleNamespace(Image=lambda data, format: data)
-    monkeypatch.setattr(live_plot_module, "in_notebook", lambda: True)
+    notebook = types.SimpleNamespace(kernel=None)
+    ipython = types.SimpleNamespace(get_ipython=lambda: notebook)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.core.display", core)
     monkeypatch.setitem(
         sys.modules, "IPython.display", types.SimpleNamespace(display=display)

@@ -1,6 +1,7 @@
 """What the progress bar shows, on a terminal, in a file and in a notebook."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 from toys import batches
+from tqdm import tqdm
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ProgressBar
-from jaxdp.callbacks import progress_bar as progress_module
 from jaxdp.callbacks.monitor import LAG
 
 
@@ -50,7 +51,7 @@ class Ticking(Callback):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(progress_module.time, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     return clock
 
 
@@ -114,7 +115,7 @@ def test_the_line_of_an_epoch_leaves_rates_out_where_it_would_wrap(
     clock, width, rates, monkeypatch
 ):
     size = types.SimpleNamespace(columns=width)
-    monkeypatch.setattr(progress_module.os, "get_terminal_size", lambda _: size)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: size)
     out = Terminal()
     out.fileno = lambda: 2
     make_trainer(Ticking(clock), ProgressBar(file=out)).fit(batches(*[8] * 9))
@@ -147,13 +148,13 @@ def test_the_loss_shown_is_one_of_some_steps_ago(clock):
 
 def test_bars_are_drawn_ten_times_a_second_at_most(monkeypatch, clock):
     out = Terminal()
-    draws = []
-    real = progress_module._Pass.draw
-    monkeypatch.setattr(
-        progress_module._Pass,
-        "draw",
-        lambda self, text: (draws.append(clock.now), real(self, text))[1],
-    )
+    draws, set_postfix = [], tqdm.set_postfix_str
+
+    def noting(bar, *arguments, **options):
+        draws.append(clock.now)
+        return set_postfix(bar, *arguments, **options)
+
+    monkeypatch.setattr(tqdm, "set_postfix_str", noting)
     ticking = Ticking(clock, 0.03)
     make_trainer(ticking, ProgressBar(file=out)).fit(batches(*[8] * 100))
     np.testing.assert_allclose(np.diff(draws), 0.12, rtol=1e-6)

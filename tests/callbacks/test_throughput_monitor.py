@@ -12,7 +12,7 @@ import optax
 import pytest
 from toys import batches
 
-from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer, checkpoint
+from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks.throughput_monitor import peak_flops
@@ -122,16 +122,18 @@ def test_shares_of_the_time_are_of_what_took_it(tmp_path, clock):
 
 
 def test_checkpoints_are_no_part_of_callbacks(tmp_path, clock, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    save = ocp.AsyncCheckpointer.save
+
+    def slow(*arguments, **options):
+        clock.turn(7.0)
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", slow)
     monitor = ThroughputMonitor()
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
     trainer = make_trainer(saver, Turns(clock, 0.0), monitor)
-    real = checkpoint.start_saving
-
-    def slow(*arguments):
-        clock.turn(7.0)
-        return real(*arguments)
-
-    monkeypatch.setattr(checkpoint, "start_saving", slow)
     trainer.fit(batches(*[8] * 4))
     seconds = monitor.summary["seconds"]
     assert monitor.summary["checkpoints"] * seconds == pytest.approx(14)

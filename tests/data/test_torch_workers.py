@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
-from jaxdp.data import torch_source  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
 from jaxdp.data.source import Position, open_loader  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
@@ -96,22 +95,22 @@ def test_batches_fit_into_the_pipe_that_they_come_through(monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     if not hasattr(fcntl, "F_GETPIPE_SZ"):
         pytest.skip("only Linux has wider pipes")
-    found = []
+    sizes, set_size = [], fcntl.fcntl
 
-    def noted(*args):
-        batches = started(*args)
-        pipe = batches._worker_result_queue._reader.fileno()
-        found.append(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ))
-        return batches
+    def noted(pipe, *arguments):
+        try:
+            return set_size(pipe, *arguments)
+        finally:
+            sizes.append(set_size(pipe, fcntl.F_GETPIPE_SZ))
 
-    monkeypatch.setattr(torch_source, "started", noted)
+    monkeypatch.setattr(fcntl, "fcntl", noted)
     plain = DataLoader(Squares(), 4)
     loader = DataLoader(Squares(), 4, num_workers=1)
     assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
     # Where that is forbidden, they come through a narrow one.
     monkeypatch.setattr(fcntl, "F_SETPIPE_SZ", -1)
     assert_same(open_loader(loader, "train_loader", seed=0).epoch(), plain)
-    assert found == [PIPE_BYTES, 2**16]
+    assert sizes == [PIPE_BYTES, 2**16]
 
 
 class Platforms(Squares):

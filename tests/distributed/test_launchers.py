@@ -1,12 +1,13 @@
 """Which process this is: arguments, variables of the user, torchrun, what JAX finds."""
 
+import json
 import multiprocessing
 import os
-import warnings
+import subprocess
+import sys
 
 import jax
 import pytest
-from toys import Mlp
 
 import jaxdp
 from jaxdp.distributed.launchers import Rank, bind_host, find_rank
@@ -168,21 +169,33 @@ def test_a_spawned_worker_that_imports_the_script_joins_nobody(variables, monkey
     assert not jax.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        (TORCHRUN, "torchrun started 4"),
-        (SLURM, "srun started 8"),
-        (OPEN_MPI_5, "mpirun started 4"),
-    ],
-)
-def test_a_trainer_warns_of_a_start_that_was_forgotten(
-    variables, monkeypatch, environ, told
-):
-    monkeypatch.setattr("jaxdp.distributed.start._is_alone_on_purpose", False)
-    variables(environ)
-    with pytest.warns(UserWarning, match=f"{told} processes, and this one trains"):
-        jaxdp.Trainer(Mlp(jax.random.key(0)), loss="mse")
-    jaxdp.distributed.initialize(num_processes=1)
-    with warnings.catch_warnings(action="error"):
-        jaxdp.Trainer(Mlp(jax.random.key(0)), loss="mse")
+FORGOTTEN = """
+import json, os, sys, warnings
+import equinox as eqx, jax, jaxdp
+
+def warnings_of_a_trainer():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxdp.Trainer(eqx.nn.Linear(1, 1, key=jax.random.key(0)), loss="mse")
+    return [str(warning.message) for warning in caught]
+
+for environ in json.loads(sys.argv[1]):
+    os.environ.update(environ)
+    print(*warnings_of_a_trainer())
+    for name in environ:
+        del os.environ[name]
+os.environ.update(environ)
+jaxdp.distributed.initialize(num_processes=1)
+print("then", warnings_of_a_trainer())
+"""
+
+
+def test_a_trainer_warns_of_a_start_that_was_forgotten():
+    launchers = json.dumps([TORCHRUN, SLURM, OPEN_MPI_5])
+    command = [sys.executable, "-c", FORGOTTEN, launchers]
+    *told, last = subprocess.check_output(command, text=True).splitlines()
+    for line, who in zip(told, ("torchrun", "srun", "mpirun"), strict=True):
+        count = 8 if who == "srun" else 4
+        text = f"{who} started {count} processes, and this one trains alone"
+        assert line.startswith(text)
+    assert last == "then []"

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -23,7 +24,10 @@ WHOLE = {
 
 
 def is_installed(package):
-    return device_compilers._version(package) is not None
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 needs_gpu_compiler = pytest.mark.skipif(
@@ -37,10 +41,20 @@ needs_tpu_compiler = pytest.mark.skipif(
 @pytest.fixture
 def packages(monkeypatch):
     """What is installed, by name and version."""
-    found = WHOLE | {"jaxlib": JAXLIB}
-    monkeypatch.setattr(device_compilers, "_version", found.get)
-    monkeypatch.setattr(device_compilers, "_has_ptxas", lambda: False)
-    return found
+    installed = WHOLE | {"jaxlib": JAXLIB}
+
+    def version(package):
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    exists = os.path.exists
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: not str(path).endswith("ptxas") and exists(path)
+    )
+    return installed
 
 
 @pytest.fixture
@@ -119,7 +133,7 @@ def test_every_missing_package_of_the_gpu_compiler_is_named(packages, missing):
 
 def test_ptxas_of_another_cuda_will_do(packages, cuda_plugin, monkeypatch):
     del packages["nvidia-cuda-nvcc-cu12"]
-    monkeypatch.setattr(device_compilers, "_has_ptxas", lambda: True)
+    monkeypatch.setattr(shutil, "which", "/opt/cuda/bin/{}".format)
     assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
 
 

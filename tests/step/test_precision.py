@@ -9,7 +9,12 @@ import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy, hand_written
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.step.precision import PRECISIONS, computing
+from jaxdp.step.precision import (
+    GROWTH_INTERVAL,
+    PRECISIONS,
+    LossScale,
+    computing,
+)
 
 
 def make(model, *, data=None, epochs=1, callbacks=(), loss="cross_entropy", **options):
@@ -294,17 +299,31 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(strategy):
     assert int(trainer.state.step) == trainer.global_step == 8
 
 
-def test_the_scale_grows_and_changes_no_number(monkeypatch):
-    from jaxdp.step import precision
+class FromScale(SingleDevice):
+    """Begins with a loss scale, as after so many finite steps."""
 
-    monkeypatch.setattr(precision, "FIRST_SCALE", 1024.0)
-    _, still = make(Mlp(jax.random.key(0)), precision="16-mixed", epochs=4)
-    monkeypatch.setattr(precision, "GROWTH_INTERVAL", 5)
-    _, grown = make(Mlp(jax.random.key(0)), precision="16-mixed", epochs=4)
+    def __init__(self, scale, good_steps=0):
+        super().__init__()
+        self.start = LossScale(jnp.float32(scale), jnp.int32(good_steps))
+
+    def place(self, state):
+        return super().place(state._replace(loss_scale=self.start))
+
+
+def test_the_scale_grows_and_changes_no_number():
+    still, grown = (
+        make(
+            Mlp(jax.random.key(0)),
+            precision="16-mixed",
+            epochs=4,
+            strategy=FromScale(1024.0, good_steps),
+        )[1]
+        for good_steps in (0, GROWTH_INTERVAL - 5)
+    )
     assert still.state.loss_scale.scale == 1024
     assert still.state.loss_scale.good_steps == 12
-    assert grown.state.loss_scale.scale == 4096
-    assert grown.state.loss_scale.good_steps == 2
+    assert grown.state.loss_scale.scale == 2048
+    assert grown.state.loss_scale.good_steps == 7
     # Powers of two only move the exponent, where nothing is too small.
     for ours, theirs in zip(
         jax.tree.leaves(eqx.filter(still.model, eqx.is_inexact_array)),
@@ -314,18 +333,14 @@ def test_the_scale_grows_and_changes_no_number(monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-4)
 
 
-def test_small_gradients_are_lost_without_the_scale(monkeypatch):
-    from jaxdp.step import precision
-
+def test_small_gradients_are_lost_without_the_scale():
     def tiny(prediction, target):
         return 1e-7 * (prediction**2).mean(axis=1)
 
     def moved(scale):
-        monkeypatch.setattr(precision, "FIRST_SCALE", scale)
         model = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(0))
-        _, trainer = make(
-            model, loss=tiny, precision="16-mixed", optimizer=optax.sgd(1.0)
-        )
+        options = {"precision": "16-mixed", "strategy": FromScale(scale)}
+        _, trainer = make(model, loss=tiny, optimizer=optax.sgd(1.0), **options)
         return float(jnp.abs(trainer.model.weight - model.weight).max())
 
     assert moved(1.0) == 0 < moved(65536.0)
