@@ -399,30 +399,3 @@ def test_evaluation_and_prediction_gather_too():
     assert loss == pytest.approx(expected, rel=1e-5)
     rows = trainer.predict(data())
     np.testing.assert_allclose(rows, single.predict(data()), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"gather": "twice"}, "`gather` must be one of 'auto', 'blocks', 'once', or"),
-        ({"gather": []}, "`gather` must be one of"),
-        ({"gather": [3]}, "`gather` must be one of"),
-        ({"groups": 3}, "8 devices can't be divided into 3 groups"),
-        ({"groups": 0}, "`groups` must be"),
-    ],
-)
-def test_bad_arguments_are_told(arguments, text):
-    with pytest.raises((TypeError, ValueError), match=text):
-        FSDP(**arguments)
-
-
-def test_what_can_not_be_gathered_is_told():
-    with pytest.raises(
-        ValueError, match=r"(?s)`gather`='blocks'.*has none.*layers\[\*"
-    ):
-        losses(Flat(), FSDP(gather="blocks"), epochs=1)
-    with pytest.raises(ValueError, match="`gather`: 'layer' matches no submodule"):
-        losses(Flat(), FSDP(gather=["layer"]), epochs=1)
-    mesh = jax.make_mesh((8,), ("data",))
-    with pytest.raises(ValueError, match="`groups` and `mesh` were both given"):
-        FSDP(mesh=mesh, groups=2)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, Recorder, batches, make_small
+from toys import Mlp, Recorder, batches, make_small
 
-from jaxdp import Bitwise, LocalSGD, Sharded, SingleDevice, Trainer
+from jaxdp import LocalSGD, Sharded, SingleDevice
 from jaxdp.callbacks import GradientMonitor, WeightAveraging
 from jaxdp.strategies.local_sgd import LocalState
 
@@ -345,38 +345,6 @@ def test_a_batch_of_one_row_per_replica():
 
 
 # --- refusals -----------------------------------------------------------------------
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="`every` must be 1 or more"):
-        LocalSGD(0)
-    with pytest.raises(TypeError, match="`every` must be an int"):
-        LocalSGD(2.5)
-    with pytest.raises(TypeError, match=r"`outer` must be an optax.*got 0\.7"):
-        LocalSGD(4, 0.7)
-    with pytest.raises(ValueError, match="`devices`: 99 asked for"):
-        LocalSGD(4, devices=99)
-
-
-def test_a_model_with_state_is_refused_before_anything_is_compiled():
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    trainer = Trainer(
-        model, optax.sgd(0.1), state=state, strategy=LocalSGD(2), loss="cross_entropy"
-    )
-    with pytest.raises(ValueError, match=r"LocalSGD.*eqx\.nn\.State.*LayerNorm"):
-        trainer.fit(batches(8))
-
-
-def test_an_optimizer_that_evaluates_the_loss_is_refused():
-    with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
-        fitted(LocalSGD(2), optax.lbfgs())
-    with pytest.raises(ValueError, match="`outer` of LocalSGD needs the loss, as opt"):
-        fitted(LocalSGD(2, optax.lbfgs()), optax.sgd(0.1))
-
-
-def test_bitwise_is_refused():
-    with pytest.raises(ValueError, match=r"`Bitwise` needs the state whole.*LocalSGD"):
-        Bitwise(LocalSGD(2))
 
 
 def test_changes_in_half_precision_are_averaged_in_float32():

@@ -12,7 +12,6 @@ from toys import batches, make_small
 from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, ZeRO
 from jaxdp.callbacks import DonateBuffers, WeightAveraging
 from jaxdp.checkpoint.restoring import read_meta
-from jaxdp.strategies.base import DataParallel
 
 DATA = batches(16, 16, 16, 16)
 HIDDEN = 64 * 64
@@ -139,18 +138,3 @@ def test_tpus_hold_less():
     )
     assert memory.host == 2 * 4 * HIDDEN
     assert without.arguments - memory.arguments >= memory.host  # or as tiles
-
-
-def test_what_can_not_be_is_refused():
-    with pytest.raises(ValueError, match="`offload` must be one of None, 'optimizer'"):
-        make(offload="parameters")
-
-    class Own(DataParallel):
-        def place(self, state):
-            return state
-
-        def compile(self, *arguments, **options):
-            return arguments
-
-    with pytest.raises(ValueError, match="`offload`='optimizer' needs a strategy"):
-        make(offload="optimizer", strategy=Own())

@@ -166,22 +166,6 @@ def test_ready_made_tensor_rules_split_each_block():
     ]
 
 
-def test_what_cannot_be_staged_says_why():
-    with pytest.raises(ValueError, match=r"`stages`: 3 do not divide the 8 devices"):
-        Pipeline(3, 2)
-    with pytest.raises(ValueError, match=r"`microbatches` must be 1 or more; got 0"):
-        Pipeline(2, 0)
-    trainer = Trainer(
-        eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0)), strategy=Pipeline(4, 2)
-    )
-    with pytest.raises(ValueError, match=r"blocks of a jaxdp\.Stack, but the model ha"):
-        trainer.fit(DATA)
-    with pytest.raises(
-        ValueError, match=r"4 stages .* do not divide the 6 blocks of b"
-    ):
-        Trainer(Deep(6), strategy=Pipeline(4, 2)).fit(DATA)
-
-
 def test_blocks_that_differ_cannot_be_stacked():
     keys = jax.random.split(jax.random.key(0))
     with pytest.raises(ValueError, match=r"`blocks` must have at least one block"):

@@ -11,7 +11,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 
-from jaxdp import FSDP, Bitwise, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.strategies.bitwise import _options_on
 
 EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
@@ -292,18 +292,6 @@ def test_gradients_are_summed_by_shares_of_them():
     ours = program.memory_analysis().temp_size_in_bytes
     theirs = other.memory_analysis().temp_size_in_bytes
     assert ours < theirs + 5 * size
-
-
-def test_what_cannot_be_kept_is_refused():
-    model = Mlp(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"the 3 devices of Sharded.* do not divide 8"):
-        make(model, Sharded(3))
-    with pytest.raises(ValueError, match=r"needs the state whole on every device"):
-        make(model, FSDP())
-    with pytest.raises(ValueError, match=r"`strategy=jaxdp.Bitwise\(Sharded\(\)\)`"):
-        Trainer(model, reproducible="bitwise")
-    with pytest.raises(ValueError, match=r"`reproducible` must be one of None, 'run'"):
-        Trainer(model, reproducible=True)
 
 
 def test_the_losses_that_are_reported_have_the_same_bits_for_any_number_of_rows():

@@ -17,7 +17,6 @@ from layered_models import (
     size,
     train,
 )
-from toys import batches
 
 from jaxdp import FSDP, TensorParallel, ZeRO
 from jaxdp.plan import hlo
@@ -132,49 +131,3 @@ def test_models_of_many_kinds_of_layers_give_the_numbers_of_one_device(name, str
         strategy = functools.partial(TensorParallel, {"data": 4, "model": 2}, rules)
     _, found = train(model, data, strategy(), **arguments)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_bad_sizes_of_meshes_are_refused():
-    with pytest.raises(ValueError, match=r"4 x 3 = 12 devices, and there are 8.*=12"):
-        TensorParallel({"data": 4, "model": 3})
-    with pytest.raises(ValueError, match="with 'data', which rows"):
-        TensorParallel({"x": 4, "model": 2})
-    with pytest.raises(
-        ValueError, match="`mesh_shape: model` must be 1 or more; got -1"
-    ):
-        TensorParallel({"data": 8, "model": -1})
-    with pytest.raises(TypeError, match="`mesh_shape` must be sizes by name"):
-        TensorParallel((4, 2))
-
-
-@pytest.mark.parametrize(
-    "rules, message",
-    [
-        ([("layers[0].weight", PartitionSpec("rows"))], "the mesh has no axis 'rows'"),
-        (
-            [("layers[0].weight", "model")],
-            "must be .path pattern, PartitionSpec. pairs",
-        ),
-        (
-            [("layer.*", PartitionSpec("model"))],
-            r"'layer.\*' is used for no leaf.* The paths are layers\[0\].weight",
-        ),
-        (
-            [("*", PartitionSpec()), ("*.bias", PartitionSpec("model"))],
-            r"'\*.bias' is used for no leaf.*put special rules before general ones",
-        ),
-        (
-            [("layers[1].*", PartitionSpec("model"))],
-            r"the rule for 'layers\[1\].\*' gave .* for layers\[1\].weight of shape"
-            r" \(3, 64\): axis 0 of size 3 is not divisible by 2",
-        ),
-        (
-            [("layers[0].bias", PartitionSpec(None, "model"))],
-            r"gave .* for layers\[0\].bias of shape \(64,\): more entries",
-        ),
-    ],
-)
-def test_rules_that_do_not_fit_are_refused(rules, message):
-    model = eqx.nn.MLP(4, 3, 64, 1, key=jax.random.key(0))
-    with pytest.raises((ValueError, TypeError), match=message):
-        train(model, batches(16), TensorParallel({"data": 4, "model": 2}, rules))
