@@ -128,12 +128,6 @@ def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
     assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
 
 
-@pytest.mark.parametrize("name", ["metrics.json", "sub/metrics.csv", "metrics", ""])
-def test_the_name_of_a_table_is_that_of_a_file(name):
-    with pytest.raises(ValueError, match="`name` must be the file name of a table"):
-        CSVLogger("runs", name)
-
-
 def test_the_record_says_what_the_run_was_made_of(tmp_path):
     logger = CSVLogger(tmp_path, hyperparameters={"width": np.int64(64), "seed": 9})
     linear_trainer(logger, gradient_clip_val=1.0).fit(batches(8, 8), max_epochs=3)

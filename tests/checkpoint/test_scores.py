@@ -323,17 +323,6 @@ def test_an_exception_is_saved_if_it_is_asked_for(tmp_path, on):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name, instead", [
-    ("filename", "named by its step, and the best and the last one have links"),
-    ("save_best_only", "`save_top_k=1` with a `monitor`"),
-    ("save_weights_only", "`jaxdp.load_model`"),
-    ("every_n_step", ""),
-])  # fmt: skip
-def test_an_argument_of_others_says_what_there_is_instead(name, instead):
-    with pytest.raises(TypeError, match=f"no argument `{name}`.*{instead}"):
-        ModelCheckpoint(**{name: True})
-
-
 def test_a_folder_may_be_in_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     saver, again = (ModelCheckpoint("~/runs", monitor="val_loss") for _ in range(2))

@@ -139,31 +139,6 @@ def test_it_is_trained_on_over_several_devices():
     np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make, error, message",
-    [
-        (lambda: Arrays(), TypeError, r"needs arrays with rows: Arrays\(x, y"),
-        (lambda: Arrays(Whole(X)), TypeError, "needs arrays with rows"),
-        (lambda: Arrays([1, 2]), TypeError, r"arrays\[0\] is a int.*np.asarray"),
-        (lambda: Arrays(X, "y"), TypeError, r"arrays\[1\] is a str.*np.asarray"),
-        (
-            lambda: Arrays(X, Y.astype(str)),
-            TypeError,
-            r"batch\[1\] is a ndarray of dtype",
-        ),
-        (lambda: Arrays(X, Y[1:]), ValueError, r"\[0\] \(53, 4\), arrays\[1\] \(52,\)"),
-        (lambda: Arrays(X[:0], Y[:0]), ValueError, "no rows in arrays"),
-        (lambda: Arrays(X, batch_size=0), ValueError, "`batch_size` must be 1 or more"),
-        (lambda: Arrays(X, batch_size=8.0), TypeError, "`batch_size` must be an int"),
-        (lambda: Arrays(X, shuffle=None), ValueError, "`shuffle` must be one of True"),
-        (lambda: Arrays(X[:9], drop_last=True), ValueError, "9 rows are less than one"),
-    ],
-)
-def test_what_it_cannot_make_batches_of_is_refused_at_once(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
 # On the devices.
 
 STRATEGIES = {

@@ -1,7 +1,6 @@
 """Typed PRNG keys as leaves of batches."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -155,15 +154,3 @@ def test_keys_are_no_weights_of_rows(options):
         TypeError, match=r"got PRNG keys\..*`loss_fn\(model, \*batch\)`"
     ):
         trainer.fit([(x, y, keys)])
-
-
-@pytest.mark.parametrize(
-    "key, match",
-    [
-        (jax.random.key(0), r"batch\[1\] is a single PRNG key.*jaxdp.Whole\(key\)"),
-        (jax.random.split(jax.random.key(0), 3), "must share a leading axis"),
-    ],
-)
-def test_a_key_for_no_row_is_refused(key, match):
-    with pytest.raises(ValueError, match=match):
-        fit([(jnp.ones((8, 4)), key)])

@@ -378,11 +378,6 @@ def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
     assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_batch_of_nothing_is_no_end():
-    with pytest.raises(TypeError, match="a batch has no arrays in it: None"):
-        list(Source([(np.ones(2),), None], "train_loader").epoch())
-
-
 def test_an_iterator_goes_on_from_epoch_to_epoch():
     source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
     for epoch in range(2):
@@ -401,20 +396,6 @@ def test_errors_say_where_in_the_data_they_arose():
     with pytest.raises(RuntimeError, match="item nine is bad") as caught:
         list(source.epoch(Position(1)))
     assert caught.value.__notes__[0] == "in batch 2 of epoch 1 of `train_loader`"
-
-
-@pytest.mark.parametrize(
-    "loader, message",
-    [
-        (Squares(), "a torch Dataset, which gives single examples; wrap it"),
-        (np.ones(3), r"array of shape \(3,\), not an iterable of batches. Of arrays"),
-        ({"x": 1}, "not an iterable of batches"),
-        (3, "can't be iterated"),
-    ],
-)
-def test_what_is_no_loader_is_refused(loader, message):
-    with pytest.raises(TypeError, match=message):
-        open_loader(loader, "train_loader", seed=0)
 
 
 def test_a_look_at_the_first_batch_leaves_the_pass_where_it_is():

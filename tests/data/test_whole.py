@@ -329,22 +329,6 @@ def test_batches_without_it_are_packed_as_ever():
     assert [leaf.shape for leaf in group.batch] == [(1, 8, 2), (1, 8)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "message"),
-    [
-        (Whole((np.ones(3), np.ones(3))), TypeError, "got a Whole.*pass `loss_fn"),
-        ((np.ones((3, 2)), np.ones(5)), ValueError, r"into a jaxdp\.Whole\(array\)"),
-        ({"x": np.ones((3, 2)), "rate": 0.5}, ValueError, r"a jaxdp\.Whole\(array\)"),
-        ((np.ones((3, 2)), Whole(np.ones(3))), TypeError, "is a Whole, .*`loss_fn"),
-        ((np.ones(3), np.ones(3), Whole(np.ones(3))), TypeError, "got a Whole"),
-    ],
-    ids=["all of it", "a mismatch", "a number", "the target", "the weights"],
-)
-def test_what_can_not_be_is_told_the_remedy(batch, error, message):
-    with pytest.raises(error, match=message):
-        make().fit([batch])
-
-
 def test_predictions_need_rows():
     with pytest.raises(ValueError, match="unpack") as caught:
         make().predict([(np.ones((4, 3)), Whole(np.ones(3)))])

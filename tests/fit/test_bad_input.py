@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from toys import Mlp, NormNet, batches, counting
+from toys import Mlp, batches, counting
 from toys import make_small as make
 
 from jaxdp import Callback, Sharded
@@ -19,141 +19,8 @@ def mlp():
     return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
 
 
-class Unknown:
-    pass
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"model": eqx.nn.MLP}, TypeError, "`model` is the class MLP, not an instance"),
-        ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
-        ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
-        ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
-        ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
-        ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
-        ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
-        ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of"),
-        ({"loss": "l3"}, ValueError, "got 'l3' of type str; pass a known name .bin"),
-        ({"loss": 3}, TypeError, "`loss`: got 3 of type int"),
-        ({"metrics": ["acc"]}, ValueError, "'acc' of type str; pass a known name .acc"),
-        ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
-        ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
-        ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
-        ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from "),
-        ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
-        ({"loss": lambda model, x, y: 0}, TypeError, "For a function of .model, .batc"),
-        ({"metrics": 3}, TypeError, "`metrics`: got 3 of type int; pass a list"),
-        ({"metrics": {1: "mse"}}, TypeError, "metric names must be str; got 1"),
-        ({"metrics": {"val_x": "mse"}}, ValueError, "metric name 'val_x' is taken"),
-        ({"gradient_clip_val": "1"}, TypeError, "`gradient_clip_val` must be a number"),
-        ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
-        ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
-        ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
-        ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
-        ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be more th"),
-        ({"seed": -1}, ValueError, "`seed` must be 0 or more; got -1"),
-        ({"seed": 2**70}, ValueError, "`seed` must be 9223372036854775807 or less"),
-        ({"remat": 3}, TypeError, "`remat` must be a bool, a policy"),
-        ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
-        ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be a callable"),
-        ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
-    ],
-)  # fmt: skip
-def test_constructor_refuses(arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(**arguments)
-
-
-@pytest.mark.slow
-def test_torch_and_flax_things_are_named():
-    torch = pytest.importorskip("torch")
-    linear = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="`loss` is torch's CrossEntropyLoss"):
-        make(loss=torch.nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match="`optimizer` is torch's Adam"):
-        make(None, torch.optim.Adam)
-    with pytest.raises(TypeError, match=r"`model` is a torch module \(Linear\)"):
-        make(linear)
-    with pytest.raises(TypeError, match="`optimizer` is torch's SGD"):
-        make(None, torch.optim.SGD(linear.parameters(), 0.1))
-    Flax = type("Module", (), {"__module__": "flax.linen.module"})
-    with pytest.raises(TypeError, match="`model` is a flax module"):
-        make(Flax())
-
-
-def test_one_array_in_two_places_is_refused():
-    model = mlp()
-    model = eqx.tree_at(lambda m: m.layers[1].bias, model, jnp.ones(8))
-    model = eqx.tree_at(lambda m: m.layers[0].bias, model, model.layers[1].bias)
-    with pytest.raises(ValueError, match=r"layers\[0\].bias and as layers\[1\].bias"):
-        make(model)
-
-
-def test_a_stateful_model_needs_its_state():
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
-    with pytest.raises(ValueError, match="`state` is None; make both together"):
-        make(model)
-    with pytest.raises(TypeError, match="`state` must be the eqx.nn.State"):
-        make(model, state={})
-    with pytest.raises(ValueError, match="`loss_fn` has no parameter named `state`"):
-        make(model, state=state, loss_fn=lambda model, x, y: 0)
-
-
-def x_y(x, y):
-    return [(np.asarray(x), np.asarray(y))]
-
-
 X = np.ones((8, 4), np.float32)
 Y = np.zeros(8, np.int32)
-
-
-@pytest.mark.parametrize(
-    "settings, loader, error, message",
-    [
-        ({}, [], ValueError, "`train_loader` gave no batches. Is the dataset empty"),
-        ({"loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 3),
-         ValueError, "labels must be 0 to 2, .* from 3 to 3"),
-        ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
-        ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
-        ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
-        ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
-        ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
-        ({}, [{"x": X, "y": Y}], TypeError,
-         r"a dict with keys \['x', 'y'\]. Pass \[\(b\[X\], b\[Y\]\) for b in loader"),
-        ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
-        ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of sha"),
-        ({"loss": "cross_entropy"}, x_y(X, X[:, :2]), ValueError, "one axis more"),
-        ({"loss": "cross_entropy"}, x_y(X, X[:, 0]), ValueError, "must be integers: "),
-        ({"loss": lambda p, t: p[:2]}, x_y(X, Y), ValueError, r"\(8,\), or a scalar"),
-        ({"loss": lambda p, t: p.argmax(1)}, x_y(X, Y), TypeError, "int32 and can't b"),
-        ({"loss": lambda p, t: (p.argmax(1) == t).astype(float)}, x_y(X, Y), ValueError,
-         "does not depend on any trained parameter"),
-        ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on "),
-        ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
-        ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str for a bat"),
-        ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
-        ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
-        ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
-         TypeError, "must be passed unwrapped"),
-        ({"metrics": {"each": lambda p, t: jnp.square(p)}}, x_y(X, Y), ValueError,
-         r"'each' is an array of shape \(8, 3\) .* 8 rows.*mean\(axis=1\)"),
-        ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(1), {"each": x})}, [X],
-         ValueError, r"metric .each. is an array of shape \(8, 4\) .* value per row"),
-        ({"loss": lambda p, t: None}, x_y(X, Y), TypeError, "`loss` is a NoneType"),
-        ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), 3)}, [X], TypeError, "a dict"),
-        ({"loss_fn": lambda m, x, y: 0}, [X], TypeError, r"has 1 element\(s\)"),
-        ({"loss_fn": eqx.filter_value_and_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
-         TypeError, "must be passed unwrapped"),
-        ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), {"loss": 1.0})}, [X],
-         ValueError, "the metric name 'loss' is taken"),
-    ],
-)  # fmt: skip
-def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
-    trainer = make(**settings)
-    with pytest.raises(error, match=message):
-        trainer.fit(loader)
-    trainer.model(jnp.ones(4))
 
 
 def test_arrays_in_the_place_of_loaders_are_told_how_to_be_batches():
@@ -219,32 +86,6 @@ def test_silent_broadcasting_of_predictions_against_targets_is_refused(criterion
         assert make(model).fit([(X, target)])["loss"] == expected
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"ckpt_path": "last"}, "looks where the ModelCheckpoint callback saves"),
-        ({"max_time": "soon"}, "`max_time`='soon' must be 'DD:HH:MM:SS'"),
-        ({"val_check_interval": 0.0}, "must be more than 0"),
-        ({"fast_dev_run": -1}, "`fast_dev_run` must be 0 or more"),
-        ({"max_epochs": -2}, "`max_epochs` must be 0 or more"),
-        ({"max_steps": 1.5}, "`max_steps` must be an int"),
-        ({"limit_train_batches": 1.5}, "as a share must be from 0.0 to 1.0"),
-        ({"limit_train_batches": -1}, "must be 0 or more batches"),
-        ({"val_check_interval": 9}, "more than the 2 batches"),
-        ({"check_val_every_n_epoch": 0}, "must be 1 or more"),
-        ({"limit_train_batches": 0}, "gave no batches"),
-    ],
-)
-def test_fit_refuses_arguments(settings, message):
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-        make().fit(batches(8, 8), batches(8), **settings)
-
-
-def test_an_empty_val_loader_is_refused():
-    with pytest.raises(ValueError, match="`val_loader` gave no batches"):
-        make().fit(batches(8), [])
-
-
 def test_what_is_no_list_of_batches_to_validate_on_is_named_before_compiling():
     data, strategy = batches(8), counting(Sharded)
     trainer = make(strategy=strategy)
@@ -260,11 +101,6 @@ def test_so_are_loaders_in_a_list_beside_a_loss_fn():
     with pytest.raises(ValueError, match="must share a leading axis") as caught:
         trainer.fit(data, [data, data])
     assert "first batch of `val_loader`" in caught.value.__notes__[0]
-
-
-def test_shares_need_a_length():
-    with pytest.raises(ValueError, match="length of the loader is not known"):
-        make().fit((batch for batch in batches(8)), limit_train_batches=0.5)
 
 
 def test_a_batch_that_changes_mid_run_is_named_and_the_model_kept():
@@ -437,16 +273,6 @@ def test_the_inferred_loss_is_said_once(caplog):
 def test_beliefs_about_dropout_models_hold_without_a_key():
     """A model whose __call__ has no `key` is called without one."""
     make(Mlp(jax.random.key(0)).first, loss="mse").fit([(X, np.ones((8, 16)))])
-
-
-@pytest.mark.parametrize("argument, value, error", [
-    ("ckpt_path", 5, TypeError), ("ckpt_path", True, TypeError),
-    ("ckpt_path", "lats", FileNotFoundError), ("fast_dev_run", "yes", TypeError),
-    ("fast_dev_run", 1.5, TypeError), ("fast_dev_run", None, TypeError),
-])  # fmt: skip
-def test_a_wrong_argument_of_fit_is_named(argument, value, error):
-    with pytest.raises(error, match=f"`{argument}`"):
-        make().fit(batches(8), **{argument: value})
 
 
 def test_callbacks_that_are_no_list_are_named():

@@ -14,7 +14,6 @@ from jaxdp import (
     Members,
     Part,
     PassMetric,
-    Pipeline,
     Pmap,
     Sharded,
     SingleDevice,
@@ -358,44 +357,3 @@ def test_rates_of_members_are_logged_and_lowered():
     # The first epoch is the best so far; those below `min_lr` stay as they are.
     expected = np.array([RATES, RATES, [1e-3, 2e-3, 2e-3, 3e-3]])
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
-
-
-# --- errors -------------------------------------------------------------------------
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"layers\[0\]\.weight.*\(8, 4\).*filter_vmap"):
-        make_small(ensemble=SIZE)
-    with pytest.raises(TypeError, match=r"`ensemble` must be an int.*or a jaxdp"):
-        make_small(stack(), ensemble="4")
-    with pytest.raises(ValueError, match=r"`learning_rate`.*each of the 4.*\(2,\)"):
-        Ensemble(4, learning_rate=[0.1, 0.2])
-    with pytest.raises(TypeError, match=r"`learning_rate` must be numbers.*'fast'"):
-        Ensemble(2, learning_rate=["fast", "slow"])
-    with pytest.raises(ValueError, match="Pipeline splits the first axis"):
-        make_small(stack(), ensemble=SIZE, strategy=Pipeline(2, 2))
-    rates = Ensemble(SIZE, learning_rate=RATES)
-    with pytest.raises(ValueError, match=r"\['learning_rate'\].*inject_hyperparams"):
-        make_small(stack(), optax.adam(1e-3), ensemble=rates)
-    with pytest.raises(ValueError, match=r"\['lr'\].* holds b1, .*, learning_rate"):
-        make_small(stack(), adam()[0], ensemble=Ensemble(SIZE, lr=RATES))
-    with pytest.raises(ValueError, match="`optimizer` evaluates the loss"):
-        make_small(stack(), optax.lbfgs(), ensemble=SIZE)
-    with pytest.raises(TypeError, match="a list of 2 models.*jnp.stack"):
-        make_small([make(KEYS[0]), make(KEYS[1])], ensemble=2)
-    with pytest.raises(ValueError, match="4 members can't be split over the 8 devices"):
-        make_small(stack(), ensemble=SIZE, strategy=Members())
-    with pytest.raises(ValueError, match="`ensemble` was not given"):
-        make_small(strategy=Members())
-    with pytest.raises(ValueError, match="scales the loss of all members alike"):
-        make_small(stack(), ensemble=SIZE, precision="16-mixed")
-
-
-def test_a_member_is_asked_for_by_its_number():
-    with pytest.raises(ValueError, match="`member` needs a Trainer with `ensemble`"):
-        make_small().member(0)
-    trainer = Trainer(stack(), ensemble=SIZE)
-    with pytest.raises(TypeError, match="number of a member; got 'a'"):
-        trainer.member("a")
-    with pytest.raises(IndexError, match="there are 4 members"):
-        trainer.member(4)

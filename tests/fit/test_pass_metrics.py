@@ -191,16 +191,3 @@ def test_what_a_loss_fn_must_return_for_it_is_said():
     ):
         with pytest.raises(ValueError, match=text):
             make(metrics, loss=None, loss_fn=loss_fn).fit(DATA)
-
-
-def test_objects_of_other_libraries_are_named_with_the_remedy():
-    sk = pytest.importorskip("sklearn.metrics")
-    with pytest.raises(TypeError, match=r"sklearn's f1_score.*PassMetric\(f1_score\)"):
-        make({"f1": sk.f1_score})
-    torchmetric = type("AUROC", (), {"__module__": "torchmetrics.x", "__call__": bad})()
-    with pytest.raises(TypeError, match=r"torchmetrics's AUROC.*PassMetric\(fn\)"):
-        make({"area": torchmetric})
-    with pytest.raises(TypeError, match="torchmetrics's AUROC"):
-        PassMetric(torchmetric)
-    with pytest.raises(TypeError, match="must be a callable"):
-        PassMetric("f1")

@@ -155,17 +155,6 @@ def test_a_pass_may_be_limited(limit, rows):
         assert named[f"{prefix}_a_loss"] == named[f"{prefix}_b_loss"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_limits_that_can_not_be_are_errors(method):
-    run = getattr(mlp_trainer(), method)
-    with pytest.raises(ValueError, match="`limit_batches` must be 0 or more"):
-        run(batches(8), limit_batches=-1)
-    with pytest.raises(ValueError, match="share of an epoch"):
-        run((b for b in batches(8)), limit_batches=0.5)
-    with pytest.raises(ValueError, match="gave no batches.*a limit 0"):
-        run(batches(8), limit_batches=0)
-
-
 def test_what_is_logged_in_a_test_is_among_its_values():
     class Logs(Callback):
         def on_test_end(self, trainer, metrics):

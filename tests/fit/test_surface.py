@@ -72,17 +72,6 @@ def test_early_stopping_and_max_time_wait_for_the_minimum(caplog):
     assert trainer.global_step == 5
 
 
-@pytest.mark.parametrize("arguments, error", [
-    ({"min_epochs": 3, "max_epochs": 2}, "`min_epochs`=3 is more than `max_epochs`=2"),
-    ({"min_epochs": 3}, "`min_epochs`=3 is more than `max_epochs`=1"),
-    ({"min_steps": 3, "max_steps": 2}, "`min_steps`=3 is more than `max_steps`=2"),
-    ({"min_steps": -1}, "`min_steps` must be 0 or more|`min_steps`"),
-])  # fmt: skip
-def test_a_minimum_that_can_not_be_is_an_error(arguments, error):
-    with pytest.raises(ValueError, match=error):
-        mlp_trainer().fit(batches(8), **arguments)
-
-
 def test_callback_metrics_are_the_last_values_of_everything_logged():
     seen = {}
 

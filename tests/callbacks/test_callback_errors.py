@@ -8,6 +8,7 @@ import pytest
 
 from jaxdp.callbacks import (
     CSVLogger,
+    DonateBuffers,
     EarlyStopping,
     GradientMonitor,
     LivePlot,
@@ -24,6 +25,11 @@ from jaxdp.callbacks import (
 
 @pytest.mark.parametrize("callback, options, error, match", [
     (CSVLogger, {"name": None}, ValueError, "`name` must be the file name of a table"),
+    *((CSVLogger, {"name": name}, ValueError,
+       "`name` must be the file name of a table")
+      for name in ("metrics.json", "sub/metrics.csv", "metrics", "")),
+    (DonateBuffers, {"what": "everything"}, ValueError,
+     "must be one of 'state', 'all', 'none'"),
     (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be the name of a m"),
     (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'min', 'max'"),
     (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
@@ -42,6 +48,15 @@ from jaxdp.callbacks import (
     (ModelCheckpoint, {"every_n_train_steps": "5"}, TypeError, "must be an int or Non"),
     (ModelCheckpoint, {"train_time_interval": []}, TypeError, "`train_time_interval`"),
     (ModelCheckpoint, {"on_save_error": "log"}, ValueError, "one of 'raise', 'warn'"),
+    *((ModelCheckpoint, {name: True}, TypeError, f"no argument `{name}`.*{instead}")
+      for name, instead in [
+        ("filename", "named by its step, and the best and the last one have links"),
+        ("save_best_only", "`save_top_k=1` with a `monitor`"),
+        ("save_weights_only", "`jaxdp.load_model`"),
+        ("every_n_step", ""),
+    ]),
+    (NanGuard, {"action": "halt"}, ValueError,
+     "`action` must be one of 'stop', 'end', 'skip'"),
     (NanGuard, {"max_skips": -1}, ValueError, "`max_skips` must be 0 or more"),
     (Profiler, {"num_steps": 0}, ValueError, "`num_steps` must be 1 or more"),
     (ProgressBar, {"refresh_per_second": 0}, ValueError, "must be more than 0; got 0"),

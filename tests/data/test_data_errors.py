@@ -1,0 +1,99 @@
+"""What can be no batch, no loader, no `Arrays`: each by an error that says why."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from toys import make_small, rows
+
+from jaxdp import Arrays, Whole
+from jaxdp.data.conversion import to_host
+from jaxdp.data.source import Source, open_loader
+
+X, Y = rows(53)
+ONE, TWO = np.ones(3), np.ones((3, 2))
+
+
+@dataclasses.dataclass
+class Pair:
+    x: np.ndarray
+
+
+def no_batch(words):
+    return f"can only have arrays of numbers. .*{words}"
+
+
+@pytest.mark.parametrize("batch, error, words", [
+    *(({"id": np.array([1, value], dtype)}, ValueError,
+       rf"batch\['id'\] is {dtype} and has the value")
+      for value, dtype in [(2**40 + 5, "int64"), (-(2**31) - 1, "int64"),
+                           (2**33, "uint64"), (1e300, "float64")]),
+    (np.array([1, np.nan, 1e300]), ValueError, re.escape("has the value 1e+300,")),
+    (np.array([1, -(2**63)]), ValueError, f"has the value {-(2**63)},"),
+    *(({"x": ONE, "name": leaf}, TypeError, r"batch\['name'\]")
+      for leaf in (["a", "b"], np.array(["a", "b"]), np.array([None] * 2), object())),
+    ((collections.UserDict(x=ONE),), TypeError, no_batch(r"dict\(batch\)")),
+    (Pair(ONE), TypeError, no_batch(r"register_dataclass\(Pair\)")),
+    (np.ones(2, np.longdouble), TypeError, no_batch("Drop or convert it")),
+    ((np.ones((4, 2)), ONE), ValueError, r"batch\[0\] \(4, 2\), batch\[1\] \(3,\)"),
+    ((TWO[:0], ONE[:0]), ValueError, "leading axis of one or more rows"),
+    ({"x": ONE, "rate": 0.5}, ValueError, "leading axis of one or more rows"),
+])  # fmt: skip
+def test_what_is_no_batch_is_refused(batch, error, words):
+    with pytest.raises(error, match=words):
+        to_host(batch if isinstance(batch, dict | tuple | Pair) else (batch,))
+
+
+@pytest.mark.parametrize("batch, error, words", [
+    (Whole((ONE, ONE)), TypeError, "got a Whole.*pass `loss_fn"),
+    ((TWO, np.ones(5)), ValueError, r"into a jaxdp\.Whole\(array\)"),
+    ({"x": TWO, "rate": 0.5}, ValueError, r"a jaxdp\.Whole\(array\)"),
+    ((TWO, Whole(ONE)), TypeError, "is a Whole, .*`loss_fn"),
+    ((ONE, ONE, Whole(ONE)), TypeError, "got a Whole"),
+    ((X[:8], jax.random.key(0)), ValueError,
+     r"batch\[1\] is a single PRNG key.*jaxdp.Whole\(key\)"),
+    ((X[:8], jax.random.split(jax.random.key(0), 3)), ValueError,
+     "must share a leading axis"),
+])  # fmt: skip
+def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
+    with pytest.raises(error, match=words):
+        make_small(loss="mse").fit([batch])
+
+
+@pytest.mark.parametrize("make, error, words", [
+    (lambda: Arrays(), TypeError, r"needs arrays with rows: Arrays\(x, y"),
+    (lambda: Arrays(Whole(X)), TypeError, "needs arrays with rows"),
+    (lambda: Arrays([1, 2]), TypeError, r"arrays\[0\] is a int.*np.asarray"),
+    (lambda: Arrays(X, "y"), TypeError, r"arrays\[1\] is a str.*np.asarray"),
+    (
+        lambda: Arrays(X, Y.astype(str)),
+        TypeError,
+        r"batch\[1\] is a ndarray of dtype",
+    ),
+    (lambda: Arrays(X, Y[1:]), ValueError, r"\[0\] \(53, 4\), arrays\[1\] \(52,\)"),
+    (lambda: Arrays(X[:0], Y[:0]), ValueError, "no rows in arrays"),
+    (lambda: Arrays(X, batch_size=0), ValueError, "`batch_size` must be 1 or more"),
+    (lambda: Arrays(X, batch_size=8.0), TypeError, "`batch_size` must be an int"),
+    (lambda: Arrays(X, shuffle=None), ValueError, "`shuffle` must be one of True"),
+    (lambda: Arrays(X[:9], drop_last=True), ValueError, "9 rows are less than one"),
+    (lambda: open_loader(np.ones(3), "train_loader", seed=0), TypeError,
+     r"array of shape \(3,\), not an iterable of batches. Of arrays"),
+    (lambda: open_loader({"x": 1}, "train_loader", seed=0), TypeError,
+     "not an iterable of batches"),
+    (lambda: open_loader(3, "train_loader", seed=0), TypeError, "can't be iterated"),
+    (lambda: list(Source([(np.ones(2),), None], "train_loader").epoch()), TypeError,
+     "a batch has no arrays in it: None"),
+])  # fmt: skip
+def test_what_is_no_loader_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_dataset_of_torch_is_no_loader():
+    squares = pytest.importorskip("squares")
+    words = "a torch Dataset, which gives single examples; wrap it"
+    with pytest.raises(TypeError, match=words):
+        open_loader(squares.Squares(), "train_loader", seed=0)

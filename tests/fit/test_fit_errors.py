@@ -1,0 +1,257 @@
+"""What trainers and fits refuse, each by an error that says what to change."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_logged import Logs
+from toys import NormNet, batches, mlp_trainer
+from toys import make_small as make
+
+from jaxdp import Callback, Ensemble, Members, PassMetric, Pipeline, Sharded
+
+
+def mlp():
+    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+
+
+class Unknown:
+    pass
+
+
+def of_other_library(name, module, **members):
+    """An object that is called so there."""
+    return type(name, (), {"__module__": module, **members})()
+
+
+def tied():
+    """A model with one array in two places."""
+    model = eqx.tree_at(lambda m: m.layers[1].bias, mlp(), jnp.ones(8))
+    return eqx.tree_at(lambda m: m.layers[0].bias, model, model.layers[1].bias)
+
+
+def x_y(x, y):
+    return [(np.asarray(x), np.asarray(y))]
+
+
+NORM, STATE = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+X = np.ones((8, 4), np.float32)
+Y = np.zeros(8, np.int32)
+FOUR = jax.tree.map(
+    lambda leaf: jnp.stack([leaf] * 4) if eqx.is_array(leaf) else leaf, mlp()
+)
+RATES = Ensemble(4, learning_rate=[1e-3, 3e-3, 1e-2, 3e-2])
+INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ({"model": eqx.nn.MLP}, TypeError, "`model` is the class MLP, not an instance"),
+    ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
+    ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
+    ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
+    ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
+    ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
+    ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
+    ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of"),
+    ({"loss": "l3"}, ValueError, "got 'l3' of type str; pass a known name .bin"),
+    ({"loss": 3}, TypeError, "`loss`: got 3 of type int"),
+    ({"metrics": ["acc"]}, ValueError, "'acc' of type str; pass a known name .acc"),
+    ({"metrics": {"loss": "mse"}}, ValueError, "metric name 'loss' is taken"),
+    ({"metrics": [lambda p, t: p]}, TypeError, "has no name; pass"),
+    ({"loss": "mse", "loss_fn": lambda m: m}, ValueError, "`loss` and `loss_fn`"),
+    ({"metrics": ["mse"], "loss_fn": lambda m: m}, ValueError, "return them from "),
+    ({"loss_fn": "mse"}, TypeError, "For a loss by name use `loss`"),
+    ({"loss": lambda model, x, y: 0}, TypeError, "For a function of .model, .batc"),
+    ({"metrics": 3}, TypeError, "`metrics`: got 3 of type int; pass a list"),
+    ({"metrics": {1: "mse"}}, TypeError, "metric names must be str; got 1"),
+    ({"metrics": {"val_x": "mse"}}, ValueError, "metric name 'val_x' is taken"),
+    ({"gradient_clip_val": "1"}, TypeError, "`gradient_clip_val` must be a number"),
+    ({"callbacks": [Callback]}, TypeError, "has the class Callback; pass an insta"),
+    ({"callbacks": [Unknown()]}, TypeError, "must be an instance of a jaxdp.callb"),
+    ({"accumulate_grad_batches": 0}, ValueError, "must be 1 or more; got 0"),
+    ({"accumulate_grad_batches": 1.5}, TypeError, "must be an int; got 1.5"),
+    ({"gradient_clip_val": 0}, ValueError, "`gradient_clip_val` must be more th"),
+    ({"seed": -1}, ValueError, "`seed` must be 0 or more; got -1"),
+    ({"seed": 2**70}, ValueError, "`seed` must be 9223372036854775807 or less"),
+    ({"remat": 3}, TypeError, "`remat` must be a bool, a policy"),
+    ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
+    ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be a callable"),
+    ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
+    ({"model": of_other_library("Module", "flax.linen.module")}, TypeError,
+     "`model` is a flax module"),
+    ({"model": tied()}, ValueError, r"layers\[0\].bias and as layers\[1\].bias"),
+    ({"model": NORM}, ValueError, "`state` is None; make both together"),
+    ({"model": NORM, "state": {}}, TypeError, "`state` must be the eqx.nn.State"),
+    ({"model": NORM, "state": STATE, "loss_fn": lambda model, x, y: 0}, ValueError,
+     "`loss_fn` has no parameter named `state`"),
+    ({"metrics": {"area": of_other_library("AUROC", "torchmetrics.x", __call__=x_y)}},
+     TypeError, r"torchmetrics's AUROC.*PassMetric\(fn\)"),
+    ({"ensemble": 4}, ValueError, r"layers\[0\]\.weight.*\(8, 4\).*filter_vmap"),
+    ({"model": FOUR, "ensemble": "4"}, TypeError,
+     "`ensemble` must be an int.*or a jaxdp"),
+    ({"model": [mlp(), mlp()], "ensemble": 2}, TypeError,
+     "a list of 2 models.*jnp.stack"),
+    ({"strategy": Members()}, ValueError, "`ensemble` was not given"),
+    *(({"model": FOUR, "ensemble": 4, **options}, ValueError, message)
+      for options, message in [
+        ({"strategy": Pipeline(2, 2)}, "Pipeline splits the first axis"),
+        ({"ensemble": RATES, "optimizer": optax.adam(1e-3)},
+         r"\['learning_rate'\].*inject_hyperparams"),
+        ({"ensemble": Ensemble(4, lr=[1, 2, 3, 4]), "optimizer": INJECTED},
+         r"\['lr'\].* holds b1, .*, learning_rate"),
+        ({"optimizer": optax.lbfgs()}, "`optimizer` evaluates the loss"),
+        ({"strategy": Members()}, "4 members can't be split over the 8 devices"),
+        ({"precision": "16-mixed"}, "scales the loss of all members alike"),
+    ]),
+])  # fmt: skip
+def test_constructor_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("settings, loader, error, message", [
+    ({}, [], ValueError, "`train_loader` gave no batches. Is the dataset empty"),
+    ({"loss": optax.softmax_cross_entropy_with_integer_labels}, x_y(X, Y + 3),
+     ValueError, "labels must be 0 to 2, .* from 3 to 3"),
+    ({}, x_y(X, Y[:7]), ValueError, "must share a leading axis"),
+    ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
+    ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
+    ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
+    ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
+    ({}, [{"x": X, "y": Y}], TypeError,
+     r"a dict with keys \['x', 'y'\]. Pass \[\(b\[X\], b\[Y\]\) for b in loader"),
+    ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
+    ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of sha"),
+    ({"loss": "cross_entropy"}, x_y(X, X[:, :2]), ValueError, "one axis more"),
+    ({"loss": "cross_entropy"}, x_y(X, X[:, 0]), ValueError, "must be integers: "),
+    ({"loss": lambda p, t: p[:2]}, x_y(X, Y), ValueError, r"\(8,\), or a scalar"),
+    ({"loss": lambda p, t: p.argmax(1)}, x_y(X, Y), TypeError, "int32 and can't b"),
+    ({"loss": lambda p, t: (p.argmax(1) == t).astype(float)}, x_y(X, Y), ValueError,
+     "does not depend on any trained parameter"),
+    ({"loss_fn": lambda m, x: jnp.ones(8)}, [X], ValueError, "does not depend on "),
+    ({"loss_fn": lambda m, x: jax.vmap(m)(x)}, [X], ValueError, r"shape \(8, 3\)"),
+    ({"loss_fn": lambda m, x: "no"}, [X], TypeError, "the loss is a str for a bat"),
+    ({"loss_fn": lambda m, state, x: 0}, [X], TypeError, "It takes `state`, and T"),
+    ({"loss_fn": lambda m, x: (0, {}, 1)}, [X], TypeError, "must return the loss "),
+    ({"loss_fn": eqx.filter_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
+     TypeError, "must be passed unwrapped"),
+    ({"metrics": {"each": lambda p, t: jnp.square(p)}}, x_y(X, Y), ValueError,
+     r"'each' is an array of shape \(8, 3\) .* 8 rows.*mean\(axis=1\)"),
+    ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(1), {"each": x})}, [X],
+     ValueError, r"metric .each. is an array of shape \(8, 4\) .* value per row"),
+    ({"loss": lambda p, t: None}, x_y(X, Y), TypeError, "`loss` is a NoneType"),
+    ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), 3)}, [X], TypeError, "a dict"),
+    ({"loss_fn": lambda m, x, y: 0}, [X], TypeError, r"has 1 element\(s\)"),
+    ({"loss_fn": eqx.filter_value_and_grad(lambda m, x: jax.vmap(m)(x).sum())}, [X],
+     TypeError, "must be passed unwrapped"),
+    ({"loss_fn": lambda m, x: (jax.vmap(m)(x).sum(), {"loss": 1.0})}, [X],
+     ValueError, "the metric name 'loss' is taken"),
+])  # fmt: skip
+def test_fit_refuses_on_the_first_batch(settings, loader, error, message):
+    trainer = make(**settings)
+    with pytest.raises(error, match=message):
+        trainer.fit(loader)
+    trainer.model(jnp.ones(4))
+
+
+WRONG = ValueError, TypeError
+
+
+@pytest.mark.parametrize("settings, error, message", [
+    ({"ckpt_path": "last"}, WRONG, "looks where the ModelCheckpoint callback saves"),
+    ({"max_time": "soon"}, WRONG, "`max_time`='soon' must be 'DD:HH:MM:SS'"),
+    ({"val_check_interval": 0.0}, WRONG, "must be more than 0"),
+    ({"fast_dev_run": -1}, WRONG, "`fast_dev_run` must be 0 or more"),
+    ({"max_epochs": -2}, WRONG, "`max_epochs` must be 0 or more"),
+    ({"max_steps": 1.5}, WRONG, "`max_steps` must be an int"),
+    ({"limit_train_batches": 1.5}, WRONG, "as a share must be from 0.0 to 1.0"),
+    ({"limit_train_batches": -1}, WRONG, "must be 0 or more batches"),
+    ({"val_check_interval": 9}, WRONG, "more than the 2 batches"),
+    ({"check_val_every_n_epoch": 0}, WRONG, "must be 1 or more"),
+    ({"limit_train_batches": 0}, WRONG, "gave no batches"),
+    ({"min_epochs": 3, "max_epochs": 2}, ValueError,
+     "`min_epochs`=3 is more than `max_epochs`=2"),
+    ({"min_epochs": 3}, ValueError, "`min_epochs`=3 is more than `max_epochs`=1"),
+    ({"min_steps": 3, "max_steps": 2}, ValueError,
+     "`min_steps`=3 is more than `max_steps`=2"),
+    ({"min_steps": -1}, ValueError, "`min_steps` must be 0 or more|`min_steps`"),
+    ({"ckpt_path": 5}, TypeError, "`ckpt_path`"),
+    ({"ckpt_path": True}, TypeError, "`ckpt_path`"),
+    ({"ckpt_path": "lats"}, FileNotFoundError, "`ckpt_path`"),
+    ({"fast_dev_run": "yes"}, TypeError, "`fast_dev_run`"),
+    ({"fast_dev_run": 1.5}, TypeError, "`fast_dev_run`"),
+    ({"fast_dev_run": None}, TypeError, "`fast_dev_run`"),
+    ({"val_loader": []}, ValueError, "`val_loader` gave no batches"),
+    ({"train_loader": iter(batches(8)), "limit_train_batches": 0.5}, ValueError,
+     "length of the loader is not known"),
+])  # fmt: skip
+def test_fit_refuses_arguments(settings, error, message):
+    loaders = {"train_loader": batches(8, 8), "val_loader": batches(8)}
+    with pytest.raises(error, match=message):
+        make().fit(**loaders | settings)
+
+
+@pytest.mark.parametrize("hook, value, error, match", [
+    ("on_train_batch_end__loss", 1.0, ValueError, "name 'loss' is taken"),
+    ("on_validation_end__val_loss", 1.0, ValueError, "name 'val_loss' is taken"),
+    ("on_train_epoch_end__step", 1.0, ValueError, "name 'step' is taken"),
+    ("on_train_epoch_end__area", [1.0], TypeError, r"one number; got \[1.0\]"),
+    ("on_train_epoch_end__area", "1", TypeError, "of type str"),
+    ("on_train_epoch_end__area", np.ones((1, 2)), TypeError, "must be one number"),
+])  # fmt: skip
+def test_what_can_not_be_logged_is_refused(hook, value, error, match):
+    with pytest.raises(error, match=match):
+        make(callbacks=[Logs(**{hook: lambda t: value})]).fit(batches(8), batches(8))
+
+
+@pytest.mark.parametrize("provoke, error, match", [
+    (lambda: Ensemble(4, learning_rate=[0.1, 0.2]), ValueError,
+     r"`learning_rate`.*each of the 4.*\(2,\)"),
+    (lambda: Ensemble(2, learning_rate=["fast", "slow"]), TypeError,
+     r"`learning_rate` must be numbers.*'fast'"),
+    (lambda: make().member(0), ValueError, "`member` needs a Trainer with `ensemble`"),
+    (lambda: make(FOUR, ensemble=4).member("a"), TypeError,
+     "number of a member; got 'a'"),
+    (lambda: make(FOUR, ensemble=4).member(4), IndexError, "there are 4 members"),
+    (lambda: PassMetric(of_other_library("AUROC", "torchmetrics.x", __call__=x_y)),
+     TypeError, "torchmetrics's AUROC"),
+    (lambda: PassMetric("f1"), TypeError, "must be a callable"),
+])  # fmt: skip
+def test_what_can_not_be_made_or_asked_for_is_refused(provoke, error, match):
+    with pytest.raises(error, match=match):
+        provoke()
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@pytest.mark.parametrize("loader, limit, match", [
+    (batches(8), -1, "`limit_batches` must be 0 or more"),
+    (iter(batches(8)), 0.5, "share of an epoch"),
+    (batches(8), 0, "gave no batches.*a limit 0"),
+])  # fmt: skip
+def test_limits_that_can_not_be_are_errors(method, loader, limit, match):
+    with pytest.raises(ValueError, match=match):
+        getattr(mlp_trainer(), method)(loader, limit_batches=limit)
+
+
+@pytest.mark.parametrize("made, error, match", [
+    (lambda torch: make(loss=torch.nn.CrossEntropyLoss()), TypeError,
+     "`loss` is torch's CrossEntropyLoss"),
+    (lambda torch: make(None, torch.optim.Adam), TypeError,
+     "`optimizer` is torch's Adam"),
+    (lambda torch: make(torch.nn.Linear(2, 2)), TypeError,
+     r"`model` is a torch module \(Linear\)"),
+    (lambda torch: make(None, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)),
+     TypeError, "`optimizer` is torch's SGD"),
+])  # fmt: skip
+def test_torchs_things_are_named(made, error, match):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(error, match=match):
+        made(torch)
+
+
+def test_scikit_learns_metrics_are_named_with_the_remedy():
+    metrics = pytest.importorskip("sklearn.metrics")
+    with pytest.raises(TypeError, match=r"sklearn's f1_score.*PassMetric\(f1_score\)"):
+        make(metrics={"f1": metrics.f1_score})
