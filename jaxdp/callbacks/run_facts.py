@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..basics.environment import hardware, versions
-from ..step import closed_over, updates_in
+from ..step import closed_over, find_precision, float32_products, updates_in
 from .base import Trainer
 
 Facts = dict[str, Any]
@@ -31,6 +31,9 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)
     state = trainer.state
+    (device, *_) = jax.tree.leaves(state)[0].sharding.device_set
+    precision = find_precision(trainer.run.arguments["precision"])
+    settings["float32_products"] = float32_products(precision, device)
     settings["parameters"] = _count((state.params, state.buffers))
     settings["trained_parameters"] = _count(state.params)
     return {

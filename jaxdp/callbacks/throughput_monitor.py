@@ -18,12 +18,6 @@ from .stopwatch import PHASES, Phase, Stopwatch
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
 _MORE_PEAKS: Final = {
-    "b200": 2.25e15,
-    "h100 pcie": 756e12,
-    "l40s": 362e12,
-    "l4": 121e12,
-    "t4": 65e12,
-    "v100": 125e12,
     "tpu v3": 61.5e12,
     "tpu v2": 22.5e12,
 }

@@ -11,10 +11,12 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
-from ..basics.console import say
+from ..basics.console import say, warn
+from ..basics.hardware import note_on_kinds
 from ..basics.host_memory import on_device
 from ..data import Dispatch
 from ..step import (
+    BY_DEFAULT,
     OWN_LOOP,
     CallsPython,
     Collectives,
@@ -25,6 +27,7 @@ from ..step import (
     Steps,
     TrainState,
     Weights,
+    note_on_products,
     opening,
     values_mix_rows,
 )
@@ -146,6 +149,8 @@ class Programs:
         if kind in self.facts and not self._quiet:
             for note in self.facts[kind].notes:
                 self.tell(note)
+        if not self._quiet:
+            self._tell_of_devices(compiled, inputs)
 
         self._compiled[kind, packed.shape] = compiled
         if kind == "train":
@@ -159,6 +164,18 @@ class Programs:
                 found_of(compiled),
             )
         return compiled
+
+    def _tell_of_devices(self, compiled: Program, inputs: Any) -> None:
+        """Says what products are computed in, and that devices are of several kinds."""
+        devices = jax.tree.leaves(inputs)[0].sharding.device_set
+        kinds = note_on_kinds(devices)
+        if kinds is not None and kinds not in self._told:
+            self._told.add(kinds)
+            warn(kinds)
+        built = found_of(compiled)
+        if built and built.products and built.products[BY_DEFAULT]:
+            if note := note_on_products(self.steps.precision, next(iter(devices))):
+                self.tell(note)
 
     def has(self, kind: Kind) -> bool:
         """Whether any step of a kind was compiled."""

@@ -9,7 +9,6 @@ losses and optimizers, often closures that no pickle takes, stay where they are.
 
 import functools
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -44,19 +43,6 @@ def here(devices: Sequence[Any]) -> Devices:
 def memory_of(device: Any) -> int | None:
     """Bytes that a device that is here gives a program, or None if it does not say."""
     return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def usable_memory(profile: Hardware) -> int:
-    """Bytes that JAX gives programs: of a GPU, the share that it sets up for them."""
-    return (
-        int(profile.memory * gpu_share()) if profile.name in _GPUS else profile.memory
-    )
-
-
-def gpu_share() -> float:
-    """What share of a GPU JAX takes: by its variable, of which one name is older."""
-    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    return float(next(filter(None, map(os.environ.get, names)), 0.75))
 
 
 @functools.lru_cache(maxsize=8)

@@ -38,6 +38,8 @@ class Plan:
         memory: bytes per device.
         flops: operations in the matrix products and convolutions of a step, summed over
             all devices, as traced; None if the strategy hides the traced step.
+        products: the same by what they are computed in: `"bfloat16"`, `"TF32 (JAX's
+            default for float32)"`.
         bubble: the share of the time in split layers that devices spend waiting for
             each other, by the strategy's schedule; `flops` counts it as work.
         traffic: the collectives, those with the most bytes first.
@@ -62,6 +64,7 @@ class Plan:
     steps: int
     memory: Memory
     flops: float | None
+    products: dict[str, float] | None
     bubble: float
     traffic: tuple[Traffic, ...]
     leaves: tuple[Leaf, ...]

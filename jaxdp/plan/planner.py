@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_number
-from ..basics.hardware import find_hardware
+from ..basics.hardware import find_hardware, float32_by_default, usable_memory
 from ..basics.units import in_bytes
-from ..step import TABLE, Batch, Picked, Table, map_rows
+from ..step import BY_DEFAULT, TABLE, Batch, Picked, Table, map_rows
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
@@ -77,7 +77,7 @@ class Planner:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
             has = devices.are_here and devices_of.memory_of(devices.devices[0])
-            has = has or profile and devices_of.usable_memory(profile)
+            has = has or profile and usable_memory(profile)
             if not has:
                 raise ValueError(
                     "`memory` is needed: this device does not say how much it"
@@ -175,7 +175,7 @@ def _planned(
     runs, count = engine.programs.of_training(), len(hosts)
     reading = Reading(engine, hosts)
 
-    flops = reading.flops
+    products = reading.products
     return Plan(
         planner=planner,
         device=devices.name,
@@ -188,17 +188,27 @@ def _planned(
         micro_batches=reading.micro_batches,
         steps=reading.steps,
         memory=reading.memory(),
-        flops=flops,
+        flops=None if products is None else sum(products.values()),
+        products=None if products is None else _named(products, devices),
         bubble=engine.strategy.bubble,
         traffic=reading.traffic,
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,
-        estimate=profile and estimate(profile, reading, (flops or 0) / count),
+        estimate=profile and estimate(profile, reading),
         trace_seconds=runs.built and runs.built.trace_seconds,
         compile_seconds=runs.built.compile_seconds if runs.built else runs.seconds,
         notes=_notes(reading, devices, profile),
     )
+
+
+def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
+    """The operations by what these devices compute them in."""
+    by_default = f"{float32_by_default(devices.devices[0])} (JAX's default for float32)"
+    return {
+        by_default if name == BY_DEFAULT else name: count
+        for name, count in products.items()
+    }
 
 
 def _notes(
@@ -232,7 +242,7 @@ def _notes(
         )
     if any(leaf.on_host for leaf in reading.leaves):
         unknown.append("the time to move optimizer state between host and device")
-    if reading.flops is None:
+    if reading.products is None:
         unknown.append("operations: this strategy hides the traced step")
     if any(traffic.times is None for traffic in reading.traffic):
         unknown.append("how often some loops run: collectives in them count once")
@@ -245,7 +255,7 @@ def _notes(
         f"seconds, from the peaks of {profile.name} and ring algorithms at full"
         " bandwidth: real steps reach 30 to 60 % of peaks"
     )
-    usable = devices_of.usable_memory(profile)
+    usable = usable_memory(profile)
     if usable < profile.memory:
         exact.append(
             f"memory of {profile.name}: {in_bytes(usable)} of its"

@@ -9,9 +9,9 @@ from typing import Any, Final
 import jax
 
 from ..basics.compiled import nbytes
+from ..basics.hardware import Hardware, usable_memory
 from ..basics.tree import leaf_path
 from . import hlo
-from .hardware import Hardware, usable_memory
 from .leaves import leaves_of
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
 
@@ -49,8 +49,10 @@ class Reading:
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
         self.donated: bool = runs.donated
-        flops = None if runs.built is None else runs.built.flops
-        self.flops = None if flops is None else flops / runs.steps
+        counted = None if runs.built is None else runs.built.products
+        self.products: dict[str, float] | None = None
+        if counted is not None:
+            self.products = {name: n / runs.steps for name, n in counted.items()}
 
         # What the compiler made of it.
         self.program = hlo.read(runs.compiled.as_text())
@@ -207,18 +209,16 @@ class Reading:
         return leaf.bytes / math.prod(parts)
 
 
-def estimate(profile: Hardware, reading: Reading, flops: float) -> Estimate:
+def estimate(profile: Hardware, reading: Reading) -> Estimate:
     """A roofline.
 
     Args:
         profile: what one device can do.
         reading: of the step.
-        flops: operations of one device.
     """
     memory = reading.memory()
-    floating = [leaf.dtype for leaf in reading.params]
-    narrow = all("16" in dtype or "8" in dtype for dtype in floating)
-    compute = flops / (profile.flops if narrow else profile.flops_float32)
+    counted = (reading.products or {}).items()
+    compute = sum(n / profile.rate(name) for name, n in counted) / len(reading.hosts)
     least = memory.arguments + memory.results + 2 * memory.temporary
     touched = least / profile.memory_bandwidth
 

@@ -156,6 +156,12 @@ def _operations(plan: Any) -> list[str]:
             f" traced: {in_short(count / plan.num_devices)}FLOP per device,"
             f" {in_short(count / plan.rows)}FLOP per row."
         ]
+        shares = [
+            f"{number / count:.0%} in {name}"
+            for name, number in plan.products.items()
+            if number
+        ]
+        lines += [f"Computed {', '.join(shares)}."] * bool(shares)
     if plan.bubble:
         lines += [f"Stages wait for {plan.bubble:.1%} of the blocks' time."]
     return lines or ["Not known for this strategy."]

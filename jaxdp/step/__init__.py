@@ -6,14 +6,17 @@ from .each import init_each, update_each
 from .ensemble import Ensemble
 from .inference import InferenceModel
 from .jaxprs import (
+    BY_DEFAULT,
     OWN_LOOP,
     CallsPython,
+    Products,
     calls_python,
     equations_in,
     has_convolutions,
     has_own_loop,
     matmul_flops,
     opened,
+    products,
     programs_in,
     repeated,
     times_of,
@@ -30,7 +33,14 @@ from .metrics import (
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call, without_call
 from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by
-from .precision import as_own, as_stored, find_precision
+from .precision import (
+    Precision,
+    as_own,
+    as_stored,
+    find_precision,
+    float32_products,
+    note_on_products,
+)
 from .remat import Remat, check_remat, is_recomputed, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state

@@ -1,5 +1,6 @@
 """Traced programs: what operations are in them, and the cost of matrix products."""
 
+import collections
 import math
 import re
 from collections.abc import Iterator
@@ -11,14 +12,29 @@ OWN_LOOP: Final = "own_loop"
 """Names the `jax.named_scope` of loops over optimizer steps and micro-batches."""
 
 
+Products = collections.Counter[str]
+"""Operations of products by what they are computed in: a dtype, or `BY_DEFAULT`."""
+
+BY_DEFAULT: Final = "float32 by default"
+"""Products of float32 arrays that nobody asked a precision of: TF32, say."""
+
+
 def matmul_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products and convolutions, a multiply-add as two.
+    """Operations of all matrix products and convolutions; see `products`."""
+    return products(jaxpr).total()
+
+
+def products(jaxpr: Any) -> Products:
+    """Operations of matrix products and convolutions, a multiply-add as two.
 
     Counted in what `jax.make_jaxpr` gave, so the same on every backend, with the bodies
     of scans as often as they run. Of a `cond` the costlier branch counts, of a
     `while_loop` one turn, unless its scope says how many there are; see `repeated`.
     """
-    return sum(map(_flops, opened(jaxpr).eqns))
+    total: Products = collections.Counter()
+    for equation in opened(jaxpr).eqns:
+        total.update(_products(equation))
+    return total
 
 
 def has_convolutions(jaxpr: Any) -> bool:
@@ -81,28 +97,49 @@ def programs_in(equation: Any) -> list[Any]:
     return [leaf for leaf in leaves if hasattr(opened(leaf), "eqns")]
 
 
-def _flops(equation: Any) -> int:
+def _products(equation: Any) -> Products:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         left = equation.invars[0].aval.shape
         depth = math.prod(left[axis] for axis in contracted)
-        return 2 * depth * math.prod(equation.outvars[0].aval.shape)
+        count = 2 * depth * math.prod(equation.outvars[0].aval.shape)
+        return collections.Counter({_computed_in(equation): count})
     if name == "conv_general_dilated":
-        return _convolution(equation)
+        return collections.Counter({_computed_in(equation): _convolution(equation)})
     if name == "cond":
-        return max(matmul_flops(branch) for branch in params["branches"])
-    inside = sum(map(matmul_flops, programs_in(equation)))
+        return max(map(products, params["branches"]), key=lambda found: found.total())
+
+    # Of what is inside, as often as it runs.
+    times = 1
     if name == "scan":
-        return params["length"] * inside
-    if name == "while":
-        return inside * (times_of(str(equation.source_info.name_stack)) or 1)
-    if name == "shard_map":
+        times = params["length"]
+    elif name == "while":
+        times = times_of(str(equation.source_info.name_stack)) or 1
+    elif name == "shard_map":
         # Its body is what one device does of these axes, and all do of the others. A
         # KeyError says that JAX has renamed them; no other reading would be right.
         axes = params["newly_manual_axes"]
-        return inside * math.prod(params["mesh"].shape[axis] for axis in axes)
-    return inside
+        times = math.prod(params["mesh"].shape[axis] for axis in axes)
+    inside: Products = collections.Counter()
+    for program in programs_in(equation):
+        inside.update(products(program))
+    return collections.Counter({key: times * count for key, count in inside.items()})
+
+
+def _computed_in(equation: Any) -> str:
+    """What a product is computed in, by its arguments and the precision it asks for."""
+    dtypes = [argument.aval.dtype for argument in equation.invars[:2]]
+    dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize))
+    precision = equation.params["precision"]
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    asked = {getattr(one, "name", str(one or "DEFAULT")) for one in precisions}
+    if dtype != "float32":
+        return dtype
+    if asked <= {"DEFAULT"} or any(name.startswith("TF32_TF32") for name in asked):
+        return BY_DEFAULT
+    narrow = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+    return next((narrow[name] for name in asked & {*narrow}), dtype)
 
 
 def _convolution(equation: Any) -> int:

@@ -23,6 +23,7 @@ from .ensemble import Ensemble
 from .means import Sums, count_rows
 from .metrics import Facts, Metrics, check_count
 from .objective import LossFnObjective
+from .precision import with_products
 from .remat import matches
 from .state import Group, TrainState, Weights, as_before
 from .steps import Steps, Taken
@@ -211,6 +212,7 @@ def optimizer_of(parts: Sequence[FoundPart]) -> optax.GradientTransformationExtr
 class StepsOfParts(Steps):
     """The steps of a trainer with several parts, which run in their order."""
 
+    @with_products
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:

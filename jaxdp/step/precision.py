@@ -1,14 +1,18 @@
 """The floating dtypes of storage and arithmetic; loss scaling for float16.
 
+"32-true" is JAX's default: float32 arrays, whose products A100s, H100s and later GPUs
+compute in TF32, and TPUs in bfloat16. "32-highest" computes them in float32.
+
 Under mixed precision the parameters stay as they are, and a call of the model casts
 them, and what it is given, on the way in, and what it returns back to float32. So the
 loss, the metrics, the gradients' sums and the optimizer never see a narrow number. (But
 for modules that gather their own parameters, whose gradients `FSDP` sums as computed.)
 """
 
+import functools
 import types
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -16,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_choice
+from ..basics.hardware import float32_by_default
 from .own_call import with_call
 
 
@@ -28,12 +33,16 @@ class Precision(NamedTuple):
     stored: Any = None
     """The dtype of the parameters between steps; None leaves the model's own."""
     scales_loss: bool = False
+    products: str | None = None
+    """What products of float32 arrays are computed in, unless the loss says it; None
+    leaves that to JAX's default for the device."""
 
 
 PRECISIONS: Final = {
     precision.name: precision
     for precision in (
         Precision("32-true"),
+        Precision("32-highest", products="float32"),
         Precision("bf16-mixed", computed=jnp.bfloat16),
         Precision("bf16-true", computed=jnp.bfloat16, stored=jnp.bfloat16),
         Precision("16-mixed", computed=jnp.float16, scales_loss=True),
@@ -54,6 +63,55 @@ def find_precision(name: Any) -> Precision:
     """The precision of that name, or an error that lists those there are."""
     check_choice("precision", name, list(PRECISIONS))
     return PRECISIONS[name]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_products(step: Method) -> Method:
+    """A method of `Steps` that is traced with the products of its `precision`.
+
+    What the loss sets inside, by `jax.default_matmul_precision` or `precision=`, stays.
+    """
+
+    @functools.wraps(step)
+    def traced(self: Any, *arguments: Any) -> Any:
+        if self.precision.products is None:
+            return step(self, *arguments)
+        with jax.default_matmul_precision(self.precision.products):
+            return step(self, *arguments)
+
+    return cast(Method, traced)
+
+
+def float32_products(precision: Precision, device: Any) -> str:
+    """What products of float32 arrays are computed in: `"TF32 (JAX's default)"`."""
+    if precision.products is not None:
+        return precision.products
+    by_default, chosen = float32_by_default(device), _global()
+    if by_default == "float32" or chosen is None:
+        return f"{by_default} (JAX's default)" if chosen is None else by_default
+    return f"as jax_default_matmul_precision={chosen!r} says"
+
+
+def note_on_products(precision: Precision, device: Any) -> str | None:
+    """What to say of products in fewer bits than their float32 arguments have."""
+    by_default = float32_by_default(device)
+    is_chosen = precision.products is not None or _global() is not None
+    if is_chosen or by_default == "float32":
+        return None
+    bits = {"TF32": 10, "bfloat16": 7}[by_default]
+    return (
+        f"matrix products of float32 arrays are computed in {by_default} here"
+        f" ({bits} bits of mantissa; {device.device_kind}), which is JAX's default and"
+        ' fast. precision="32-highest" computes them in float32. To keep it and not be'
+        ' told: jax.config.update("jax_default_matmul_precision", "default")'
+    )
+
+
+def _global() -> str | None:
+    """What the user has set for all products of this process."""
+    return jax.config.jax_default_matmul_precision  # pyright: ignore
 
 
 def as_stored(tree: PyTree, precision: Precision) -> PyTree:

@@ -37,6 +37,7 @@ from .precision import (
     computing,
     next_scale,
     widen,
+    with_products,
 )
 from .remat import Remat, remat_function, remat_submodules
 from .row_keys import key_after_update, key_outside_training, mask_and_keys
@@ -112,6 +113,7 @@ class Steps(NamedTuple):
         """Whether `evaluate` gives predictions and targets."""
         return self.objective is not None and self.objective.keeps_outputs
 
+    @with_products
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
@@ -244,6 +246,7 @@ class Steps(NamedTuple):
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs
 
+    @with_products
     def evaluated(
         self,
         collectives: Collectives,
@@ -257,6 +260,7 @@ class Steps(NamedTuple):
             self._sums, inputs, [group], ("replicated", "rows")
         )
 
+    @with_products
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:

@@ -24,10 +24,11 @@ from ..distributed import RowBlocks, put
 from ..step import (
     CallsPython,
     Group,
+    Products,
     RowsInteract,
     TrainState,
     calls_python,
-    matmul_flops,
+    products,
     values_mix_rows,
 )
 from .cpu_options import options_for
@@ -51,7 +52,7 @@ Strategy = TypeVar("Strategy", bound="DataParallel")
 class Built(NamedTuple):
     """What `DataParallel.build` has found of a program while it made it."""
 
-    flops: int | None
+    products: Products | None
     """Matrix operations of all devices, as traced; None if a part can't be counted."""
     trace_seconds: float
     compile_seconds: float
@@ -217,10 +218,10 @@ class DataParallel(abc.ABC):
         if compiled in _BUILT:  # by another trainer
             return compiled
 
-        flops = None
+        counted = None
         with contextlib.suppress(KeyError):  # JAX has renamed something
-            flops = matmul_flops(traced.jaxpr)
-        _BUILT[compiled] = Built(flops, begun - started, ended - begun)
+            counted = products(traced.jaxpr)
+        _BUILT[compiled] = Built(counted, begun - started, ended - begun)
         return compiled
 
     def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:

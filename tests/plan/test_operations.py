@@ -14,7 +14,7 @@ from jaxdp import (
     TensorParallel,
     ZeRO,
 )
-from jaxdp.plan.hardware import Hardware
+from jaxdp.plan.hardware import HARDWARE, Hardware
 
 
 def test_operations_are_those_of_the_matrix_products():
@@ -56,6 +56,22 @@ def test_operations_are_as_many_however_they_are_shared(case):
     times = options.get("accumulate_grad_batches", 1)
     assert plan.flops == times * (3 * sum(products) - products[0])
     assert plan.estimate.compute == plan.flops / plan.num_devices / 1e8
+
+
+def test_time_is_by_what_products_are_computed_in():
+    h100 = HARDWARE["h100"]
+    rates = {
+        "32-true": h100.flops_float32,
+        "32-highest": h100.flops_highest,
+        "bf16-mixed": h100.flops,
+        "bf16-true": h100.flops,
+    }
+    for precision, rate in rates.items():
+        planned = trainer(SingleDevice(), precision=precision)
+        plan = planned.plan([batch(64)], hardware="h100")
+        assert plan.estimate.compute == pytest.approx(plan.flops / rate)
+    assert plan.products == {"bfloat16": plan.flops}
+    assert "Computed 100% in bfloat16." in str(plan)
 
 
 def test_operations_in_stages_are_those_of_the_blocks_and_of_stages_that_wait():

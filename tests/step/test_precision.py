@@ -375,6 +375,6 @@ def test_a_resumed_float16_training_goes_on_with_its_scale(tmp_path):
 @pytest.mark.parametrize("name", ["bf16", "16-true", None, 16])
 def test_unknown_precisions_are_refused_with_those_there_are(name):
     with pytest.raises(
-        ValueError, match=r"`precision` must be one of '32-true', 'bf16-m"
+        ValueError, match=r"`precision` must be one of '32-true', '32-highest', 'bf16-m"
     ):
         Trainer(Mlp(jax.random.key(0)), precision=name)

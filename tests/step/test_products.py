@@ -1,0 +1,126 @@
+"""What products of float32 arrays are computed in, and what is said of it."""
+
+import types
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Deep, batches, quiet
+
+from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
+from jaxdp.callbacks.run_facts import run_facts
+from jaxdp.step import BY_DEFAULT, find_precision, float32_products, note_on_products
+from jaxdp.strategies.base import found_of
+
+DATA = batches(16, 16)
+H100 = types.SimpleNamespace(
+    platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0"
+)
+TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+T4 = types.SimpleNamespace(
+    platform="gpu", device_kind="Tesla T4", compute_capability="7.5"
+)
+
+
+def mlp():
+    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+
+
+def products_of(trainer):
+    """In what the three kinds of steps compute their products."""
+    trainer.fit(DATA[:1])
+    engine, (x, y) = trainer.run.engine, DATA[0]
+    (train,) = engine.dispatches([[(x, y)]])
+    programs = [engine.compiled_for("train", train)]
+    programs += [engine.prepare("evaluate", (x, y))[1], engine.prepare("predict", x)[1]]
+    found = [found_of(program) for program in programs]
+    return [{name for name, n in built.products.items() if n} for built in found]
+
+
+@pytest.mark.slow_cases("Pmap", "FSDP", "SingleDevice")
+@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
+def test_products_are_in_float32_in_every_kind_of_step(strategy):
+    trainer = quiet(mlp(), strategy=strategy(), precision="32-highest")
+    assert products_of(trainer) == [{"float32"}] * 3
+    assert not jax.config.jax_default_matmul_precision
+
+
+@pytest.mark.slow
+def test_products_are_in_float32_in_stages_too():
+    highest = {"precision": "32-highest", "loss": "cross_entropy"}
+    trainer = quiet(Deep(4), strategy=Pipeline(2, 4, 4), **highest)
+    assert products_of(trainer) == [{"float32"}] * 3
+
+
+def test_products_of_parts_are_in_float32():
+    def loss(model, x, y):
+        return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
+
+    parts = [Part("layers[0]", loss, optax.sgd(0.1))]
+    trainer = quiet(mlp(), parts, strategy=SingleDevice(), precision="32-highest")
+    assert products_of(trainer) == [{"float32"}] * 3
+
+
+def test_products_are_jax_s_default_unless_somebody_asks():
+    assert products_of(quiet(mlp(), strategy=Sharded(2))) == [{BY_DEFAULT}] * 3
+    with jax.default_matmul_precision("highest"):
+        assert products_of(quiet(mlp(), strategy=Sharded(4))) == [{"float32"}] * 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "32-highest"])
+def test_what_a_loss_sets_itself_stays(precision):
+    def loss(model, x, y):
+        with jax.default_matmul_precision("bfloat16"):
+            hidden = jax.vmap(model.layers[0])(x)
+        out = jax.lax.dot(hidden, model.layers[1].weight.T, precision="highest")
+        return (out**2).mean()
+
+    trainer = quiet(mlp(), loss_fn=loss, strategy=SingleDevice(), precision=precision)
+    plan = trainer.plan(DATA[:1])
+    first, last = 2 * 16 * 4 * 8, 2 * 16 * 8 * 3
+    assert plan.products == {
+        "float32 (JAX's default for float32)": 2 * first,
+        "float32": 3 * last,
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "bits"), [(H100, "TF32", "10 bits"), (TPU, "bfloat16", "7 bits")]
+)
+def test_what_the_default_is_and_how_to_change_it_is_said(device, name, bits):
+    default = find_precision("32-true")
+    note = note_on_products(default, device)
+    assert f"computed in {name} here ({bits} of mantissa" in note
+    assert device.device_kind in note and 'precision="32-highest"' in note
+    assert float32_products(default, device) == f"{name} (JAX's default)"
+    assert note_on_products(default, T4) is None
+    assert note_on_products(default, jax.devices()[0]) is None
+
+    highest = find_precision("32-highest")
+    assert note_on_products(highest, device) is None
+    assert float32_products(highest, device) == "float32"
+    with jax.default_matmul_precision("default"):
+        assert note_on_products(default, device) is None
+        chosen = float32_products(default, device)
+    assert chosen == "as jax_default_matmul_precision='default' says"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "32-highest"])
+def test_loggers_are_told_and_a_cpu_says_nothing(precision, caplog):
+    trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
+    trainer.fit(DATA)
+    facts = run_facts(trainer, None)["hyperparameters"]
+    is_default = precision == "32-true"
+    expected = "float32 (JAX's default)" if is_default else "float32"
+    assert facts["float32_products"] == expected
+    assert "matrix products" not in caplog.text
+
+
+def test_highest_gives_the_bits_of_the_default_on_a_cpu():
+    def losses(precision):
+        trainer = quiet(mlp(), strategy=SingleDevice(), precision=precision)
+        return trainer.fit(DATA, max_epochs=3)["loss"]
+
+    np.testing.assert_array_equal(losses("32-true"), losses("32-highest"))
