@@ -38,16 +38,14 @@ def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state)]
 
 
-@pytest.mark.slow_cases("<lambda>", "Sharded")
-@pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, lambda: Sharded(3)])
-def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path):
+def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(tmp_path):
     whole = Recorder()
-    make(strategy(), callbacks=[whole]).fit(DATA, max_epochs=4)
+    make(Sharded(3), callbacks=[whole]).fit(DATA, max_epochs=4)
     first, second = Recorder(), Recorder()
-    trainer = make(strategy(), callbacks=[first])
+    trainer = make(Sharded(3), callbacks=[first])
     trainer.fit(DATA, max_epochs=2)
     path = trainer.save(tmp_path / "saved")
-    again = make(strategy(), callbacks=[second])
+    again = make(Sharded(3), callbacks=[second])
     again.load(path)
     assert (again.global_step, again.current_epoch) == (6, 2)
     assert again.history["loss"] == trainer.history["loss"]
@@ -55,35 +53,6 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(strategy, tmp_path)
         np.testing.assert_array_equal(ours, theirs)
     again.fit(DATA, max_epochs=4)
     assert first.losses + second.losses == whole.losses
-
-
-@pytest.mark.slow_but("loader-7", "loader with a generator-7")
-@pytest.mark.parametrize("stop", [3, 5, 7])
-@pytest.mark.parametrize("kind", ["list", "loader", "loader with a generator"])
-def test_a_checkpoint_inside_an_epoch_resumes_inside_it(kind, stop, tmp_path):
-    def make_loader():
-        if kind == "list":
-            return DATA
-        torch = pytest.importorskip("torch")
-        x, y = (np.concatenate(part) for part in zip(*DATA, strict=True))
-        pairs = [(torch.tensor(a), int(b)) for a, b in zip(x, y, strict=True)]
-        own = torch.Generator().manual_seed(3) if "generator" in kind else None
-        return torch.utils.data.DataLoader(pairs, 8, shuffle=True, generator=own)
-
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = make(callbacks=[whole])
-    expected.fit(make_loader(), max_epochs=3)
-    loader = make_loader()
-    trainer = make(callbacks=[first])
-    trainer.fit(loader, max_steps=stop)
-    path = trainer.save(tmp_path / "saved")
-    again = make(callbacks=[second])
-    again.load(path)
-    again.fit(make_loader(), max_epochs=3)
-    assert first.losses + second.losses == whole.losses
-    assert again.history["loss"] == expected.history["loss"]
-    trainer.fit(loader, max_epochs=3)
-    assert first.losses == whole.losses
 
 
 def test_a_model_may_hold_prng_keys_and_numpy_arrays(tmp_path):

@@ -12,11 +12,9 @@ from toys import Mlp, Recorder, rows
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import (  # noqa: E402
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     TensorDataset,
 )
 
@@ -49,29 +47,6 @@ def test_the_global_generators_come_back_when_a_fit_fails():
         trainer.fit(loader)
     assert [before, np.random.rand()] == expected
     assert kept.value.__traceback__ is not None  # its frames are still there
-
-
-def test_a_generator_deep_inside_samplers_goes_on_where_it_was(tmp_path):
-    def make():
-        generator = torch.Generator().manual_seed(3)
-        sampler = RandomSampler(TENSORS, generator=generator)
-        return DataLoader(TENSORS, batch_sampler=BatchSampler(sampler, 4, False))
-
-    def trainer():
-        return Trainer(linear(), loss_fn=of_row)
-
-    whole = trainer()
-    whole.fit(make(), max_epochs=2)
-    part = trainer()
-    part.fit(make(), max_steps=8)
-    part.save(tmp_path / "part")
-    torch.manual_seed(5)
-    rest = trainer()
-    rest.fit(make(), max_epochs=2, ckpt_path=str(tmp_path / "part"))
-    for ours, theirs in zip(
-        *map(jax.tree.leaves, (rest.state, whole.state)), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_an_epoch_begun_by_steps_is_gone_on_with_in_its_order(tmp_path):

@@ -87,12 +87,11 @@ class Endless(Stream):
         return DATA[self.order[self.at % len(DATA)]]
 
 
-@pytest.mark.slow_cases("Stream")
 @pytest.mark.parametrize("kind", [Stream, Endless])
 def test_an_iterable_that_can_tell_is_not_replayed(tmp_path, kind):
     settings = {"limit_train_batches": 12} if kind is Endless else {}
     # 13 is the end of the first epoch.
-    check(tmp_path, kind, {1, 12, 13, 20}, reads=True, **settings)
+    check(tmp_path, kind, {5, 13}, reads=True, **settings)
 
 
 def test_what_is_read_ahead_is_not_taken_for_trained(tmp_path):
@@ -201,7 +200,7 @@ def stateful_loader():
 
 def test_an_iterable_dataset_that_can_tell(tmp_path):
     torch, dataset = torch_stream()
-    check(tmp_path, lambda: torch.utils.data.DataLoader(dataset(), 8), {1, 12, 13, 20})
+    check(tmp_path, lambda: torch.utils.data.DataLoader(dataset(), 8), {5, 13})
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
@@ -247,7 +246,7 @@ def test_torchdatas_loader_is_asked(tmp_path, kind):
             return stateful_loader()(Items(), 8, shuffle=True, generator=generator)
         return stateful_loader()(dataset() if "data" in kind else Handed(), 8)
 
-    check(tmp_path, make_loader, {5, 12, 13})
+    check(tmp_path, make_loader, {5, 13})
 
 
 def numbered(items):
@@ -276,7 +275,7 @@ def test_datasets_of_huggingface_are_asked(tmp_path, kind, shuffled):
         with pytest.warns(UserWarning, match="did not lead back"):
             check(tmp_path, make_loader, {5, 20})
     else:
-        check(tmp_path, make_loader, {5, 12, 13, 20})
+        check(tmp_path, make_loader, {5, 13})
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,7 @@ class Iteration:
 @pytest.mark.parametrize("kind", [Iterations, lambda: Iteration(count=24)])
 def test_iterators_with_get_state_are_not_replayed(tmp_path, kind):
     settings = {} if kind is Iterations else {"limit_train_batches": 12}
-    check(tmp_path, kind, {1, 12, 13, 20}, reads=True, **settings)
+    check(tmp_path, kind, {5, 13}, reads=True, **settings)
 
 
 @pytest.mark.slow_cases("iter", "iterator")
@@ -370,4 +369,4 @@ def test_grains_datasets_and_loaders_are_asked(tmp_path, kind):
         return iter(dataset.repeat().batch(8).to_iter_dataset())
 
     settings = {"limit_train_batches": 12} if kind == "iterator" else {}
-    check(tmp_path, make_loader, {1, 12, 13, 20}, **settings)
+    check(tmp_path, make_loader, {5, 13}, **settings)

@@ -468,20 +468,6 @@ def test_all_rates_of_an_optimizer_fall_together(capsys):
     assert "thin/learning_rate is 0.1" in capsys.readouterr().err
 
 
-def test_a_plateau_goes_on_after_a_resume(tmp_path):
-    def run(name, *fits):
-        for epochs in fits:
-            callback = ReduceLROnPlateau(
-                factor=0.5, patience=2, min_delta=1e9, cooldown=1
-            )
-            saver = ModelCheckpoint(tmp_path / name)
-            trainer = make_trainer(callbacks=[callback, saver])
-            trainer.fit(DATA, DATA, max_epochs=epochs, ckpt_path="auto")
-        return callback.state_dict(), dict(trainer.hyperparams)
-
-    assert run("whole", 6) == run("resumed", 2, 3, 6)
-
-
 def test_a_plateau_says_early_what_it_cannot_do():
     def fit(optimizer, **options):
         trainer = make_trainer(optimizer, callbacks=[ReduceLROnPlateau(**options)])

@@ -88,12 +88,13 @@ def test_what_does_not_fit_is_named_as_an_argument(saved, changes, names):
 
 def test_what_was_left_out_is_named_too(saved):
     arguments = {"callbacks": [WeightAveraging(0.9)], "gradient_clip_val": 1.0}
-    path = saved("averaged", **arguments)
+    path = saved("averaged", precision="16-mixed", **arguments)
     with pytest.raises(
         ValueError, match="`callbacks` was Weight.*and is none that adds state"
     ) as e:
         make().load(path)
     assert "`gradient_clip_val` was 1.0, and is None" in str(e.value)
+    assert "`precision` was 16-mixed, and is 32-true" in str(e.value)
 
 
 @pytest.mark.parametrize("changes, names", [

@@ -39,35 +39,6 @@ def assert_same(trainer, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", range(1, 10))
-def test_resuming_between_an_epochs_last_step_and_its_validation(tmp_path, stop):
-    """Every step of three epochs, with validations inside of epochs and none."""
-    val, settings = batches(16, seed=1), {"max_epochs": 3, "val_check_interval": 2}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = make(whole)
-    expected.fit(DATA, val, **settings)
-
-    class Stop(Recorder):
-        def on_boundary(self, trainer):
-            if trainer.global_step == stop:
-                raise OSError("killed")
-
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    # What a kill right after the commit of a save at this very step would leave.
-    trainer = make(first, saver, Stop())
-    saver.on_boundary = lambda trainer: (
-        saver._settle(wait=True),
-        saver._save(trainer),
-    )
-    with pytest.raises(OSError, match="killed"):
-        trainer.fit(DATA, val, **settings)
-    again = make(second, ModelCheckpoint(tmp_path, every_n_train_steps=1))
-    again.fit(DATA, val, ckpt_path="last", **settings)
-    assert first.losses + second.losses == whole.losses
-    assert_same(again, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [
     (lambda: Sharded(8), lambda: Sharded(2)), (lambda: Sharded(8), SingleDevice),
     (lambda: Sharded(2), lambda: Pmap(8)), (lambda: Pmap(4), lambda: Sharded(3)),
@@ -204,57 +175,6 @@ def test_resuming_far_into_an_epoch_reads_nothing_that_was_read(tmp_path):
     del source_began
     assert type(dataset).reads == 4
     assert again.current_epoch == 1
-
-
-@pytest.mark.slow_cases("2")
-@pytest.mark.filterwarnings("ignore:.*set_vital")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_goes_on_in_this_epoch_and_the_next(tmp_path, workers):
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    torch, dataset = torch_data(40)
-    examples = list(dataset)
-
-    def loader():
-        generator = torch.Generator().manual_seed(1)
-        return loaders.StatefulDataLoader(
-            examples, 8, shuffle=True, generator=generator, num_workers=workers
-        )
-
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    make(whole).fit(loader(), max_epochs=3)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    make(first, saver).fit(loader(), max_steps=3)
-    make(second, ModelCheckpoint(tmp_path)).fit(
-        loader(), max_epochs=3, ckpt_path="last"
-    )
-    assert first.losses + second.losses == whole.losses
-
-
-class Stream:
-    """An iterable that can't jump."""
-
-    def __iter__(self):
-        yield from DATA
-
-
-@pytest.mark.slow_cases("generator")
-@pytest.mark.parametrize("kind", ["iterable", "generator"])
-def test_what_cannot_jump_is_replayed(tmp_path, kind):
-    def loader():
-        return (
-            Stream()
-            if kind == "iterable"
-            else (batch for _ in range(3) for batch in DATA)
-        )
-
-    settings = {"max_epochs": 3, "limit_train_batches": 3}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    make(whole).fit(loader(), **settings)
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    make(first, saver).fit(loader(), max_steps=5, limit_train_batches=3)
-    again = make(second, ModelCheckpoint(tmp_path))
-    again.fit(loader(), ckpt_path="last", **settings)
-    assert first.losses + second.losses == whole.losses
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -346,32 +346,6 @@ def test_small_gradients_are_lost_without_the_scale():
     assert moved(1.0) == 0 < moved(65536.0)
 
 
-@pytest.mark.slow
-def test_a_resumed_float16_training_goes_on_with_its_scale(tmp_path):
-    data = spiked(2)
-    _, whole = make(Mlp(jax.random.key(0)), data=data, precision="16-mixed", epochs=2)
-    _, half = make(Mlp(jax.random.key(0)), data=data, precision="16-mixed", epochs=1)
-    path = half.save(tmp_path / "half")
-    resumed = Trainer(
-        Mlp(jax.random.key(1)), optax.adam(1e-2), loss="cross_entropy",
-        precision="16-mixed", callbacks=[Recorder()], enable_progress_bar=False,
-    )  # fmt: skip
-    resumed.load(path)
-    assert resumed.state.loss_scale.scale == half.state.loss_scale.scale < 65536
-    resumed.fit(data, max_epochs=2)
-    assert eqx.tree_equal(
-        eqx.filter((whole.state, whole.model), eqx.is_array),
-        eqx.filter((resumed.state, resumed.model), eqx.is_array),
-    )
-
-    other = Trainer(
-        Mlp(jax.random.key(1)), optax.adam(1e-2), loss="cross_entropy",
-        callbacks=[Recorder()], enable_progress_bar=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="`precision` was 16-mixed, and is 32-true"):
-        other.load(path)
-
-
 @pytest.mark.parametrize("name", ["bf16", "16-true", None, 16])
 def test_unknown_precisions_are_refused_with_those_there_are(name):
     with pytest.raises(
