@@ -5,6 +5,8 @@ import socket
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from .gpus import Gpus, own_gpus
+
 _COUNTS: Final = {
     "torchrun": "WORLD_SIZE",
     "srun": "SLURM_STEP_NUM_TASKS",
@@ -26,6 +28,8 @@ class Rank(NamedTuple):
     """The same for all processes of this start of the job, if it is known."""
     devices: Sequence[int] | None = None
     """The GPUs of its machine that this process uses; None: all that it sees."""
+    note: str = ""
+    """What to say of these."""
 
     @property
     def address(self) -> str:
@@ -57,13 +61,13 @@ def find_rank(
     if num_processes == 1:
         return None
 
-    job, devices = "", None
+    job, gpus = "", Gpus(None)
     if None in (address, num_processes, process_id):
         launched = _torchrun() or _by_jax(address, num_processes, process_id, timeout)
         address = address or launched[0]
         num_processes = num_processes or launched[1]
         if process_id is None:
-            process_id, devices = launched[2], launched[3]
+            process_id, gpus = launched[2], launched[3]
         job = "/".join(
             os.environ.get(f"TORCHELASTIC_{name}", "")
             for name in ("RUN_ID", "RESTART_COUNT")
@@ -92,7 +96,7 @@ def find_rank(
             f"`process_id` must be from 0 to {num_processes - 1}, for"
             f" `num_processes`={num_processes}; got {process_id}."
         )
-    return Rank(process_id, num_processes, *_split(address), job, devices)
+    return Rank(process_id, num_processes, *_split(address), job, *gpus)
 
 
 def started_several() -> tuple[str, int] | None:
@@ -105,8 +109,8 @@ def started_several() -> tuple[str, int] | None:
     return None
 
 
-_Launched = tuple[str | None, int | None, int | None, Sequence[int] | None]
-"""The address, the number of processes, the index and the devices."""
+_Launched = tuple[str | None, int | None, int | None, Gpus]
+"""The address, the number of processes, the index and the GPUs."""
 
 
 def _torchrun() -> _Launched | None:
@@ -121,10 +125,9 @@ def _torchrun() -> _Launched | None:
     # does not hand out, and another job's is another.
     port = _number("MASTER_PORT", 1)
     address = None if host is None or port is None else f"{host}:{61440 + port % 4096}"
-    local, visible = _number("LOCAL_RANK"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    has_one = visible and "," not in visible  # from the launcher
-    devices = None if local is None or local_count == 1 or has_one else [local]
-    return address, count, _number("RANK"), devices
+    local = _number("LOCAL_RANK")
+    alone = None if local is None or local_count == 1 else [local]
+    return address, count, _number("RANK"), own_gpus("torchrun", alone)
 
 
 def _by_jax(
@@ -134,15 +137,15 @@ def _by_jax(
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if in_pod and "JOB_COMPLETION_INDEX" not in os.environ:
-        return (
-            address,
-            count,
-            index,
-            None,
-        )  # a pod of its own, which JAX takes for a job
-    return ClusterEnv.auto_detect_unset_distributed_params(
+        # A pod of its own, which JAX takes for a job.
+        return address, count, index, Gpus(None)
+    detected = ClusterEnv.auto_detect_unset_distributed_params(
         address, count, index, None, None, int(timeout)
     )
+    devices = detected[3]
+    is_mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ
+    gpus = own_gpus("mpirun" if is_mpi else "srun", list(devices or ()) or None)
+    return *detected[:3], gpus
 
 
 def _number(name: str, least: int = 0) -> int | None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import jax
 
 from ..basics.arguments import check_number
+from ..basics.console import say
 from ..basics.environment import versions
 from ..basics.process import is_imported_by_a_worker
 from .ending import end_at_once_by_exceptions
@@ -52,8 +53,8 @@ def initialize(
         num_processes: how many there are; 1 trains alone, whatever the environment
             says.
         process_id: the number of this process, from 0.
-        local_device_ids: which GPUs of its machine this process uses. By default, if
-            several processes run on one machine, each uses the one of its local number.
+        local_device_ids: which GPUs of its machine this process uses. By default, the
+            processes of a machine share its GPUs evenly, and each says which it has.
         initialization_timeout: seconds that processes wait for each other to start.
         heartbeat_timeout: seconds without a sign of life after which JAX takes a
             process for dead, and ends the others.
@@ -93,7 +94,8 @@ def initialize(
             " top of the script, before arrays, keys or jax.devices()."
         )
 
-    if local_device_ids is None and not os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+    is_shared = local_device_ids is None and not os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if is_shared:
         local_device_ids = rank.devices
     bind = coordinator_bind_address or bind_host(rank.host)
     call_the_roll(rank, _facts(), initialization_timeout, bind)
@@ -110,7 +112,8 @@ def initialize(
         coordinator_bind_address=join_address(bind, rank.port),
     )
     # JAX's backends wait for each other too, and not for long. Now all are here.
-    jax.devices()
+    if jax.devices()[0].platform == "gpu" and is_shared and rank.note:
+        say(rank.note, everywhere=True)
 
 
 def forgotten() -> str | None:

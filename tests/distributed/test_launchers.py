@@ -83,6 +83,47 @@ def test_launchers_say_which_process_this_is(
     assert rank.devices == devices and 77 <= rank.port < 65536
 
 
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+UUIDS = ",".join(f"MIG-{number}aa-77/3/0" for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [
+        (TORCHRUN | EIGHT, [4, 5, 6, 7]),
+        (TORCHRUN | EIGHT | {"LOCAL_RANK": "0"}, [0, 1, 2, 3]),
+        (TORCHRUN | EIGHT | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"}, [1]),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1,-1,2,3"}, [1]),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": UUIDS}, [2, 3]),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8f6b-1"}, None),
+        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, [2, 3]),
+        (SLURM | EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, [1]),
+        (SLURM | EIGHT, [1]),
+        (OPEN_MPI_4 | EIGHT | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [0, 1, 2, 3]),
+        (KUBERNETES | EIGHT, None),
+    ],
+)
+def test_processes_share_the_gpus_of_their_machine(variables, environ, devices):
+    variables(environ)
+    assert find_rank().devices == devices
+
+
+def test_each_says_which_gpus_it_has_and_which_nobody_has(variables):
+    variables(TORCHRUN | EIGHT)
+    assert "process 1 of the 2 on this machine uses GPUs 4, 5, 6, 7 of the 8" in (
+        find_rank().note
+    )
+    variables(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5,6,7"})
+    note = find_rank().note
+    assert "uses GPU 1 of the 3 there are; 1 is left over" in note
+    assert "JAX_LOCAL_DEVICE_IDS changes it" in note
+    variables({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert find_rank().note == ""
+
+
 def test_arguments_come_first(variables):
     variables(TORCHRUN)
     rank = find_rank("here:77", process_id=2)
