@@ -135,7 +135,7 @@ class Trainer:
 
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
-        self.history = History()
+        self.record, self.history = self.run.record, self.run.record.history
         self.should_stop = False
         self.is_global_zero = self.run.processes.index == 0
         self.max_epochs: int | None = None
@@ -390,13 +390,13 @@ class Trainer:
         also add it to the row of the step. A value on the device is waited for. All
         processes must call it; the first one's value is taken.
         """
-        self.run.log(name, value)
+        self.record.log(name, value)
 
     @property
     def callback_metrics(self) -> dict[str, float]:
         """The last value of everything logged, by name. Waits for the last step."""
         self.run.progress.note_look("`trainer.callback_metrics`")
-        return self.run.logged.last_values()
+        return self.record.last_values()
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -20,6 +20,7 @@ reports comparison plan
 trainer
 fit
 callbacks
+record
 history
 engine
 data strategies checkpoint
@@ -163,7 +164,16 @@ def test_tests_patch_nothing_of_ours():
 
 
 SYNCS = re.compile(r"\bnp\.(as)?array\(|block_until_ready|\.item\(\)|float\(metrics\[")
-HOT = "fit", "engine", "callbacks", "step", "strategies", "comparison.py", "finders.py"
+HOT = (
+    "fit",
+    "engine",
+    "callbacks",
+    "record.py",
+    "step",
+    "strategies",
+    "comparison.py",
+    "finders.py",
+)
 
 
 def test_every_wait_for_the_device_says_so():

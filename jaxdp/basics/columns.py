@@ -10,16 +10,6 @@ EPOCH: Final = "epoch_"
 VALIDATION: Final = "val_"
 THROUGHPUT: Final = "throughput/"
 
-PHASES: Final = {
-    "data": "waiting for data",
-    "device": "waiting for the device",
-    "callbacks": "callbacks",
-    "checkpoints": "checkpoints",
-    "validation": "validation",
-    "loop": "the host: packing batches, calling the step",
-}
-"""Where the time of a fit goes, as `ThroughputMonitor` has it."""
-
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], bool]:
     """The columns and rows of a table, and whether a torn last row was left out."""

@@ -61,7 +61,7 @@ class Callback:
         that placement and compilation need are set here."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Runs after the step is compiled, so `trainer.run.logged_names` is known."""
+        """Runs after the step is compiled, so `trainer.record.names` is known."""
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         """Runs before the first batch of an epoch is read."""

@@ -1,6 +1,5 @@
 """The numbers of a run as a table, and what the run was made of beside it."""
 
-import contextlib
 import csv
 import datetime
 import io
@@ -14,8 +13,9 @@ from typing import Any
 from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
 from ..basics.files import append_whole, naming, write_whole
 from ..basics.json_checks import read_json
+from ..record import Number, Row
 from .base import Trainer
-from .logger import Logger, Number, free_name
+from .logger import Logger, free_name
 from .monitor import announce
 from .run_facts import Facts
 
@@ -79,33 +79,43 @@ class CSVLogger(Logger):
                 )
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        path, run, known = folder / self.name, trainer.run, self.path
+        path, known, run_id = folder / self.name, self.path, trainer.record.run_id
         self.path = self._table = path
-        whose = _run_of(path)
-        columns, rows, torn = [], [], False
-        knows_rows = self._restored is not None and self._restored["rows"] > 0
-        is_own = self._restored is not None and whose == run.id
-        if path.exists() and (is_own or (knows_rows and whose is None)):
-            with contextlib.suppress(csv.Error):  # a damaged one is moved away below
-                columns, rows, torn = read_table(path)
-
-        if columns[:2] == ["epoch", "step"]:
-            self._columns = columns
-            self._take_back(trainer, rows, torn)
-        elif self._restored or not path.exists() or (path, run.id) != (known, whose):
+        whose, saved = _run_of(path), self._restored
+        is_own = whose == run_id and (saved is not None or path == known)
+        # The record of a table of 0.1 does not tell whose it is.
+        is_own = is_own or (whose is None and saved is not None and saved["rows"] > 0)
+        if not (is_own and path.exists() and self._reads_columns()):
             self._columns, self._rows, self._last = [], 0, None
+            self._restored = saved and {**saved, "rows": 0}
             if path.exists():
                 kept = free_name(path)
                 for old, new in zip(_files_of(path), _files_of(kept), strict=True):
                     if old.exists():
                         old.rename(new)
                 announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
+        values = Row("epoch", 0, 0, dict.fromkeys(trainer.record.names)).numbers()
+        self._widen([*trainer.record.step_names, *values])
 
-        epoch_names = [
-            name if name.startswith(VALIDATION) else EPOCH + name
-            for name in run.logged_names
-        ]
-        self._widen([*run.metric_names, *epoch_names])
+    def rewind(self, step: int) -> None:
+        """Keeps the rows that the checkpoint knows; those after come again."""
+        path, saved = self._table, self._restored
+        if saved is None or not path.exists():
+            return
+        _, rows, torn = read_table(path)
+        count, last = saved["rows"], saved["last"]
+        kept = rows[:count]
+        if len(kept) == count - 1 and last is not None:
+            kept.append(last)
+            announce(self._trainer, "CSVLogger", f"mended the last row of {path}.")
+        elif len(kept) < count:
+            text = f"{path} has {len(rows)} rows, and {count} when it was saved."
+            announce(self._trainer, "CSVLogger", text)
+        self._rows, self._last = len(kept), kept[-1] if kept else None
+        if len(rows) > count or torn:
+            shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
+        if torn or kept != rows:
+            self._rewrite(kept)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._widen(values)
@@ -142,25 +152,13 @@ class CSVLogger(Logger):
         with naming(path, "CSVLogger"):
             write_whole(path, text + "\n")
 
-    def _take_back(
-        self, trainer: Trainer, rows: list[dict[str, str]], torn: bool
-    ) -> None:
-        """Keeps the rows that the checkpoint knows; those after come again."""
-        assert self._restored is not None
-        path, count, last = self._table, self._restored["rows"], self._restored["last"]
-        kept = rows[:count]
-        if len(kept) == count - 1 and last is not None:
-            kept.append(last)
-            announce(trainer, "CSVLogger", f"mended the last row of {path}.")
-        elif len(kept) < count:
-            text = f"{path} has {len(rows)} rows, and {count} when it was saved."
-            announce(trainer, "CSVLogger", text)
-
-        self._rows, self._last = len(kept), kept[-1] if kept else None
-        if len(rows) > count or torn:
-            shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-        if torn or kept != rows:
-            self._rewrite(kept)
+    def _reads_columns(self) -> bool:
+        """Whether the table that is there is one, whose columns are then known."""
+        try:
+            self._columns, *_ = read_table(self._table)
+        except csv.Error:
+            return False
+        return self._columns[:2] == ["epoch", "step"]
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""

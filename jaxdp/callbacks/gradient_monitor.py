@@ -1,6 +1,6 @@
 """Norms of gradients and updates by layer, and leaves that do not learn."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
+from ..record import Row
 from .base import Callback, Trainer
-from .monitor import Later, LateReads
 
 _SQUARES: Final = "gradient_monitor/squares"
 _ALIVE: Final = "gradient_monitor/alive"
@@ -68,7 +68,6 @@ class GradientMonitor(Callback):
         self.never_updated: list[str] = []
         self._leaves: tuple[str, ...] = ()
         self._layers: dict[str, list[int]] = {}
-        self._late = LateReads()
         self._checked = 0
         self._alive: np.ndarray | None = None
 
@@ -88,30 +87,17 @@ class GradientMonitor(Callback):
             )
         return values
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._late = LateReads()
+    def setup(self, trainer: Trainer) -> None:
+        if self._checked < self.check_steps:
+            trainer.record.read_steps(self._check)
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if self._checked + len(self._late) < self.check_steps:
-            self._late.push(step, None, metrics)
-        if self._late:
-            for _, past in self._late.ready(step):
-                self._check(past)
-        if step % trainer.log_every_n_steps == 0:
+        if trainer.global_step % trainer.log_every_n_steps == 0:
             metrics.add(self._named(metrics))
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        # A step that failed on the device can't be read; the fit's own error says so.
-        self._late = LateReads()
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        for _, past in self._late.drain():
-            self._check(past)
-
-    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Later]:
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, "_Later"]:
         def norm(row: int, leaves: Any) -> float:
             return float(np.sqrt(metrics[_SQUARES][row, leaves].sum(dtype=np.float64)))
 
@@ -122,12 +108,14 @@ class GradientMonitor(Callback):
         values = {}
         every = {"": slice(None)} | {f"/{k}": v for k, v in self._layers.items()}
         for suffix, leaves in every.items():
-            values["grad_norm" + suffix] = Later(lambda at=leaves: norm(0, at))
-            values["update_ratio" + suffix] = Later(lambda at=leaves: ratio(at))
+            values["grad_norm" + suffix] = _Later(lambda at=leaves: norm(0, at))
+            values["update_ratio" + suffix] = _Later(lambda at=leaves: ratio(at))
         return values
 
-    def _check(self, metrics: Mapping[str, Any]) -> None:
-        alive = np.array(metrics[_ALIVE])  # waits for the device
+    def _check(self, row: Row) -> None:
+        if self._checked >= self.check_steps:
+            return
+        alive = np.array(row.values[_ALIVE])  # waits for the device
         if self._alive is not None and self._alive.shape == alive.shape:
             alive |= self._alive
         self._alive = alive
@@ -146,6 +134,17 @@ class GradientMonitor(Callback):
             if names:
                 what = text.format(names=some_of(names), steps=self._checked)
                 warn(f"`GradientMonitor`: {what} {_REMEDY}")
+
+
+class _Later:
+    """A number that is worked out when it is read, for `Metrics.add`."""
+
+    def __init__(self, function: Callable[[], float]):
+        self._function = function
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        # on the host
+        return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
 def layers(paths: list[Any], max_layers: int) -> dict[str, list[int]]:

@@ -9,8 +9,9 @@ from ..basics.arguments import check_number
 from ..basics.columns import EPOCH, VALIDATION
 from ..basics.figures import draw, metric_curves, to_png
 from ..basics.files import save_figure
+from ..record import Number
 from .base import Trainer
-from .logger import Logger, Number
+from .logger import Logger
 from .monitor import in_notebook
 
 _MAX_POINTS: Final = 1000

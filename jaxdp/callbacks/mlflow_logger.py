@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.extras import import_extra
+from ..record import Number
 from .base import Trainer
-from .logger import Logger, Number
+from .logger import Logger
 from .monitor import announce
 from .run_facts import Facts, flat
 

@@ -423,7 +423,7 @@ class ModelCheckpoint(Callback):
             step: score
             for step, score in self._scores.items()
             # None: damaged, or older than these names.
-            if step in there and there[step][0] in (None, trainer.run.id)
+            if step in there and there[step][0] in (None, trainer.record.run_id)
         }
 
         # Checkpoints of other runs, or that other callbacks have saved.
@@ -431,7 +431,7 @@ class ModelCheckpoint(Callback):
         for step in sorted(set(there) - set(scores)):
             run_id, saved_scores = there[step]
             is_now = step == trainer.global_step
-            is_ours = step <= trainer.global_step and run_id == trainer.run.id
+            is_ours = step <= trainer.global_step and run_id == trainer.record.run_id
             is_known = is_ours and step in saved_scores
             if is_known and (is_now or not self._is_restored):
                 scores[step] = saved_scores[step]

@@ -1,20 +1,13 @@
-"""What callbacks share: judging values, reading them late, telling the user."""
+"""What callbacks share: judging values, and telling the user."""
 
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say
 from .base import Callback, Trainer
-
-LAG: Final = 8
-"""Steps to stay behind the newest one when reading: never more are in flight, but for
-blocks of steps, whose metrics say how far behind to stay."""
 
 
 def check_monitor(
@@ -25,8 +18,8 @@ def check_monitor(
 ) -> None:
     """Raises if a fit that starts will have no value of the name `monitor`, or, given
     its `metrics`, if an epoch that ends should have had one."""
-    run = trainer.run
-    logged = run.logged_names if metrics is None else tuple(metrics)
+    run, names = trainer.run, trainer.record.names
+    logged = names if metrics is None else tuple(metrics)
     is_of_validation = monitor.startswith("val_")
     if metrics is None:
         # A user's callback may log it, and a metric of a pass may have any values.
@@ -35,7 +28,7 @@ def check_monitor(
         may_come = is_open or bool(roots - {__name__.split(".")[0]})
     else:
         is_next = is_of_validation and not run.progress.val_metrics
-        is_later = is_next and any(n.startswith("val_") for n in run.logged_names)
+        is_later = is_next and any(n.startswith("val_") for n in names)
         may_come = is_later or monitor in trainer.history
     if monitor in logged or may_come:
         return
@@ -125,50 +118,6 @@ class MetricCheck(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
-
-
-class LateReads:
-    """Metrics of past steps, handed back once the device is surely done with them.
-
-    Reading the metrics of a step waits for it. Those given back here are so old that
-    the trainer does not have them in flight any more.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, Any, Mapping[str, Any]]] = deque()
-
-    def push(self, step: int, tag: Any, metrics: Mapping[str, Any]) -> None:
-        """Keeps `metrics` of step number `step`, with anything to remember it by."""
-        self._waiting.append((step, tag, metrics))
-
-    def ready(self, step: int) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        """What can be read without a wait now that `step` was dispatched."""
-        while self._waiting:
-            pushed, tag, metrics = self._waiting[0]
-            if pushed + getattr(metrics, "steps_in_flight", LAG) > step:
-                return
-            self._waiting.popleft()
-            yield tag, metrics
-
-    def drain(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        """All the rest, waiting for the device. For the ends of epochs and fits."""
-        while self._waiting:
-            _, tag, metrics = self._waiting.popleft()
-            yield tag, metrics
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-
-class Later:
-    """A number that is worked out when it is read, for `Metrics.add`."""
-
-    def __init__(self, function: Callable[[], float]):
-        self._function = function
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        # on the host
-        return np.asarray(self._function(), np.float32 if dtype is None else dtype)
 
 
 def announce(trainer: Trainer, callback_name: str, text: str) -> None:

@@ -12,8 +12,8 @@ from ..basics.arguments import check_choice, check_count
 from ..basics.console import some_of, warn
 from ..basics.tree import leaf_path
 from ..engine import StepOptions
+from ..record import Row
 from .base import Callback, Trainer
-from .monitor import LateReads
 
 _FLAGS = "nonfinite_gradients"
 
@@ -51,7 +51,6 @@ class NanGuard(Callback):
         self._in_a_row = self._restored_in_a_row = 0
         self._trainer: Any = None
         self._leaves: tuple[str, ...] = ()
-        self._late = LateReads()
         self._failed = False
 
     def step_options(self, options: StepOptions) -> StepOptions:
@@ -59,6 +58,7 @@ class NanGuard(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        trainer.record.read_steps(self._check)
 
     def inside_step(
         self, grads: PyTree, updates: PyTree, state: Any
@@ -68,31 +68,13 @@ class NanGuard(Callback):
         return {_FLAGS: jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in paths])}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._late = LateReads()
         self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
         self._failed = False
-
-    def on_train_batch_end(
-        self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        self._late.push(step, (trainer.current_epoch, step, batch_idx), metrics)
-        for where, past in self._late.ready(step):
-            self._check(trainer, where, past)
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._check_rest(trainer)
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._failed = True
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        if not self._failed:
-            self._check_rest(trainer)
-
     def state_dict(self) -> dict[str, Any]:
-        if self._trainer is not None:
-            self._check_rest(self._trainer)  # nothing is saved that was not looked at
         return {
             "skipped_steps": list(self.skipped_steps),
             "in_a_row": self._in_a_row,
@@ -101,26 +83,19 @@ class NanGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_steps = list(state["skipped_steps"])
         self._in_a_row = self._restored_in_a_row = state.get("in_a_row", 0)
-        self._late = LateReads()  # of steps that are undone, or another trainer's
 
-    def _check_rest(self, trainer: Trainer) -> None:
-        for where, past in self._late.drain():
-            self._check(trainer, where, past)
-
-    def _check(
-        self,
-        trainer: Trainer,
-        where: tuple[int, int, int],
-        metrics: Mapping[str, Any],
-    ) -> None:
-        epoch, step, batch_idx = where
+    def _check(self, row: Row) -> None:
+        if self._failed:
+            return
+        trainer, metrics = self._trainer, row.values
         skipped = bool(metrics["skipped"])
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return
-        self.skipped_steps.append(step)
+        self.skipped_steps.append(row.step)
         what = self._what(metrics)
-        place = f"epoch {epoch}, step {step} (batch_idx {batch_idx}): {what}"
+        place = f"epoch {row.epoch}, step {row.step} (batch_idx {row.batch_idx})"
+        place = f"{place}: {what}"
         if self.action == "stop":
             raise FloatingPointError(
                 f"`NanGuard`: {place}. The update was not applied: `trainer.model` is"

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
 from ..basics.units import in_seconds, in_words
 from .base import Callback, Trainer
-from .monitor import LAG, in_notebook
+from .monitor import in_notebook
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
@@ -54,9 +53,6 @@ class ProgressBar(Callback):
         self._interval = every_n_seconds
         self._train = _Pass()
         self._validation = _Pass()
-        # The metrics of the newest steps; the leftmost are LAG steps old.
-        self._metrics: deque[Mapping[str, Any]] = deque(maxlen=LAG + 1)
-        self._drawn: Mapping[str, Any] | None = None
         self._shown = -math.inf  # when something was shown last
         self._next = math.inf
 
@@ -71,8 +67,6 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._close()
-        self._metrics.clear()
-        self._drawn = None
         self._train = _Pass(_name(trainer), _total(trainer), trainer.run.batch_idx)
         self._begin(self._train)
 
@@ -80,7 +74,6 @@ class ProgressBar(Callback):
         self, trainer: Trainer, metrics: Mapping[str, Any], batch_idx: int
     ) -> None:
         # This is all that happens in most steps, in well below a microsecond.
-        self._metrics.append(metrics)
         self._train.done = batch_idx + 1
         if time.perf_counter() >= self._next:
             self._show_training(trainer)
@@ -119,7 +112,6 @@ class ProgressBar(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._close()
-        self._metrics.clear()
         self._next = math.inf
 
     def _begin(self, run: "_Pass") -> None:
@@ -132,13 +124,8 @@ class ProgressBar(Callback):
 
     def _show_training(self, trainer: Trainer) -> None:
         facts = [*_notes(trainer), *self._train.rates(trainer.run.progress.examples)]
-        if len(self._metrics) > LAG:
-            metrics = self._metrics[0]
-            if getattr(metrics, "index", None) is not None:
-                # Of a block that may be running still; the last one drawn is done.
-                metrics, self._drawn = self._drawn or metrics, metrics
-            # waits for the device
-            facts.insert(0, f"loss {float(metrics['loss']):.3g}")
+        if (loss := trainer.record.latest("loss")) is not None:
+            facts.insert(0, f"loss {loss:.3g}")
         self._show(self._train, facts)
 
     def _show(self, run: "_Pass", facts: Sequence[str] = ()) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from ..basics.extras import import_extra
 from ..basics.figures import to_png
 from ..basics.files import naming
+from ..record import Number
 from .base import Trainer
-from .logger import Logger, Number, free_name
+from .logger import Logger, free_name
 from .monitor import announce
 from .run_facts import Facts, flat, markdown
 
@@ -36,6 +37,7 @@ class TensorBoardLogger(Logger):
     ):
         super().__init__(dirpath, hyperparameters)
         self._writer: Any = None
+        self._is_open = False
         self._step = 0
         self._folder_of_events = Path()
         self._suffix = ""
@@ -45,14 +47,19 @@ class TensorBoardLogger(Logger):
         _tensorboard("summary.writer.event_file_writer")
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        self._step = trainer.global_step
+        self._step, self._is_open = trainer.global_step, True
         self._folder_of_events = folder
-        self._suffix = f".jaxdp-{trainer.run.id}"
-        if self._restored is not None:
-            self._take_back(self._restored["sizes"])
+        self._suffix = f".jaxdp-{trainer.record.run_id}"
         self._move_others(trainer)
-        writer = _tensorboard("summary.writer.event_file_writer").EventFileWriter
-        self._writer = writer(str(folder), filename_suffix=self._suffix)
+
+    def rewind(self, step: int) -> None:
+        """Cuts the files of this run to what they held when it was saved."""
+        sizes = self._restored["sizes"] if self._restored else {}
+        for path in self._own() if self._restored else ():
+            if path.name not in sizes:
+                path.unlink()
+            elif path.stat().st_size > sizes[path.name]:
+                os.truncate(path, sizes[path.name])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._step = max(step, self._step)
@@ -86,17 +93,21 @@ class TensorBoardLogger(Logger):
         self._write(self._step, [_proto("Summary").Value(tag=name, image=image)])
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._is_open = self._writer, None, False
         if writer is not None:
             with self._naming():
                 writer.close()
 
     def _write(self, step: int, values: list[Any]) -> None:
-        if self._writer is None:
+        if not self._is_open:
             raise RuntimeError(
                 "`TensorBoardLogger` writes during a fit only: between the hooks"
                 " `on_fit_start` and `on_fit_end`."
             )
+        if self._writer is None:  # which makes a file
+            make = _tensorboard("summary.writer.event_file_writer").EventFileWriter
+            folder = str(self._folder_of_events)
+            self._writer = make(folder, filename_suffix=self._suffix)
         summary, now = _proto("Summary")(value=values), time.time()
         event = _proto("Event")(wall_time=now, step=step, summary=summary)
         with self._naming():
@@ -106,19 +117,12 @@ class TensorBoardLogger(Logger):
         return naming(self._folder_of_events, "TensorBoardLogger")
 
     def flush(self) -> None:
-        with self._naming():
-            self._writer.flush()
+        if self._writer is not None:
+            with self._naming():
+                self._writer.flush()
 
     def own_state(self) -> dict[str, Any]:
         return {"sizes": {path.name: path.stat().st_size for path in self._own()}}
-
-    def _take_back(self, sizes: Mapping[str, int]) -> None:
-        """Cuts the files of this run to what they held when it was saved."""
-        for path in self._own():
-            if path.name not in sizes:
-                path.unlink()
-            elif path.stat().st_size > sizes[path.name]:
-                os.truncate(path, sizes[path.name])
 
     def _move_others(self, trainer: Trainer) -> None:
         """Event files of another run would be shown as one with this run's."""

@@ -9,11 +9,11 @@ import numpy as np
 from ..basics import coordination
 from ..basics.arguments import check_number
 from ..basics.hardware import hardware_of
+from ..basics.stopwatch import PHASES, Stopwatch
 from ..basics.units import in_seconds, in_words
 from ..distributed import meetings
 from .base import Callback, Trainer
 from .monitor import announce
-from .stopwatch import PHASES, Phase, Stopwatch
 
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
@@ -21,16 +21,6 @@ _MORE_PEAKS: Final = {
     "tpu v3": 61.5e12,
     "tpu v2": 22.5e12,
 }
-
-_BOUND: Final[dict[Phase, str]] = {
-    "data": "input-bound",
-    "device": "device-bound",
-    "callbacks": "callback-bound",
-    "checkpoints": "checkpoint-bound",
-    "validation": "validating",
-    "loop": "host-bound",
-}
-
 
 _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
 """What the last row is without: a wait for a checkpoint trains nothing."""
@@ -103,7 +93,7 @@ class ThroughputMonitor(Callback):
         self._begin()
 
     def setup(self, trainer: Trainer) -> None:
-        self._stopwatch = trainer.run.measure_phases()
+        self._stopwatch = trainer.record.measure_phases()
         self._flops = {}
         self._begin()
 
@@ -152,11 +142,12 @@ class ThroughputMonitor(Callback):
             return
         values = self._between(self._start, now)
         self.summary = {"steps": now["steps"], **values}
-        trainer.run.last_values |= {
+        last = {
             f"throughput/{name}": value
             for name, value in self._between(self._last, now).items()
             if name not in _RATES
         }
+        trainer.record.put("fit", last)
         text = [
             f"{now['examples']:,.0f} examples in {in_seconds(values['seconds'])}",
             f"{in_words(values['examples_per_s'])} examples/s",
@@ -165,7 +156,7 @@ class ThroughputMonitor(Callback):
             text.append(f"{in_words(values['flops_per_s'])} FLOP/s of the model")
         if "mfu" in values:
             text.append(f"MFU {100 * values['mfu']:.3g}%")
-        shares = sorted(_BOUND, key=lambda phase: -values[phase])
+        shares = sorted(PHASES, key=lambda phase: -values[phase])
         text += [f"{name} {values[name]:.0%}" for name in shares if values[name] > 5e-3]
         if "others" in values:
             text.append(f"waiting for other processes {values['others']:.0%}")
@@ -220,8 +211,8 @@ class ThroughputMonitor(Callback):
         if now["steps"] == start["steps"]:
             return ""
         values = self._between(start, now)
-        name = max(_BOUND, key=lambda phase: values[phase])
-        text = f"{_BOUND[name]} {values[name]:.0%}"
+        name = max(PHASES, key=lambda phase: values[phase])
+        text = f"{PHASES[name][1]} {values[name]:.0%}"
         return f"MFU {values['mfu']:.0%}, {text}" if "mfu" in values else text
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..basics.extras import import_extra
 from ..basics.figures import to_png
+from ..record import Number
 from .base import Trainer
-from .logger import Logger, Number
+from .logger import Logger
 from .run_facts import Facts, flat
 
 

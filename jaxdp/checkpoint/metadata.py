@@ -34,6 +34,7 @@ _SCHEMA: Final = {
     "logged": dict | None,  # None: not in checkpoints of 0.1 or 0.2
     "seed": int,
     "history": dict,
+    "record": dict | None,  # None: in checkpoints of formats 2 and 3 of before
     "callbacks": dict,
     "identities": dict,
     "padded_rows": list,

@@ -74,7 +74,7 @@ def evaluate(
     `weights` others than those of the trainer's state.
     """
     run, totals = trainer.run, {}
-    with run.logged.into({}) as logged:
+    with run.record.into({}) as logged:
         getattr(hooks, f"on_{kind}_start")(trainer)
         after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
         done = itertools.count()
@@ -97,7 +97,7 @@ def evaluate(
         names_of(sources, means)
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
     metrics |= logged
-    with run.logged.into(metrics):
+    with run.record.into(metrics):
         getattr(hooks, f"on_{kind}_end")(trainer, metrics)
     return metrics
 

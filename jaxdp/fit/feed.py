@@ -71,7 +71,7 @@ class Feed:
         """Has the engine compile what the callbacks of this fit need."""
         engine, limits = self._run.engine, self._limits
         engine.held.check_state()
-        engine.in_flight.wait = self._run.stopwatch.function("device", wait)
+        engine.in_flight.wait = self._run.record.stopwatch.function("device", wait)
         engine.set_options(self._hooks.step_options())
         engine.steps_per_epoch = self._steps_per_epoch()
 
@@ -136,7 +136,7 @@ class Feed:
         progress, engine = run.progress, run.engine
         limit = None if self._limits is None else self._limits.train_batches
         steps = progress.steps(source, run.accumulate_grad_batches, limit)
-        steps = run.stopwatch.iterator("data", steps)
+        steps = run.record.stopwatch.iterator("data", steps)
         error = None
         while error is None:
             # Of a loader that fails, the batches before it are trained on first.

@@ -8,7 +8,6 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..callbacks.stopwatch import NO_STOPWATCH
 from ..data import Dispatch, Source, read_only, shown
 from ..distributed import Preempted, is_stop, tell
 from ..step import Batch, Metrics
@@ -57,6 +56,7 @@ class Loop:
         wanted: Wanted,
     ):
         self.trainer, self._run = trainer, trainer.run
+        self._record = trainer.record
         self.progress = trainer.run.progress
         self._told_of_minimum = self._told_of_few = False
 
@@ -93,7 +93,11 @@ class Loop:
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
         self._announce()
-        with doing(self.trainer, "a fit", self.hooks), self._ending_well():
+        with (
+            doing(self.trainer, "a fit", self.hooks),
+            self._record.open(),
+            self._ending_well(),
+        ):
             self._start()
 
             while self._goes_on():
@@ -126,7 +130,11 @@ class Loop:
     def clean_up(self) -> None:
         """Removes what a kill at the very end of a fit may have left."""
         self.hooks = self._run.hooks
-        with doing(self.trainer, "a fit", self.hooks), self._ending_well():
+        with (
+            doing(self.trainer, "a fit", self.hooks),
+            self._record.open(),
+            self._ending_well(),
+        ):
             self.hooks.setup(self.trainer)
 
     # The beginning.
@@ -142,8 +150,8 @@ class Loop:
         evaluation.compile_ahead(trainer, self.vals)
         run.interrupts.check()
 
-        run.metric_names = names = run.engine.facts["train"].names
-        run.logged_names = names + evaluation.names_of(self.vals, names)
+        self._record.step_names = names = run.engine.facts["train"].names
+        self._record.names = names + evaluation.names_of(self.vals, names)
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
 
@@ -209,18 +217,20 @@ class Loop:
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
-        with self._run.stopwatch.phase("validation"):
+        with self._record.stopwatch.phase("validation"):
             self.progress.val_metrics = evaluation.evaluate(
                 self.trainer, self.vals, self.limits.val_limits, self.hooks
             )
+            self._record.put("val", self.progress.val_metrics)
         self.progress.validated_at = self.progress.done
 
     def _end_epoch(self) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
-        run, progress = self._run, self.progress
-        with run.stopwatch.phase("device"):
-            metrics = run.engine.epoch_means() | progress.val_metrics | progress.logged
-        self.trainer.history.append(progress.epoch, metrics)
+        run, progress, record = self._run, self.progress, self._record
+        with record.stopwatch.phase("device"):
+            means = run.engine.epoch_means() | progress.val_metrics | progress.logged
+        record.read_rest()  # the device is done with them
+        record.history.append(progress.epoch, means)  # hooks may look there
 
         if run.epoch_is_over and self.limits.is_short(progress.done):
             self._warn_of_few_batches()
@@ -228,9 +238,9 @@ class Loop:
             progress.done
         )
         progress.epoch_ended = True
-        with run.logged.into(metrics) as logged:
+        with record.into(metrics := dict(means)) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
-        self.trainer.history.append(progress.epoch, logged)
+        record.put("epoch", means | logged)
         if progress.is_finished:
             progress.next_epoch()
         progress.is_finished = run.epoch_is_over = False
@@ -311,35 +321,27 @@ class Loop:
             with noting(exception):
                 hooks.on_exception(trainer, exception)
             with noting(exception):
-                self._end_fit(hooks)
+                with self._record.ending():
+                    hooks.on_fit_end(trainer)
             tell(exception)
             if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
                 exception.args = (resume.how_to_go_on(trainer),)
             if not (isinstance(exception, Preempted) and run.returns_when_preempted):
                 raise
         else:
-            self._end_fit(hooks)
+            with self._record.ending():
+                hooks.on_fit_end(trainer)
         finally:
             run.is_fitting = run.epoch_is_over = self.progress.is_finished = False
             run.interrupts.saves_first = False
             for source in (self.train, *self.vals.values()):
                 source.close()
 
-    def _end_fit(self, hooks: Hooks) -> None:
-        """The last hooks; what they log is in the last row and the last epoch."""
-        history = self.trainer.history
-        with self._run.logged.into(self._run.last_values) as logged:
-            hooks.on_fit_end(self.trainer)
-        if logged and history.epochs:
-            history.append(history.epochs[-1], logged)
-
 
 def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
     """Calls `setup` of the callbacks; returns their hooks, timed if one has asked."""
-    run = trainer.run
-    run.stopwatch, run.last_values = NO_STOPWATCH, {}
     hooks.setup(trainer)
-    return run.stopwatch.methods("callbacks", hooks, HOOKS)
+    return trainer.record.stopwatch.methods("callbacks", hooks, HOOKS)
 
 
 def own_loop(
@@ -360,7 +362,7 @@ def _own_loop(
     with (
         UsersFramesFirst(),
         contextlib.closing(source),
-        run.logged.of_own_loop(),
+        run.record.open(),
         doing(trainer, "a fit", run.hooks),
     ):
         run.progress.start_with(source)
@@ -395,7 +397,7 @@ def take(
 
     `settle` is called after each dispatch: state, counters and loaders agree there.
     """
-    run = trainer.run
+    run, record = trainer.run, trainer.record
     engine, progress = run.engine, run.progress
     if progress.done == 0:
         engine.start_epoch()
@@ -409,7 +411,7 @@ def take(
             for number, window in enumerate(dispatch.windows):
                 batch_idx = run.batch_idx
                 if shows_batches:
-                    run.logged.row = None
+                    record.before_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
                 progress.begin()
@@ -419,7 +421,7 @@ def take(
                 run.ahead = last - number
 
                 metrics = next(results)
-                run.logged.of_step(metrics)
+                record.put("step", metrics, batch_idx)
                 hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
                     settle()

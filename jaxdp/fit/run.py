@@ -17,7 +17,6 @@ from ..basics.console import say
 from ..basics.process import keep_freed_memory, keep_programs
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.states import take_over
-from ..callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from ..data import (
     ALL,
     NO_LOADER,
@@ -31,6 +30,7 @@ from ..data import (
 )
 from ..distributed import Interrupts, Pulse, find_processes
 from ..engine import Engine, Kind, hyperparams
+from ..record import Record
 from ..step import (
     AfterUpdate,
     Batch,
@@ -49,7 +49,6 @@ from ..strategies import DataParallel
 from ..strategies.compiler_options import DETERMINISTIC, spelled_here
 from . import checks
 from .description import described
-from .logged import Logged
 from .pass_metrics import split_metrics
 from .progress import Progress
 
@@ -68,12 +67,11 @@ class Run:
 
     Attributes:
         arguments: as given.
-        id: tells the checkpoints of this run, resumed or not, from those of others.
         processes: all of them.
         interrupts: what signals wait in until a fit can answer them.
         hooks: those of the callbacks.
         progress: how far the run is.
-        logged: where the values go that callbacks log.
+        record: what is logged.
         optimizer: with what callbacks have put around it.
         dispatching: held while the state is given to a step, and by what other threads
             make of it.
@@ -83,13 +81,9 @@ class Run:
         is_fitting: whether `fit` is running.
         doing: what callbacks were set up for and that still goes on; "" if nothing.
         epoch_is_over: whether no batch of the epoch is left, while it is being ended.
-        stopwatch: measures the phases of a fit, if a callback has asked for it.
-        last_values: what is logged once more at the end of a fit, by name.
         padded_rows: what a checkpoint says of how batches were padded.
         left_behind: callbacks of a checkpoint that was loaded, but not of the trainer.
         pass_metrics: metrics over whole passes, by name.
-        metric_names: of the metrics of a step.
-        logged_names: these, and those of validation.
         parts: the model as (trained leaves, other arrays, the rest), as it was given.
         several: the parts in the place of the optimizer, if there are some.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
@@ -112,13 +106,13 @@ class Run:
 
         # Beside the other processes.
         self.processes = find_processes()
-        self.id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
-        self._trainer_id = self.id  # which no checkpoint changes
+        new_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self._trainer_id = new_id  # which no checkpoint changes
         self.interrupts = Interrupts(self.processes)
         self.wishes = Pulse(self.processes, "whether to stop")
         self.hooks = Hooks(callbacks)
         self.progress = Progress()
-        self.logged = Logged(self.processes, self.progress)
+        self.record = Record(new_id, self.processes, self.progress)
 
         # Where a fit is.
         self.dispatching = threading.RLock()
@@ -126,14 +120,10 @@ class Run:
         self.looks_at: str | None = None
         self._is_with_caller = False
         self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
-        self.stopwatch: Stopwatch = NO_STOPWATCH
-        self.last_values: dict[str, float] = {}
         self.padded_rows: Any = None
         self.steps_per_epoch: int | None = None
         self.left_behind = ""
         self.num_val_batches: int | None = None
-        self.metric_names: tuple[str, ...] = ()
-        self.logged_names: tuple[str, ...] = ()
 
         # What an engine is made of, once one is needed.
         several = self.several = checks.parts_of(arguments)
@@ -401,12 +391,6 @@ class Run:
         self.processes.same("values in `set_hyperparams`", values)
         engine.held.write(hyperparams.to_set(engine.state, values))
 
-    def log(self, name: str, value: Any) -> None:
-        """`Trainer.log`."""
-        if not self.is_fitting and not self.logged.is_open:
-            raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
-        self.logged.log(name, value, self.logged_names)
-
     def check_is_free(self, method: str) -> None:
         """Raises if a fit is running, of which another one would know nothing."""
         if self.is_fitting:
@@ -436,12 +420,6 @@ class Run:
         take_over(callbacks, self._trainer_id)
 
     # For callbacks: what to set in `setup`, and what to ask for.
-
-    def measure_phases(self) -> Stopwatch:
-        """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
-        if self.stopwatch is NO_STOPWATCH:
-            self.stopwatch = Stopwatch()
-        return self.stopwatch
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.

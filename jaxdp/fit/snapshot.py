@@ -34,6 +34,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
         run.take_over(trainer.callbacks)
         held = run.settled_engine("`save`").held
         state = held.state
+        run.record.settle()
         meta = all_but_arrays(trainer)
         with _waiting(run):
             return checkpoint.start_saving(
@@ -45,10 +46,11 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
     """What a checkpoint has beside the state: JSON values."""
     run = trainer.run
     return {
-        "run_id": run.id,
+        "run_id": run.record.run_id,
         **run.progress.state_dict(run.share("train")),
         "seed": run.seed,
         "history": trainer.history.state_dict(),
+        "record": run.record.state_dict(),
         "callbacks": {
             name: check_json(name, callback.state_dict())
             for name, callback in named(trainer.callbacks)
@@ -70,7 +72,7 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
 @contextlib.contextmanager
 def _waiting(run: "Run") -> Iterator[None]:
     """Where a fit waits for a disk."""
-    with run.stopwatch.phase("checkpoints"):
+    with run.record.stopwatch.phase("checkpoints"):
         yield
 
 
@@ -111,7 +113,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.engine.pad_as({})  # larger batches since then are none of that run's
         run.progress.load_state_dict(meta, run.share("train"))
         trainer.history.load_state_dict(meta["history"])
-        run.id = meta["run_id"]
+        run.record.rewind(meta)
         run.padded_rows = meta["padded_rows"]
         run.epoch_is_over = False
         run.left_behind = left_behind

@@ -7,9 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from ..basics.columns import EPOCH, PHASES, THROUGHPUT, VALIDATION
+from ..basics.columns import EPOCH, THROUGHPUT, VALIDATION
 from ..basics.figures import Curve, draw, metric_curves, to_svg
 from ..basics.files import write_whole
+from ..basics.stopwatch import PHASES
 from ..basics.units import in_seconds, in_words
 from .html import document, table
 from .runs import (

@@ -9,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..basics.columns import EPOCH, PHASES, PLAN, THROUGHPUT, VALIDATION, read_table
+from ..basics.columns import EPOCH, PLAN, THROUGHPUT, VALIDATION, read_table
 from ..basics.json_checks import check_fields, read_json
 from ..basics.metric_names import larger_is_better
+from ..basics.stopwatch import PHASES
 from ..basics.units import in_percent, in_seconds, in_words
 
 _PARTS: Final = "hyperparameters", "versions", "hardware"
@@ -159,7 +160,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
             shown = in_percent if name == "mfu" else in_words
             is_ranked = name not in ("examples", "seconds")
             add(name, (total.get(name, math.nan) for total in totals), shown, is_ranked)
-    for phase, label in PHASES.items() if any(totals) else ():
+    for phase, (label, _) in PHASES.items() if any(totals) else ():
         shares = (f"{total[phase]:.1%}" if total else "-" for total in totals)
         rows.append([f"time: {label}", *shares])
     return rows

@@ -24,7 +24,8 @@ from jaxdp.callbacks import (
     WeightAveraging,
 )
 from jaxdp.callbacks.base import Hooks
-from jaxdp.callbacks.monitor import LAG, LateReads, is_better
+from jaxdp.callbacks.monitor import is_better
+from jaxdp.step import IN_FLIGHT as LAG
 
 
 def make_trainer(*callbacks, optimizer=None, **options):
@@ -145,17 +146,6 @@ def test_better_is_strict_and_nan_is_never_better():
     assert is_better("min", 1.0, 2.0) and not is_better("min", 2.0, 2.0)
     assert is_better("max", 2.0, 1.0) and not is_better("max", 1.05, 1.0, 0.1)
     assert not is_better("min", math.nan, None)
-
-
-def test_late_reads_come_back_in_order_and_lag_steps_late():
-    late = LateReads()
-    seen = []
-    for step in range(1, 21):
-        late.push(step, step, {})
-        seen += [(tag, step) for tag, _ in late.ready(step)]
-    assert seen == [(step - LAG, step) for step in range(1 + LAG, 21)]
-    assert [tag for tag, _ in late.drain()] == list(range(21 - LAG, 21))
-    assert not late
 
 
 @pytest.mark.parametrize(

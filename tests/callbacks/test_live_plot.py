@@ -15,7 +15,7 @@ from jaxdp.callbacks import (
     LivePlot,
     NanGuard,
 )
-from jaxdp.callbacks.monitor import LAG
+from jaxdp.step import IN_FLIGHT as LAG
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from jaxdp.callbacks import (
     NanGuard,
     TensorBoardLogger,
 )
-from jaxdp.callbacks.logger import scalars
-from jaxdp.callbacks.monitor import LAG
+from jaxdp.record import scalars
+from jaxdp.step import IN_FLIGHT as LAG
 
 
 def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
@@ -79,18 +79,22 @@ def test_rows_are_read_late_and_are_all_there_after_an_exception(tmp_path):
 
 
 def test_an_unreadable_value_does_not_hide_the_exception(tmp_path):
-    class Broken(dict):
-        def __getitem__(self, name):
+    class Gone:
+        def __array__(self, dtype=None, copy=None):
             raise ValueError("the device is gone")
 
-    logger = CSVLogger(tmp_path)
-    trainer = linear_trainer(logger)
-    trainer.fit(batches(8, 8))
-    logger.on_fit_start(trainer)
-    logger.on_train_batch_end(trainer, Broken(loss=1.0), 0)
-    with pytest.raises(ValueError, match="is gone"):  # the trainer notes it
-        logger.on_exception(trainer, RuntimeError())
-    logger.on_fit_end(trainer)
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            metrics.add({"unreadable": Gone()})
+            raise RuntimeError("the cable was pulled")
+
+    with pytest.raises(RuntimeError, match="the cable") as raised:
+        linear_trainer(CSVLogger(tmp_path), Fails(), log_every_n_steps=1).fit(
+            batches(8, 8)
+        )
+    assert "and after that: ValueError: the device is gone" in raised.value.__notes__
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    assert record["status"] == "RuntimeError: the cable was pulled"
 
 
 def test_values_that_are_no_scalars_are_left_out(tmp_path):

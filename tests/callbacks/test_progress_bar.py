@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ProgressBar
-from jaxdp.callbacks.monitor import LAG
+from jaxdp.step import IN_FLIGHT as LAG
 
 
 class Terminal(io.StringIO):
@@ -286,6 +286,7 @@ trainer = SimpleNamespace(
         steps_per_epoch=3, num_val_batches=None, batch_idx=0, is_fitting=True,
         progress=SimpleNamespace(examples=8),
     ),
+    record=SimpleNamespace(latest=lambda name: 1.0),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)

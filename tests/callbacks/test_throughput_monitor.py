@@ -13,8 +13,8 @@ import pytest
 from toys import batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
+from jaxdp.basics.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
-from jaxdp.callbacks.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks.throughput_monitor import peak_flops
 from jaxdp.engine.in_flight import wait
 from jaxdp.step.jaxprs import matmul_flops
@@ -155,7 +155,7 @@ def test_the_bar_says_what_the_fit_waits_for(clock, capsys):
 def test_nothing_is_measured_without_a_monitor():
     trainer = make_trainer()
     trainer.fit(batches(8, 8))
-    stopwatch = trainer.run.stopwatch
+    stopwatch = trainer.record.stopwatch
     assert stopwatch is NO_STOPWATCH
     assert stopwatch.methods("callbacks", trainer.run.hooks, ()) is trainer.run.hooks
 

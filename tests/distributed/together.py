@@ -408,7 +408,7 @@ def decisions():
         tell(early_stopping=run.global_step)
         run = trainer(callbacks=[Slow()], steps_per_execution="auto")
         run.fit(arrays()[:3] * 4, max_epochs=1)
-        tell(auto=run.run.engine.steps_per_execution, run_id=run.run.id)
+        tell(auto=run.run.engine.steps_per_execution, run_id=run.record.run_id)
 
 
 def bad_batches(into):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from toys import batches, mlp_trainer
 
 from jaxdp import Sharded
+from jaxdp.basics.stopwatch import PHASES
 from jaxdp.basics.units import in_seconds
 from jaxdp.callbacks import (
     CSVLogger,
@@ -20,7 +21,6 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from jaxdp.callbacks.stopwatch import PHASES
 from jaxdp.reports.page import (
     metric_charts,
     other_charts,

@@ -5,13 +5,19 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 Phase = Literal["data", "device", "callbacks", "checkpoints", "validation", "loop"]
-"""`"data"`: waiting for the next batch. `"device"`: waiting for steps in flight.
-`"loop"`: all the rest, most of it packing batches and handing them over."""
 
-PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+PHASES: Final[dict[Phase, tuple[str, str]]] = {
+    "data": ("waiting for data", "input-bound"),
+    "device": ("waiting for the device", "device-bound"),
+    "callbacks": ("callbacks", "callback-bound"),
+    "checkpoints": ("checkpoints", "checkpoint-bound"),
+    "validation": ("validation", "validating"),
+    "loop": ("the host: packing batches, calling the step", "host-bound"),
+}
+"""What each of them is, and what a fit is that spends its time there."""
 _WHOLE: Final = ("validation", "checkpoints")
 """What happens inside of these counts as theirs."""
 
@@ -20,8 +26,9 @@ class Stopwatch:
     """Accounts for the time of the main thread, phase by phase.
 
     A phase inside another one takes the time from it, so that the seconds add up to
-    the time that has passed. A callback that calls `trainer.run.measure_phases` in its
-    `setup` has the fit measured; without one nothing is wrapped, and nothing is paid.
+    the time that has passed. A callback that calls `trainer.record.measure_phases` in
+    its `setup` has the fit measured; without one nothing is wrapped, and nothing is
+    paid.
 
     Args:
         is_on: False for one that measures nothing, and wraps nothing.

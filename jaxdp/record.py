@@ -1,0 +1,400 @@
+"""What a run logs: the only place that knows the step, epoch and run of a value."""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from .basics.arguments import as_number
+from .basics.columns import EPOCH, VALIDATION
+from .basics.console import warn
+from .basics.stopwatch import NO_STOPWATCH, Stopwatch
+from .distributed import Processes
+from .history import History
+from .step import Metrics
+
+Kind = Literal["step", "val", "epoch", "fit"]
+"""What values are of: a step, a validation, an epoch, or a whole fit."""
+Number = int | float
+
+_RESERVED: Final = ("epoch", "step")
+
+
+class Row(NamedTuple):
+    """What sinks write: values, and where in the run they are from."""
+
+    kind: Kind
+    epoch: int
+    """Counted from 0."""
+    step: int
+    """Optimizer steps done."""
+    values: Mapping[str, Any]
+    batch_idx: int | None = None
+    """Which step of the epoch it is, of a step."""
+
+    def numbers(self) -> dict[str, Number]:
+        """Its single numbers, by the names of their columns."""
+        if self.kind == "step":
+            return scalars(self.values)
+        prefix = EPOCH if self.kind == "epoch" else ""
+        return {
+            name if name.startswith(VALIDATION) else prefix + name: value
+            for name, value in self.values.items()
+        }
+
+
+Reader = Callable[[Row], None]
+
+
+class Sink(Protocol):
+    """What a record writes its rows to, during a fit."""
+
+    def write(self, row: Row) -> None:
+        """Writes one row. Those of steps come some steps late."""
+
+    def rewind(self, step: int) -> None:
+        """Takes back what a resumed run, of which so many steps are done, writes
+        again. Called once, before the first row."""
+
+    def flush(self) -> None:
+        """Called before a checkpoint: all that was written must be there."""
+
+    def close(self) -> None:
+        """Called after the last row of a fit."""
+
+
+class Record:
+    """What a run logs: takes values of steps, validations, epochs and fits, and hands
+    them to sinks, to the history, and to whoever asks for the latest.
+
+    The values of a step are lazy. They are read here alone, when so many later steps
+    were handed to the device that it is surely done with them: nothing waits.
+
+    Args:
+        run_id: tells this run, resumed or not, from others.
+        processes: all of them.
+        progress: knows how many steps and epochs are done.
+
+    Attributes:
+        run_id: as given, or of the checkpoint that the run goes on from.
+        history: the means of all epochs.
+        step_names: what each step logs; known once its program is.
+        names: these, and what validations log.
+        stopwatch: measures the phases of the fit, if a callback has asked for it.
+    """
+
+    def __init__(self, run_id: str, processes: Processes, progress: Any):
+        self.run_id = run_id
+        self.history = History()
+        self.step_names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self.stopwatch: Stopwatch = NO_STOPWATCH
+        self._processes, self._progress = processes, progress
+
+        # Who gets rows: of steps those whose number is divisible.
+        self._readers: dict[Reader, int] = {}
+        self._sinks: list[Sink] = []
+        self._rewound_to: int | None = None
+
+        # Steps that the device may not be done with, the newest one that it is done
+        # with, and a validation that the row of its epoch may yet take up.
+        self._waiting: collections.deque[tuple[int, Row]] = collections.deque()
+        self._done: Mapping[str, Any] = {}
+        self._validation: Row | None = None
+
+        # Where `log` puts a value: into a row of a step, or into what hooks are given.
+        self._row: Metrics | None = None
+        self._into: dict[str, float] | None = None
+        self._added: dict[str, float] = {}
+        self._before_a_row: dict[str, float] = {}
+        self._own: set[str] = set()
+        self._is_open = False
+
+        # The latest values: of the last step, older ones and newer ones than that.
+        self._last_row: Metrics | None = None
+        self._older: dict[str, float] = {}
+        self._newer: dict[str, float] = {}
+
+    # What comes in.
+
+    def put(self, kind: Kind, values: Any, batch_idx: int | None = None) -> None:
+        """Takes values by name: lazy ones of a step, floats of all else."""
+        if kind == "step":
+            self._put_step(values, batch_idx)
+            return
+        row = self._here(kind, dict(values))
+        self._newer |= values
+        if kind == "val":
+            self.read_rest()  # the device is done with them
+            self._write_validation()
+            self._validation = row
+        elif kind == "epoch":
+            self.history.append(row.epoch, values)
+            self.read_rest()
+            self._write_epoch(row)
+        else:
+            assert self._into is not None  # in a hook at the end of a fit
+            self._into |= values
+
+    def _put_step(self, metrics: Metrics, batch_idx: int | None) -> None:
+        """From now on hooks are those of the step with these metrics."""
+        progress, waiting = self._progress, self._waiting
+        step = progress.global_step
+        self._row = self._last_row = metrics
+        if self._newer:
+            self._older |= self._newer
+            self._newer = {}
+        if self._before_a_row:
+            metrics.add(self._before_a_row)
+            self._before_a_row = {}
+        while waiting and waiting[0][0] <= step:
+            self._read(waiting.popleft()[1])
+        row = Row("step", progress.epoch, step, metrics, batch_idx)
+        waiting.append((step + metrics.steps_in_flight, row))
+
+    def before_step(self) -> None:
+        """From now on hooks are those before a step."""
+        self._row = None
+
+    def log(self, name: str, value: Any) -> None:
+        """`Trainer.log`.
+
+        From the hooks of a validation a value goes to its row, from those at the end of
+        an epoch or a fit to these, and from all others to the row of the step and to
+        the epoch, which has the last one of each name.
+        """
+        if not (self._is_open or self._into is not None):
+            raise RuntimeError(f"`log({name!r})`: call it in a hook of a callback.")
+        given = self._into if self._into is not None else self._row or {}
+        if not isinstance(name, str):
+            raise TypeError(f"`log`: `name` must be a str; got {name!r}.")
+        is_taken = name in (*_RESERVED, *self.names) or name in (*given,)
+        if is_taken and name not in self._own:
+            raise ValueError(
+                f"`log`: the name {name!r} is taken by a value that is logged anyway;"
+                " use another one."
+            )
+        number = self._processes.first(f"log({name!r})", lambda: _one(name, value))
+        self._own.add(name)
+        self._newer[name] = number
+        if self._into is not None:
+            self._into[name] = self._added[name] = number
+            return
+        self._progress.logged[name] = number
+        if self._row is None:
+            self._before_a_row[name] = number
+        else:
+            self._row.add({name: number})
+
+    @contextlib.contextmanager
+    def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
+        """Inside, what is logged goes into `values`, and alone into what this gives."""
+        outer = self._into, self._added
+        self._newer |= values
+        self._row, self._into, self._added = None, values, {}
+        try:
+            yield self._added
+        finally:
+            self._into, self._added = outer
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Around a fit, or a loop of the caller's: what hooks log is of its steps."""
+        outer = self._is_open, self._readers, self._sinks
+        self._is_open, self._readers, self._sinks = True, {}, []
+        self.stopwatch = NO_STOPWATCH
+        try:
+            yield
+        finally:
+            self._row = None
+            self._is_open, self._readers, self._sinks = outer
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around the last hooks of a fit; then its last row is written, and all closed.
+
+        What they log is in the history's last epoch, too.
+        """
+        values: dict[str, float] = {}
+        try:
+            with self.into(values) as logged:
+                yield
+            if logged and self.history.epochs:
+                self.history.append(self.history.epochs[-1], logged)
+        finally:
+            self._close(values)
+
+    # Who gets it.
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of `name` that is known without a wait; None before any."""
+        for values in (self._newer, self._done, self._older):
+            if name in values:
+                return float(values[name])
+        return None
+
+    def last_values(self) -> dict[str, float]:
+        """The last value of each name; waits for the device."""
+        row = {
+            # waits for the device
+            name: np.asarray(value)
+            for name, value in (self._last_row or {}).items()
+        }
+        of_step = {
+            name: float(number) for name, number in row.items() if number.ndim == 0
+        }
+        return {**self._older, **of_step, **self._newer}
+
+    def add(self, sink: Sink, every: int) -> None:
+        """Has all rows of the fit written to `sink`; of steps, each `every`-th."""
+        if self._rewound_to is not None:
+            sink.rewind(self._rewound_to)
+        self._sinks.append(sink)
+        self._readers[sink.write] = every
+
+    def read_steps(self, function: Reader) -> None:
+        """Has `function` called with the row of each step, once it can be read; for
+        `Callback.setup`."""
+        self._readers[function] = 1
+
+    def measure_phases(self) -> Stopwatch:
+        """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
+        if not self.stopwatch.is_on:
+            self.stopwatch = Stopwatch()
+        return self.stopwatch
+
+    def read_rest(self) -> None:
+        """Hands out the rows of all steps so far; waits for the device."""
+        rest = [row for _, row in self._waiting]
+        self._waiting.clear()  # the device may be what fails
+        _try_all([functools.partial(self._read, row) for row in rest])
+
+    def _read(self, row: Row) -> None:
+        """Hands out the row of a step that the device is done with."""
+        self._done = row.values
+        if self._readers:
+            self._hand_out(row, self._readers)
+
+    def _hand_out(self, row: Row, readers: Mapping[Reader, int]) -> None:
+        """Gives a row to all, also where one of them fails."""
+        due = [
+            functools.partial(read, row)
+            for read, every in readers.items()
+            if row.step % every == 0
+        ]
+        if due:
+            self.stopwatch.function("callbacks", _try_all)(due)
+
+    def _write(self, row: Row) -> None:
+        self._hand_out(row, {sink.write: 1 for sink in self._sinks})
+
+    def _write_validation(self) -> None:
+        """Writes a validation in the middle of an epoch, which no epoch's row has."""
+        row, self._validation = self._validation, None
+        if row is not None:
+            self._write(row)
+
+    def _write_epoch(self, row: Row) -> None:
+        earlier, validation = self._progress.val_metrics, self._validation
+        values = {n: v for n, v in row.values.items() if n not in earlier}
+        if validation is not None and validation.step == row.step:
+            values |= validation.values
+            self._validation = None
+        self._write_validation()
+        self._write(row._replace(values=values))
+
+    def _close(self, values: dict[str, float]) -> None:
+        row = self._here("fit", values)
+        # At an epoch's end the next one is the present one, which has not begun.
+        is_new = self._progress.done == 0
+        row = row._replace(epoch=max(0, row.epoch - is_new))
+        last = [functools.partial(self._write, row)] if values else []
+        closing = [sink.close for sink in self._sinks]
+        # What reads steps alone has read all, unless the fit has failed.
+        writes = [sink.write for sink in self._sinks]
+        self._readers = {r: n for r, n in self._readers.items() if r in writes}
+        try:
+            _try_all([self.read_rest, self._write_validation, *last, *closing])
+        finally:
+            if self._sinks:
+                self._rewound_to = None
+            self._readers, self._sinks = {}, []
+
+    def _here(self, kind: Kind, values: dict[str, float]) -> Row:
+        return Row(kind, self._progress.epoch, self._progress.global_step, values)
+
+    # What a checkpoint has of it.
+
+    def settle(self) -> None:
+        """Before a checkpoint: all rows but a last validation's are written."""
+        steps = [self.read_rest, *(sink.flush for sink in self._sinks)]
+        try:
+            _try_all(steps)
+        except OSError as error:  # a full disk of logs costs no checkpoint
+            warn(f"{error}. These rows are missing.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not written yet; JSON."""
+        row = self._validation
+        return {"validation": row and [row.epoch, row.step, dict(row.values)]}
+
+    def rewind(self, meta: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint; sinks follow as soon as they are open."""
+        self.run_id, self._rewound_to = meta["run_id"], meta["global_step"]
+        self._waiting.clear()
+        self._done = {}
+        self._validation = _unwritten(meta)
+
+
+def _unwritten(meta: Mapping[str, Any]) -> Row | None:
+    """The validation that a checkpoint has and the rows before it have not.
+
+    Earlier versions have it with the state of each logger.
+    """
+    states = [s for s in meta["callbacks"].values() if isinstance(s, dict)]
+    rows = [s["validation"] for s in states if s.get("validation")]
+    row = [meta["current_epoch"], *rows[0]] if rows else None
+    if (state := meta.get("record")) is not None:
+        row = state.get("validation")
+    if not isinstance(row, list) or list(map(type, row)) != [int, int, dict]:
+        return None
+    return Row("val", *row)
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Number]:
+    """The single numbers in a step's metrics. Waits for that step."""
+    # waits for the device
+    values = {name: np.asarray(metrics[name]) for name in metrics}
+    return {name: _number(value) for name, value in values.items() if value.ndim == 0}
+
+
+def _number(value: np.ndarray) -> Number:
+    if value.dtype.kind in "iub":
+        return int(value)
+    # Through text, so that a float32 0.1 is 0.1 and not 0.10000000149011612.
+    return float(str(value)) if value.dtype.kind == "f" else float(value)
+
+
+def _one(name: str, value: Any) -> float:
+    number = as_number(value)
+    if number is None:
+        raise TypeError(
+            f"`log`: the value of {name!r} must be one number; got {value!r} of type"
+            f" {type(value).__name__}."
+        )
+    return number
+
+
+def _try_all(functions: list[Callable[[], None]]) -> None:
+    """Calls all of them, and then raises what the first one that failed has raised."""
+    wrong = None
+    for function in functions:
+        try:
+            function()
+        except Exception as error:
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong

@@ -1,0 +1,115 @@
+"""The record of a run: what is read when, and who gets it."""
+
+import pytest
+from toys import batches, linear_trainer
+
+from jaxdp import Callback
+from jaxdp.callbacks import Logger
+from jaxdp.step import IN_FLIGHT
+
+
+class Keeps(Logger):
+    """A sink that keeps its rows, and may refuse some."""
+
+    def __init__(self, folder, refuses=()):
+        super().__init__(folder)
+        self.rows, self.calls, self.refuses = [], [], refuses
+
+    def write(self, row):
+        if row.step in self.refuses:
+            raise OSError(f"no room for step {row.step}")
+        self.rows.append(row)
+
+    def rewind(self, step):
+        self.calls.append(("rewind", step))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+class Watches(Callback):
+    looks_inside_blocks = False
+
+    def __init__(self):
+        self.read, self.latest = [], []
+
+    def setup(self, trainer):
+        trainer.record.read_steps(lambda row: self.read.append((row.step, at(trainer))))
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        self.latest.append(trainer.record.latest("loss"))
+
+
+def at(trainer):
+    return trainer.global_step
+
+
+def test_steps_are_read_in_order_and_late_and_the_latest_is_one_that_is_done():
+    watch = Watches()
+    trainer = linear_trainer(watch)
+    trainer.fit(batches(*[8] * 20))
+    steps = range(1, 21)
+    assert watch.read == [(step, min(step + IN_FLIGHT, 20)) for step in steps]
+    assert watch.latest[:IN_FLIGHT] == [None] * IN_FLIGHT
+    assert None not in watch.latest[IN_FLIGHT:]
+    assert trainer.record.latest("loss") == trainer.history["loss"][-1]
+    assert trainer.record.latest("nothing") is None
+
+
+def test_in_blocks_no_step_is_read_while_its_block_may_run():
+    watch = Watches()
+    linear_trainer(watch, steps_per_execution=4).fit(batches(*[8] * 20))
+    assert watch.read == [(s, min(s + 8, 20)) for s in range(1, 21)]
+
+
+def test_a_sink_that_fails_takes_nothing_from_the_others(tmp_path):
+    full, other = Keeps(tmp_path, refuses=[2]), Keeps(tmp_path)
+    trainer = linear_trainer(full, other, log_every_n_steps=1)
+    with pytest.raises(OSError, match="no room for step 2"):
+        trainer.fit(batches(*[8] * 20))
+    steps = [row.step for row in other.rows]
+    assert steps == [*range(1, IN_FLIGHT + 2)]
+    assert full.calls == other.calls == [("close",)]
+
+
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
+def test_a_validation_joins_the_row_of_its_epoch_and_only_that(tmp_path):
+    sink = Keeps(tmp_path)
+    data = batches(*[8] * 4), batches(8)
+    linear_trainer(sink, log_every_n_steps=9).fit(*data, val_check_interval=2)
+    (val, epoch) = sink.rows
+    assert (val.kind, val.step, epoch.kind, epoch.step) == ("val", 2, "epoch", 4)
+    assert [*val.values] == ["val_loss", "val_accuracy"]
+    assert [*epoch.numbers()] == [
+        *("epoch_loss", "epoch_accuracy", "val_loss", "val_accuracy")
+    ]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
+def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path, is_old):
+    data = batches(*[8] * 5), batches(8)
+    options = {"val_check_interval": 2, "log_every_n_steps": 9}
+    every = options.pop("log_every_n_steps")
+    first, second = Keeps(tmp_path), Keeps(tmp_path)
+    trainer = linear_trainer(first, log_every_n_steps=every)
+
+    class Saves(Callback):
+        def on_boundary(self, trainer):
+            if trainer.global_step == 3:
+                trainer.save(tmp_path / "saved")
+
+    trainer.callbacks.append(Saves())
+    trainer.fit(*data, **options)
+    resumed = linear_trainer(second, log_every_n_steps=every)
+    resumed.load(tmp_path / "saved")
+    if is_old:  # before there was a record, each logger kept what was not written
+        state = resumed.record.state_dict()["validation"]
+        resumed.record.rewind({
+            "run_id": resumed.record.run_id, "global_step": 3, "current_epoch": 0,
+            "callbacks": {"Keeps": {"validation": state[1:]}, "Old": {}},
+        })  # fmt: skip
+    resumed.fit(*data, **options)
+    resumed.fit(*data, max_epochs=2, **options)
+    assert second.rows[: len(first.rows)] == first.rows
+    assert second.calls == [("rewind", 3), ("close",), ("close",)]
