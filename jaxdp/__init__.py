@@ -34,6 +34,7 @@ from .trainer import Trainer
 
 if TYPE_CHECKING:
     from . import finders, testing
+    from .extras.muon import muon
     from .plan.plan import Plan
 
 __version__ = "0.2.0"
@@ -66,16 +67,22 @@ __all__ = [
     "finders",
     "load_model",
     "losses",
+    "muon",
     "save_model",
     "strategies",
     "testing",
 ]
+
+_EXTRAS = ("muon",)
+"""Functions, each in the file of its name."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports what most scripts do without when it is first asked for."""
     if name in ("finders", "testing"):
         return importlib.import_module(f".{name}", __name__)
+    if name in _EXTRAS:
+        return getattr(importlib.import_module(f".extras.{name}", __name__), name)
     if name == "Plan":
         return importlib.import_module(".plan", __name__).Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,7 +41,7 @@ from .precision import (
     float32_products,
     note_on_products,
 )
-from .remat import Remat, check_remat, is_recomputed, outermost_matching
+from .remat import Remat, check_remat, is_recomputed, matches, outermost_matching
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps

@@ -1,0 +1,232 @@
+"""Muon that stays split, beside optax's."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from jaxdp import (
+    FSDP,
+    Ensemble,
+    LocalSGD,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    Stack,
+    TensorParallel,
+    Trainer,
+    ZeRO,
+    muon,
+)
+
+WIDTH = 16
+
+
+class Block(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.up = eqx.nn.Linear(WIDTH, 2 * WIDTH, key=keys[0])
+        self.down = eqx.nn.Linear(2 * WIDTH, WIDTH, key=keys[1])
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.tanh(self.up(x)))
+
+
+class Model(eqx.Module):
+    """Matrices in a stack and outside, one that nothing divides, and an embedding."""
+
+    embed: eqx.nn.Embedding
+    blocks: Stack
+    middle: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 8)
+        self.embed = eqx.nn.Embedding(20, WIDTH, key=keys[0])
+        self.blocks = Stack([Block(key) for key in keys[3:6]])
+        self.middle = eqx.nn.Linear(WIDTH, WIDTH, key=keys[1])
+        self.head = eqx.nn.Linear(WIDTH, 7, key=keys[2])
+
+    def __call__(self, token):
+        return self.head(self.middle(self.blocks(self.embed(token))))
+
+
+def axes(params):
+    """What optax is to take for matrices, in Equinox's order of axes."""
+    labels = jax.tree.map(lambda _: None, params)
+    where = lambda m: (  # noqa: E731
+        m.blocks.stacked.up.weight,
+        m.blocks.stacked.down.weight,
+        m.middle.weight,
+        m.head.weight,
+    )
+    is_leaf = lambda x: x is None  # noqa: E731
+    numbers = [MuonDimensionNumbers(-1, -2)] * 4
+    return eqx.tree_at(where, labels, numbers, is_leaf=is_leaf)
+
+
+def batches(count=2):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, (count, 16)).astype(np.int32)
+    return [(row, row % 7) for row in tokens]
+
+
+@functools.cache
+def losses(optimizer, strategy=SingleDevice, epochs=4):
+    trainer = Trainer(
+        Model(jax.random.key(0)),
+        optimizer,
+        loss="cross_entropy",
+        strategy=strategy(),
+        enable_progress_bar=False,
+    )
+    return trainer.fit(batches(), max_epochs=epochs)["loss"]
+
+
+OURS = muon(0.02)
+OPTAX = optax.contrib.muon(0.02, muon_weight_dimension_numbers=axes)
+
+
+def test_fifty_steps_are_those_of_optax_given_the_same_axes():
+    params = eqx.filter(Model(jax.random.key(0)), eqx.is_array)
+
+    def run(optimizer):
+        def step(carry, key):
+            params, state = carry
+            grads = jax.tree.map(
+                lambda leaf: leaf + jax.random.normal(key, leaf.shape), params
+            )
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        keys = jax.random.split(jax.random.key(1), 50)
+        return jax.lax.scan(step, (params, optimizer.init(params)), keys)[0][0]
+
+    options = {"weight_decay": 0.1, "consistent_rms": 0.2}
+    pairs = [
+        (OURS, OPTAX),
+        (
+            muon(0.01, **options, nesterov=False, adam_learning_rate=1e-3, beta=0.9),
+            optax.contrib.muon(
+                0.01,
+                **options,
+                nesterov=False,
+                adam_learning_rate=1e-3,
+                beta=0.9,
+                muon_weight_dimension_numbers=axes,
+            ),
+        ),
+    ]
+    for ours, theirs in pairs:
+        for one, other in zip(
+            *(
+                jax.tree.leaves(jax.jit(run, static_argnums=0)(o))
+                for o in (ours, theirs)
+            ),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+STRATEGIES = [
+    Sharded,
+    Pmap,
+    ZeRO,
+    FSDP,
+    functools.partial(FSDP, min_size=100),
+    functools.partial(FSDP, gather="once"),
+    lambda: TensorParallel({"data": 4, "model": 2}, [("*middle.weight", P("model"))]),
+    lambda: Pipeline(3, 2, devices=3),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_every_layout_trains_as_one_device_does(strategy):
+    found = losses(OURS, strategy)
+    np.testing.assert_allclose(found, losses(OURS), rtol=1e-5)
+
+
+def test_it_is_the_optimizer_of_replicas_and_of_members():
+    assert losses(OURS, functools.partial(LocalSGD, 2))[-1] < losses(OURS)[0]
+    members = eqx.filter_vmap(Model)(jax.random.split(jax.random.key(0), 2))
+    trainer = Trainer(
+        members,
+        OURS,
+        loss="cross_entropy",
+        ensemble=Ensemble(2),
+        enable_progress_bar=False,
+    )
+    history = trainer.fit(batches(), max_epochs=2)
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def sent(optimizer, wide):
+    """Bytes that all devices send in a step under FSDP, and products of one device."""
+
+    class Wide(eqx.Module):
+        blocks: Stack | list
+
+        def __call__(self, x):
+            if isinstance(self.blocks, Stack):
+                return self.blocks(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    layers = [eqx.nn.Linear(128, 128, use_bias=False, key=key) for key in keys]
+    model = Wide(Stack(layers) if wide else layers)
+    trainer = Trainer(
+        model,
+        optimizer,
+        loss="mse",
+        strategy=FSDP(gather="auto" if wide else "once"),
+        enable_progress_bar=False,
+    )
+    x = np.ones((16, 128), np.float32)
+    trainer.fit([(x, x)])
+    plan = trainer.running_plan()
+    compiled = trainer.run.compiled_train_step()
+    return plan.wire_bytes, compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("in_stack", [True, False])
+def test_it_sends_little_more_than_adam_and_divides_the_products(in_stack):
+    of_adam, few = sent(optax.adam(1e-3), in_stack)
+    of_muon, many = sent(muon(1e-3), in_stack)
+    factor = 1.5 if in_stack else 1.0  # of F, what Adam sends
+    assert of_muon / of_adam * factor < 1.7
+    whole = 8 * 5 * 3 * 2 * 128**3  # eight matrices, five iterations of three products
+    assert (many - few) / whole < 1 / 8 + 0.05
+
+
+def test_patterns_leave_matrices_to_adam():
+    params = eqx.filter(Model(jax.random.key(0)), eqx.is_array)
+    state = muon(0.01, adam=["head", "blocks.stacked.up.*"]).init(params)
+    first = state.inner_states["muon"].inner_state[0].mean
+    assert not isinstance(first.head.weight, jax.Array)
+    assert not isinstance(first.blocks.stacked.up.weight, jax.Array)
+    assert isinstance(first.blocks.stacked.down.weight, jax.Array)
+    assert isinstance(first.middle.weight, jax.Array)
+    assert not isinstance(first.embed.weight, jax.Array)
+    with pytest.raises(ValueError, match="'haed' matches no leaf.* head.weight"):
+        muon(0.01, adam="haed").init(params)
+
+
+def test_a_step_is_orthogonal():
+    params = {"w": jnp.zeros((8, 24))}
+    grads = {"w": jax.random.normal(jax.random.key(0), (8, 24))}
+    optimizer = muon(1.0)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    singular = np.linalg.svd(updates["w"], compute_uv=False)
+    assert 0.6 < singular.min() and singular.max() < 1.3
