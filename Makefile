@@ -45,7 +45,8 @@ test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-guards: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow tests/strategies tests/engine \
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and (bits or not kin)" \
+	  tests/strategies tests/engine \
 	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py
 
 # First of all, every test is collected: without torch, and with another JAX.

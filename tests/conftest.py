@@ -70,6 +70,13 @@ def pytest_runtest_makereport(item):
     return report
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "bits: about the same bits, which CI guards whole"
+    )
+    config.addinivalue_line("markers", "kin: a slow case of a test that has quick ones")
+
+
 LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "data"
 """What takes long comes first: at the end one process would wait for another."""
 
@@ -78,7 +85,7 @@ LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "d
 def pytest_collection_modifyitems(items):
     """Marks the slow cases of tests, by `slow_cases` and `slow_but` with their ids.
 
-    Others of the same test show the same promise in less time.
+    Others of the same test show the same promise in less time: these are its `kin`.
     """
     items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
     known = collections.defaultdict(set)
@@ -94,3 +101,4 @@ def pytest_collection_modifyitems(items):
             assert in_part or not unknown, f"{item.nodeid}: there are no {unknown}"
             if (item.callspec.id in mark.args) == (mark.name == "slow_cases"):
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.kin)

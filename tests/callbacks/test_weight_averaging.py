@@ -42,6 +42,9 @@ def make_trainer(*callbacks, strategy=None, model=None, **options):
     )
 
 
+@pytest.mark.slow_but(
+    "0.9-Sharded({'data': 8})", "0.0-SingleDevice(cpu:0)", "None-Pmap(2)"
+)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("decay", [0.9, 0.0, None])
 def test_the_average_is_that_of_torch(strategy, decay):
@@ -103,6 +106,7 @@ def test_training_is_as_without_it():
     np.testing.assert_array_equal(plain.seen, averaged.seen)
 
 
+@pytest.mark.slow_but("Sharded({'data': 8})", "FSDP({'data': 8})")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, ZeRO(), FSDP()], ids=repr)
 def test_validation_and_prediction_take_the_average(strategy):
     x, y = rows(16)

@@ -165,6 +165,7 @@ def all_numbers(on_device, strategy=SingleDevice, **options):
     return recorder.losses, bits(trainer.state), str(history), predicted, mixed
 
 
+@pytest.mark.slow_but("SingleDevice-several", "Sharded-accumulated", "FSDP-single")
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_grad_batches": 2}, {"steps_per_execution": 3}],
@@ -177,6 +178,7 @@ def test_rows_taken_on_the_devices_give_the_bits_of_the_host(name, options):
     assert found == wanted
 
 
+@pytest.mark.slow_cases("no jit")
 @pytest.mark.parametrize("way", ["no jit", "donated"])
 def test_so_they_do_where_the_device_keeps_nothing(way):
     options = {"callbacks": [DonateBuffers("all")]} if way == "donated" else {}

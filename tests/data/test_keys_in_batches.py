@@ -61,6 +61,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_but("jit", "pmap")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_are_what_their_data_are(layout):
     losses, val, _ = fit(keyed(), **LAYOUTS[layout]())

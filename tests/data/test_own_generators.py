@@ -167,6 +167,7 @@ def test_other_rows_after_a_resume_are_noticed(tmp_path, steps, sampler):
         assert part in message
 
 
+@pytest.mark.slow_but("Same-2", "Tells-6", "<lambda>-8")
 @pytest.mark.parametrize("steps", [2, 6, 8])
 @pytest.mark.parametrize("sampler", [Same, Tells, lambda: Draws(24)])
 def test_the_same_rows_after_a_resume_are_no_cause_for_alarm(tmp_path, steps, sampler):

@@ -19,6 +19,8 @@ from jaxdp.callbacks import (
     NanGuard,
 )
 
+pytestmark = pytest.mark.bits
+
 RAGGED = (16,) * 11 + (5,)
 
 

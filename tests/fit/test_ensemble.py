@@ -312,6 +312,7 @@ def test_a_metric_over_a_pass_is_of_each_member(strategy):
     assert found["val_n_hits"] == hits.mean() and found["val_n_rows"] == 50
 
 
+@pytest.mark.slow_cases("strategy1")
 @pytest.mark.parametrize("strategy", [Sharded(8), Members(2)])
 def test_parts_train_the_members_each_by_itself(strategy):
     def hinge(model, x, y):

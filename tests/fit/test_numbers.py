@@ -67,7 +67,7 @@ def single():
     return run(SingleDevice(), metrics=["accuracy"])
 
 
-@pytest.mark.slow_but("sharded4", "sharded8")
+@pytest.mark.slow_but("sharded8")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_fifty_steps_with_dropout_and_ragged_tails_equal_one_device(name, single):
     losses, trainer = run(STRATEGIES[name](), metrics=["accuracy"])
@@ -334,6 +334,7 @@ def test_accumulation_keeps_rows_that_interact_at_their_true_size():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow_but("SingleDevice-options0", "Sharded-options1", "FSDP-options2")
 @pytest.mark.parametrize("options", [{}, {"ensemble": 2}, {"steps_per_execution": 2}])
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
 def test_losses_under_x64_are_float64(strategy, options):

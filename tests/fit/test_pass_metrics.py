@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow_cases("scalar", "one")
+@pytest.mark.slow_but("jit", "fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_given_the_rows_that_came_in_their_order(layout):
     strategy, options = LAYOUTS[layout]()

@@ -71,6 +71,9 @@ def by_rule(first):
     return TensorParallel({"data": 4, "model": 2}, rules)
 
 
+@pytest.mark.slow_but(
+    "<lambda>0-tuple", "<lambda>1-list", "by_rule-dict", "<lambda>0-named tuple"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", [
     lambda first: SingleDevice(), lambda first: FSDP(min_size=1), by_rule,
@@ -84,6 +87,7 @@ def test_several_models_train_as_a_module_of_them(kind, strategy, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow_but("tuple", "dict")
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_paths_are_written_as_users_write_them(kind, tmp_path):
     model, first, second = KINDS[kind]

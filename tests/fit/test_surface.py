@@ -131,6 +131,9 @@ def loaders():
     yield "subset", DataLoader(more, 8, sampler=SubsetRandomSampler(range(32, 64)))
 
 
+@pytest.mark.slow_but(
+    "2-16-list", "0.25-8-shuffle", "1.0-32-arrays", "2-16-workers", "2-16-subset"
+)
 @pytest.mark.parametrize("loader", [pytest.param(v, id=k) for k, v in loaders()])
 @pytest.mark.parametrize("share, count", [(2, 16), (0.25, 8), (1.0, 32)])
 def test_overfitting_takes_the_first_rows_of_both_loaders(loader, share, count):

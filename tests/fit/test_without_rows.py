@@ -82,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_but("jit", "fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_without_a_batch_is_trained(layout):
     recorder, found = trainer(**LAYOUTS[layout]())
@@ -91,6 +92,7 @@ def test_a_loss_without_a_batch_is_trained(layout):
     assert found.global_step == STEPS
 
 
+@pytest.mark.slow_but("jit-alone", "pmap-tuple", "fsdp-list")
 @pytest.mark.parametrize(
     "batch",
     [Whole(POINTS), (Whole(POINTS),), [Whole(jnp.asarray(POINTS))]],

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_but("SingleDevice", "bitwise")
+@pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_on_the_host_between_steps_and_the_bits_are_the_same(case):
     donation = DonateBuffers()

@@ -125,6 +125,7 @@ def _step(trainer, recorder, data):
     return recorder.losses[-1], jax.tree.leaves(grads)
 
 
+@pytest.mark.slow_but("sharded8-dropout and a ragged batch", "sharded8-BatchNorm")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", [
     pytest.param(name, marks=[] if name == "sharded8" else slow) for name in STRATEGIES

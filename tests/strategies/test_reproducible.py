@@ -14,6 +14,8 @@ from toys import Mlp, NormNet, Recorder, batches, cross_entropy
 from jaxdp import Bitwise, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.strategies.bitwise import _options_on
 
+pytestmark = pytest.mark.bits
+
 EVERYWHERE = [lambda: SingleDevice(), lambda: Sharded(2), lambda: Pmap(4), Sharded]
 
 

@@ -63,7 +63,7 @@ RULES = [
 ]
 
 
-@pytest.mark.slow_but("<lambda>3", "<lambda>15")
+@pytest.mark.slow_but("<lambda>3")
 @pytest.mark.parametrize(
     "strategy",
     [
