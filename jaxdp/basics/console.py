@@ -101,6 +101,12 @@ def note(message: str) -> None:
         _logger.debug(message)
 
 
+@functools.cache
+def say_once(message: str) -> None:
+    """`say`, but a message that was said before."""
+    say(message)
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning at the user's line that led here.
 

@@ -3,15 +3,14 @@
 from .arrays import Arrays
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_targets, targeted, to_host, without_ignored
+from .limit import capped, check_limit
 from .loader_state import checksum
-from .padding import Dispatch, Packer
+from .padding import Dispatch, Packer, Placed
 from .shares import GlobalShare, LocalShare, Share
 from .source import (
     ALL,
     NO_LOADER,
     Position,
     Source,
-    capped,
-    check_limit,
     open_loader,
 )

@@ -63,7 +63,8 @@ class Arrays:
         check_choice("drop_last", drop_last, (True, False))
         check_choice("on_device", on_device, ("auto", True, False))
         check_count("seed", seed, least=0)
-        self.tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
+        tree = with_key_data(arrays[0] if len(arrays) == 1 else arrays)
+        self.tree = jax.tree.map(_on_host, tree)
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.shuffle, self.drop_last, self.on_device = shuffle, drop_last, on_device
         self._is_told = False
@@ -192,6 +193,10 @@ class ArraysSource(Source):
 
     def _own_generators(self) -> dict[str, Any]:
         return {}
+
+
+def _on_host(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf  # on the host
 
 
 def _ignores_rows(tree: Any) -> bool:

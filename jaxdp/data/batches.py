@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..step import Batch, Picked, Rowless, as_given, with_rows
 
@@ -74,9 +75,10 @@ def inputs_of(batch: Batch) -> Any:
 def read_only(batch: Batch) -> Batch:
     """A host batch as its loader gave it, over memory that can't be written to."""
     leaves, treedef = jax.tree.flatten(batch)
-    views = [leaf.view() for leaf in leaves]
+    views = [leaf if isinstance(leaf, jax.Array) else leaf.view() for leaf in leaves]
     for view in views:
-        view.flags.writeable = False
+        if isinstance(view, np.ndarray):
+            view.flags.writeable = False
     return as_given(jax.tree.unflatten(treedef, views))
 
 

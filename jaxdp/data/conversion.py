@@ -1,17 +1,29 @@
 """Batches of a user's loader as NumPy arrays that JAX takes: checked and narrowed."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..basics.console import some_of
+from ..basics.console import say_once, some_of
 from ..basics.tree import is_key
-from ..step import NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
+from ..step import (
+    IN_FLIGHT,
+    NOTHING,
+    Batch,
+    Group,
+    KeyData,
+    Picked,
+    Rowless,
+    with_rows,
+)
 from .batches import Portion, leaf_name
+from .rows import is_there
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -21,10 +33,21 @@ _NARROW = {
 }
 
 
-def to_host(batch: Any, *, copy: bool = False) -> Batch:
-    """A batch as NumPy arrays of 32 bits at most, all with the same number of rows.
+_LATE = f" (This was seen up to {IN_FLIGHT} steps after it happened.)"
 
-    Those in a `Whole` need no rows, and stay in it; a batch of these alone is one row.
+_SPANS = (
+    "{} is a jax.Array that spans processes, of which none has all rows. With"
+    " `data`='global' each process must have the whole batch (it takes its rows of"
+    " it), with 'local' its own rows: pass an array of this process's devices, such"
+    " as jax.device_put(rows, jax.local_devices()[0])."
+)
+
+
+def to_host(batch: Any, *, copy: bool = False) -> Batch:
+    """A batch as arrays of 32 bits at most, all with the same number of rows.
+
+    JAX's arrays stay where they are; all others come as NumPy's. Those in a `Whole`
+    need no rows, and stay in it; a batch of these alone is one row.
     Typed PRNG keys come as `KeyData`. Arrays on the CPU are not copied,
     unless narrowing does, or `copy` asks for it: for sources that may write the next
     batch into the same place. A list is taken as a tuple, since torch's default collate
@@ -45,12 +68,18 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     arrays = []
     keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
-        array = as_numpy(leaf)
-        if array is None and _is_key(leaf):
+        is_jax = type(leaf) is not np.ndarray and isinstance(leaf, jax.Array)
+        array: Any = leaf if is_jax else as_numpy(leaf)
+        if is_jax and is_key(leaf):
             keys[index] = _key_data(batch, index, leaf)
             array = keys[index].data
         if array is None or not _is_of_numbers(array.dtype):
             raise TypeError(_not_numbers(batch, index, leaf))
+        if is_jax:
+            if not array.is_fully_addressable:
+                raise ValueError(_SPANS.format(leaf_name(batch, index)))
+            arrays.append(array)
+            continue
         if not array.dtype.isnative:  # big-endian, as some files are
             array = array.astype(array.dtype.newbyteorder("="))
         if not wide and array.dtype in _NARROW:
@@ -103,23 +132,59 @@ def targeted(group: Group, num_classes: int | None) -> Any:
     return None, *group.whole.rows(group.batch.index, tuple(others))
 
 
-def check_targets(batch: Batch, num_classes: int | None) -> None:
+def check_targets(
+    batch: Batch, num_classes: int | None
+) -> Callable[[Any], None] | None:
     """Raises for a negative weight in a batch `(x, y)` or `(x, y, weight)`, and for an
-    integer label that is no class of the model."""
-    if len(batch) == 3 and (least := batch[2].min()) < 0:
+    integer label that is no class of the model.
+
+    Of what is on the devices it returns what raises, once they are done with a step.
+    """
+    labels: Any
+    _, labels, *weights = batch
+    looked_at = weights if num_classes is None else [labels, *weights]
+    if is_there(looked_at):
+        bounds = _bounds_there(looked_at, num_classes is not None)
+        return lambda _: _check_bounds(bounds, num_classes, _LATE)
+    least, low, high = 0, 0, 0
+    if weights:
+        least = weights[0].min()
+    if num_classes is not None:
+        low, high = labels.min(), labels.max()
+        if (low < 0 or high >= num_classes) and weights:
+            labels = labels[_counting(weights[0])]
+            low, high = labels.min(initial=0), labels.max(initial=0)
+    _check_bounds((least, low, high), num_classes)
+    return None
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _bounds_there(looked_at: list[Any], has_labels: bool) -> tuple[Any, Any, Any]:
+    label, *weights = looked_at if has_labels else (None, *looked_at)
+    if label is None:
+        return weights[0].min(), 0, 0
+    if not weights:
+        return 0, label.min(), label.max()
+    (weight,) = weights
+    counting = _counting(weight).reshape(*label.shape[:2], *[1] * (label.ndim - 2))
+    label = jnp.where(counting, label, 0)
+    return weight.min(), label.min(), label.max()
+
+
+def _check_bounds(
+    bounds: tuple[Any, Any, Any], num_classes: int | None, when: str = ""
+) -> None:
+    """Raises for a least weight, a least label and a greatest that can't be: JAX would
+    clamp and wrap such labels, silently."""
+    least, low, high = bounds
+    if least < 0:  # waits for the device, if it is there
         raise ValueError(
-            f"weights must be 0 or more, since the mean is divided by their sum; this"
+            "weights must be 0 or more, since the mean is divided by their sum; this"
             f" batch (x, y, weight) has {least}. For factors with a sign, as advantages"
             " are, multiply the losses by them in a `loss_fn(model, x, y, factor)`."
+            f"{when}"
         )
-    if num_classes is None:
-        return
-    labels = batch[1]  # JAX would clamp and wrap them, silently
-    low, high = labels.min(), labels.max()
-    if (low < 0 or high >= num_classes) and len(batch) == 3:
-        labels = labels[_counting(batch[2])]
-        low, high = labels.min(initial=0), labels.max(initial=0)
-    if low < 0 or high >= num_classes:
+    if num_classes is not None and (low < 0 or high >= num_classes):
         remedy = (
             "(Rows to be ignored can have any label and the weight 0: (x, y, weight).)"
         )
@@ -127,7 +192,7 @@ def check_targets(batch: Batch, num_classes: int | None) -> None:
             remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(
             f"labels must be 0 to {num_classes - 1}, of {num_classes} classes; this"
-            f" batch has labels from {low} to {high}. {remedy}"
+            f" batch has labels from {low} to {high}. {remedy}{when}"
         )
 
 
@@ -145,7 +210,11 @@ def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
     """
     if isinstance(batch, Picked):  # of no table with such rows
         return batch
-    if len(batch) != 3 or (counts := _counting(batch[2])).all():
+    if len(batch) != 3:
+        return batch
+    if is_there(batch):  # to look whether there are such rows would be to wait
+        return _replaced_there(batch) if apart else batch
+    if (counts := _counting(batch[2])).all():
         return batch
     if not apart:
         for index, leaf in enumerate(jax.tree.leaves(batch[:1] if in_step else batch)):
@@ -158,18 +227,30 @@ def without_ignored(batch: Batch, apart: bool, in_step: bool) -> Batch:
                     " in the dataset or `collate_fn`."
                 )
         return batch
-    first = np.arange(len(counts)), counts.argmax(axis=1)
+    return _replaced(batch, np)
 
-    def replaced(leaf: np.ndarray) -> np.ndarray:
-        rows = leaf[first]
-        rows[~counts.any(axis=1)] = 0
+
+def _replaced(batch: Batch, numpy: Any) -> Batch:
+    """The batch with other values where rows do not count, by NumPy or JAX's."""
+    counts = _counting(batch[2])
+    first = numpy.arange(len(counts)), counts.argmax(axis=1)
+
+    def replaced(leaf: Any) -> Any:
+        shape = len(counts), *[1] * (leaf.ndim - 2)
+        some = counts.any(axis=1).reshape(shape)
+        rows = numpy.where(some, leaf[first], numpy.zeros((), leaf.dtype))
         there = counts.reshape(*counts.shape, *[1] * (leaf.ndim - 2))
-        return np.where(there, leaf, rows[:, None])
+        return numpy.where(there, leaf, rows[:, None])
 
     return *jax.tree.map(replaced, batch[:2]), batch[2]
 
 
-def _counting(weight: np.ndarray) -> np.ndarray:
+@jax.jit
+def _replaced_there(batch: Batch) -> Batch:
+    return _replaced(batch, jnp)
+
+
+def _counting(weight: Any) -> Any:
     """Which rows of stacked batches `(batches, rows, ...)` have any weight."""
     return (weight != 0).reshape(*weight.shape[:2], -1).any(axis=2)
 
@@ -181,6 +262,13 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(leaf, torch.Tensor):
+            if leaf.device.type not in ("cpu", "meta"):
+                say_once(
+                    f"a loader gives tensors on {leaf.device.type!r}: they are copied"
+                    " to the host, and torch holds a part of the device's memory"
+                    " beside JAX. Leave them on the CPU, or give jax.Arrays"
+                    " (jax.dlpack.from_dlpack), which stay where they are"
+                )
             if leaf.dtype == torch.bfloat16:
                 import ml_dtypes
 
@@ -196,16 +284,11 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
     return None
 
 
-def _is_key(leaf: Any) -> bool:
-    """Whether it is an array of typed PRNG keys."""
-    return isinstance(leaf, jax.Array) and is_key(leaf)
-
-
 def with_key_data(tree: Any) -> Any:
     """The tree with typed PRNG keys as `to_host` has them."""
     leaves, treedef = jax.tree.flatten(tree)
     numbered = enumerate(leaves)
-    keys = {i: _key_data(tree, i, leaf) for i, leaf in numbered if _is_key(leaf)}
+    keys = {i: _key_data(tree, i, leaf) for i, leaf in numbered if is_key(leaf)}
     return _with_keys(treedef, leaves, keys)
 
 
@@ -224,7 +307,7 @@ def _key_data(batch: Any, index: int, key: Any) -> KeyData:
             " each row a key, jax.random.split(key, rows), or put one that is for all"
             " rows into a jaxdp.Whole(key)."
         )
-    return KeyData(np.asarray(jax.random.key_data(key)), jax.random.key_impl(key))
+    return KeyData(jax.random.key_data(key), jax.random.key_impl(key))
 
 
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:

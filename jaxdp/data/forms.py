@@ -19,7 +19,8 @@ Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...], *tuple[int, ...]]
 """A form as it is compared: the structure, and each leaf's shape without its rows, and
 dtype; of rows of a table, how many it has besides."""
 
-Leaves = list[np.ndarray]
+Leaves = list[Any]
+"""NumPy's arrays, and JAX's."""
 
 
 class Form:

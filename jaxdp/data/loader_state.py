@@ -10,7 +10,6 @@ state is all there is: shuffle buffers, for one, are often left out.
 
 import base64
 import collections
-import functools
 import time
 import zlib
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from ..basics.console import say
+from ..basics.console import say_once
 from ..step import Batch
 
 _COST: Final = 0.02
@@ -129,7 +128,7 @@ class OwnState:
         try:
             return _encoded(self._told())
         except _NotJson as error:
-            _say_once(
+            say_once(
                 f"`{self.argument}`: the state of {type(self.owner).__name__} has a"
                 f" {error} in it, which can't be saved as JSON; a resumed run will"
                 " replay its batches instead"
@@ -218,11 +217,6 @@ def _is_of_grain(thing: Any) -> bool:
 
 def _is_of_torchdata(thing: Any) -> bool:
     return type(thing).__module__.startswith("torchdata.stateful_dataloader")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    say(message)
 
 
 class _NotJson(TypeError):

@@ -14,12 +14,22 @@ from ..distributed import RowBlocks
 from ..step import Batch, Group, Picked
 from .batches import Portion, counts_of, own_of
 from .forms import Form, Forms, Leaves, key_of
+from .rows import rows_at, stacked
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
 
 _Counts = tuple[int, ...]
 """How many real rows each block of a batch has."""
+
+
+class Placed(NamedTuple):
+    """Batches as a compiled step takes them, put on the devices."""
+
+    step: Any
+    groups: Any
+    checks: tuple[Callable[[Any], None], ...]
+    """What raises for targets that were there, given a result of the step."""
 
 
 class Dispatch(NamedTuple):
@@ -36,6 +46,8 @@ class Dispatch(NamedTuple):
     """Of the groups, in words."""
     shape: Hashable
     """What a compiled step depends on: the split, the steps, each group's sizes."""
+    placed: Placed | None = None
+    """The groups on their way to the devices, ahead of their turn."""
 
     @property
     def nbytes(self) -> int:
@@ -215,15 +227,10 @@ class Packer:
             return leaves
         stops = list(itertools.accumulate(counts_here))
 
-        def padded(leaf: np.ndarray) -> np.ndarray:
-            parts = []
-            for count, stop in zip(counts_here, stops, strict=True):
-                missing = (size - count, *leaf.shape[1:])
-                parts.append(leaf[stop - count : stop])
-                parts.append(np.broadcast_to(leaf[:1], missing))
-            return np.concatenate(parts)
-
-        return [padded(leaf) for leaf in leaves]
+        index = np.zeros((len(stops), size), np.int32)  # the padding is of row 0
+        for block, (count, stop) in enumerate(zip(counts_here, stops, strict=True)):
+            index[block, :count] = range(stop - count, stop)
+        return [rows_at(leaf, index.ravel()) for leaf in leaves]
 
     def _fills_shards(self, counts: _Counts) -> bool:
         """Whether blocks of so many rows need no padding."""
@@ -237,7 +244,7 @@ class Packer:
         shards = self.num_shards // self.blocks.count
         size = math.ceil(max(counts) / shards) * shards
         local = self._with_padding(leaves, counts, size)
-        collected = self._collect([leaf[None] for leaf in local])
+        collected = self._collect([stacked([leaf]) for leaf in local])
         starts = range(0, self.blocks.count * size, size)
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
@@ -290,9 +297,7 @@ def _are_same(windows: list[list[Batch]]) -> bool:
 
 
 def _stacked(micros: list[Leaves]) -> Leaves:
-    if len(micros) == 1:  # no copy
-        return [leaf[None] for leaf in micros[0]]
-    return [np.stack(leaves) for leaves in zip(*micros, strict=True)]
+    return [stacked(leaves) for leaves in zip(*micros, strict=True)]
 
 
 @functools.lru_cache

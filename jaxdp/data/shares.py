@@ -18,6 +18,7 @@ from .batches import Portion, rows_of
 from .forms import Key, key_of, shapes_of
 from .loader_state import checksum
 from .padding import Packer
+from .rows import rows_at
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""
@@ -243,10 +244,16 @@ _WHOLES_DIFFER: Final = (
 
 
 def _first_row(batch: Batch) -> Batch:
-    return jax.tree.map(np.array, map_rows(lambda leaf: leaf[:1], batch))
+    def copied(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # on the host
+
+    first = map_rows(lambda leaf: rows_at(leaf, np.zeros(1, np.int32)), batch)
+    return jax.tree.map(copied, first)
 
 
-def _taken(leaf: np.ndarray, places: list[range]) -> np.ndarray:
+def _taken(leaf: Any, places: list[range]) -> Any:
+    if isinstance(leaf, jax.Array):
+        return rows_at(leaf, np.concatenate([*map(np.asarray, places)]))  # on the host
     if len(places) == 1:
         return leaf[places[0].start : places[0].stop]
     return np.concatenate([leaf[place.start : place.stop] for place in places])

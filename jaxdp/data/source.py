@@ -1,5 +1,6 @@
 """Any iterable of batches, epoch by epoch."""
 
+import collections
 import contextlib
 import dataclasses
 import inspect
@@ -10,11 +11,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Si
 from typing import Any, Final
 
 import jax
-import numpy as np
 
 from ..basics.console import Outlet, open_bar, warn
 from ..step import NOTHING, Batch
 from .conversion import to_host
+from .limit import capped
 from .loader_state import OwnState, checksum, generators_of, own_state
 from .random_states import set_states, states_of
 from .shares import Share
@@ -75,6 +76,8 @@ class Source:
         self._own = self._own_state()
         self._keeps_places = self._goes_on = False
         self._passes: list[Generator[Batch, None, None]] = []
+        # What an iterator has given for steps that are not begun.
+        self._given: collections.deque[Batch] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:
@@ -124,12 +127,16 @@ class Source:
 
     def epoch(self, position: Position = START) -> Iterator[Batch]:
         """Host batches of an epoch from a position on, in order."""
-        position = self._begin(position)
+        given = [*self._given]
+        skip = position.batches + len(given)
+        position = self._begin(dataclasses.replace(position, batches=skip))
         # What is no list may write every batch into the same memory.
         copy = not isinstance(self.loader, list | tuple)
         peek = None if self.is_iterator else self._peek_here
-        batches = self._positioned(position)
-        return self.share.of(self._converted(batches, position, copy), peek)
+        batches = self._converted(self._positioned(position), position, copy)
+        return self.share.of(
+            itertools.chain(given, batches) if given else batches, peek
+        )
 
     def close(self) -> None:
         """Ends the passes that were not read to their end.
@@ -171,6 +178,15 @@ class Source:
         self._keeps_places = True
         if self._own is not None:
             self._own.trained = trained
+
+    def let_go(self, count: int) -> None:
+        """So many batches more are begun: an iterator does not give them again."""
+        for _ in range(min(count, len(self._given))):
+            self._given.popleft()
+
+    def go_on_from(self, other: "Source") -> None:
+        """Gives first what another source has read of the same iterator too far."""
+        self._given = other._given
 
     def place(self, trained: int) -> Any:
         """A place in the present epoch, not after batch `trained`, if known; JSON."""
@@ -364,6 +380,7 @@ class Source:
         self, batches: Iterator[Any], position: Position, copy: bool, ready: bool
     ) -> Generator[Batch, None, None]:
         keeper = self._own if self._keeps_places else None
+        gives_once = self._keeps_places and self.is_iterator
         for batch_idx in itertools.count(position.batches):
             try:
                 if keeper is not None:
@@ -381,6 +398,8 @@ class Source:
                 )
                 self._explain(exception)
                 raise
+            if gives_once:
+                self._given.append(host)
             yield host
 
 
@@ -460,40 +479,3 @@ def _is_loader(found: Any) -> bool:
 
 def _is_over(a_pass: Generator[Batch, None, None]) -> bool:
     return inspect.getgeneratorstate(a_pass) == inspect.GEN_CLOSED
-
-
-def check_limit(name: str, limit: Any) -> None:
-    """Raises unless `limit` is None, a number of batches or a share of them."""
-    if limit is None:
-        return
-    is_whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if not is_whole and not isinstance(limit, float):
-        raise TypeError(
-            f"`{name}` must be an int (batches) or a float (share of them); got"
-            f" {limit!r} of type {type(limit).__name__}."
-        )
-    if is_whole and limit < 0:
-        raise ValueError(f"`{name}` must be 0 or more batches; got {limit}.")
-    if not is_whole and not 0 <= limit <= 1:
-        raise ValueError(f"`{name}` as a share must be from 0.0 to 1.0; got {limit}.")
-
-
-def capped(name: str, limit: int | float | None, available: int | None) -> int | None:
-    """`limit` in batches: a float is a share of the `available` ones."""
-    check_limit(name, limit)
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return None  # all of them, however many come
-    if not isinstance(limit, float):
-        return int(limit)
-    if available is None:
-        raise ValueError(
-            f"`{name}`={limit} is a share of an epoch, and the length of the loader is"
-            " not known; pass a number of batches."
-        )
-    count = int(available * limit)
-    if count == 0 and limit and available:
-        raise ValueError(
-            f"`{name}`={limit} of {available} batches is less than one batch; pass a"
-            " larger share, a number of batches, or 0 for none."
-        )
-    return count

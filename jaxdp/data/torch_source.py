@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..basics.console import say_once
 from ..step import Batch
 from .batches import taken
 from .index_lists import IndexLists
@@ -226,6 +227,11 @@ class TorchSource(SeededSource):
         self._seeded_lists.lists, self._workers = iter(()), None
 
     def _begun(self) -> Iterator[Any]:
+        if self.loader.pin_memory:
+            say_once(
+                f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
+                " beside JAX. It speeds up torch's own copies alone: leave it out"
+            )
         with safe_workers(self.loader):
             return started(self.loader, self.argument)
 

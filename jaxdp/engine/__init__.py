@@ -3,5 +3,5 @@
 from .engine import Engine
 from .fetching import Fetching
 from .hyperparams import RATES
-from .in_flight import wait
+from .in_flight import num_in_flight, wait
 from .programs import Kind, StepOptions

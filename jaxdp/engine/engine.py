@@ -1,10 +1,11 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
+import collections
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,14 +14,15 @@ from jaxtyping import Array, PyTree
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
 from ..basics.tracebacks import noted
-from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
+from ..data import (
+    Dispatch,
+    Packer,
+)
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
     Batch,
     CallsPython,
-    CriterionObjective,
-    Facts,
     Group,
     Metrics,
     Steps,
@@ -36,9 +38,17 @@ from .dispatch_size import DispatchSize
 from .eager import Debugged, Debugging, debugging
 from .fetching import Fetching
 from .held_state import HeldState, placed_first, shapes_of_first
-from .in_flight import InFlight
+from .in_flight import InFlight, most_bytes_in_flight
+from .placing import Placing
 from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
-from .row_counts import Counts
+
+
+class Ready(NamedTuple):
+    """A batch of a pass, packed, and the step that takes it."""
+
+    batch: Batch
+    dispatch: Dispatch
+    compiled: Program
 
 
 class Engine:
@@ -58,6 +68,7 @@ class Engine:
         abstract: whether there are only shapes: nothing is placed, no step can run.
 
     Attributes:
+        placing: how batches come to the devices, and when.
         one_by_one: whether a dispatch takes one step, whatever was asked for.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
@@ -82,7 +93,6 @@ class Engine:
         self.one_by_one = False
         self.steps_per_epoch: int | None = None
         self._convolves: bool | None = None
-        self._counts = Counts()
         self._as_asked = strategy, steps_per_execution, in_order
         self._work(steps, debugging())
         strategy = self.strategy
@@ -93,6 +103,9 @@ class Engine:
         else:
             self.state = placed_first(parts, model_state, steps, strategy, seed)
         self._mind_convolutions()
+        if not abstract:
+            self.placing.puts_ahead = self._platform != "cpu"
+            self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
 
     def _work(self, steps: Steps, mode: Debugging) -> None:
         """Makes ready for `steps` from the start, as JAX's settings want it."""
@@ -111,7 +124,7 @@ class Engine:
         self.packers: dict[Kind, Packer] = {
             kind: self._packer(what, in_order) for kind, what in WHAT.items()
         }
-        self._sizes_taken: dict[Kind, Mapping[str, int]] = {k: {} for k in WHAT}
+        self.placing = Placing(strategy, self.programs, self.packers, self._blocks)
 
     def follow_settings(self) -> None:
         """Goes on as JAX's settings for debugging are now; see `eager`."""
@@ -137,9 +150,9 @@ class Engine:
 
         Inside a loop they take about five times as long, and round otherwise.
         """
-        devices = self.held.arrays[0].sharding.device_set
-        unroll = any(device.platform == "cpu" for device in devices)
-        unroll = unroll and not self._mode.without_jit  # loops are Python's
+        unroll = (
+            self._platform == "cpu" and not self._mode.without_jit
+        )  # Python's loops
         self.programs.set(unroll_convolutions=unroll)
 
     @property
@@ -152,29 +165,22 @@ class Engine:
         self.held.put(state, self.strategy)
 
     @property
+    def _devices(self) -> list[Any]:
+        return [*self.held.arrays[0].sharding.device_set]
+
+    @property
+    def _platform(self) -> str:
+        return self._devices[0].platform
+
+    @property
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
         return 1 if self.one_by_one else self._dispatch_size.steps
 
-    def _placed(
-        self, kind: Kind, dispatch: Dispatch, compiled: Program
-    ) -> Sequence[Group]:
-        """The batches of a dispatch, past all checks, as its step takes them."""
-        if self._sizes_taken[kind] != (sizes := self.packers[kind].forms.sizes):
-            self._sizes_taken[kind] = dict(sizes)
-        groups = self.strategy.place_batch(dispatch.groups, split=dispatch.split)
-        # What a step may overwrite is not there for the next one, and a strategy of the
-        # user's may return any callable, and counts of its own.
-        is_shared = self.programs.options.donate != "all"
-        is_known = isinstance(compiled, jax.stages.Compiled)
-        if is_shared and is_known and type(groups[0].counts) is np.ndarray:
-            return self._counts.placed(groups, compiled)
-        return groups
-
     def _packer(self, what: str, in_order: bool) -> Packer:
         strategy = self.strategy
 
-        def collect(leaves: list[np.ndarray]) -> list[np.ndarray]:
+        def collect(leaves: list[Any]) -> list[np.ndarray]:
             (group,) = strategy.place_batch([Group(leaves, None)], split=True)
             return strategy.fetch(group.batch)
 
@@ -183,13 +189,15 @@ class Engine:
     def _shapes(self, dispatch: Dispatch) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
         if self._is_abstract:
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-                dispatch.groups,
-            )
+            return jax.tree.map(_shape_of, dispatch.groups)
+        # Where JAX's arrays are now is not where the step takes them.
+        groups = jax.tree.map(
+            lambda leaf: _shape_of(leaf) if isinstance(leaf, jax.Array) else leaf,
+            dispatch.groups,
+        )
         if not dispatch.split or self._blocks.count == 1:
-            return dispatch.groups
-        return [self._blocks.whole(group) for group in dispatch.groups]
+            return groups
+        return [self._blocks.whole(group) for group in groups]
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
@@ -221,7 +229,7 @@ class Engine:
         for kind, packer in self.packers.items():
             sizes = {form: rows for of, form, rows in named if of == kind and rows}
             packer.forms.start_from(sizes)
-            self._sizes_taken[kind] = sizes
+            self.placing.sizes_taken[kind] = sizes
 
     def dispatches(self, windows: list[list[Batch]]) -> Iterator[Dispatch]:
         """The batches of some optimizer steps, packed as they are dispatched.
@@ -286,7 +294,7 @@ class Engine:
         if not several or "train" not in self.facts:
             return False
         try:
-            self._check_targets("train", dispatch)
+            self.placing.check_targets("train", dispatch)
         except ValueError:
             return True
         return False
@@ -298,8 +306,7 @@ class Engine:
         if is_new := compiled is None:
             compiled = self.compiled_for("train", dispatch)
         facts, steps = self.facts["train"], len(dispatch.rows)
-        if is_new or steps == 1 or self._blocks.count > 1:  # others: when packed
-            self._check_targets("train", dispatch)
+        placed = self.placing.placed("train", dispatch, compiled)
         if is_new and facts.rows_interact > self.packers["train"].rows_interact:
             raise ValueError(
                 "in batches of this shape, values of a row depend on other rows."
@@ -308,21 +315,21 @@ class Engine:
             )
 
         # The steps. Nothing here waits for the device.
-        if facts.weighted:  # nothing to do for most
-            dispatch = self._without_ignored(dispatch, facts)
-        groups = self._placed("train", dispatch, compiled)
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        arrays, (means, inside) = compiled(self.held.arrays, groups)
+        arrays, (means, inside) = compiled(self.held.arrays, placed.groups)
         self.held.replace(arrays)
 
         # Not too many at once.
-        check = check_gradients if tells_of_gradients(facts, means) else None
+        checks = placed.checks
+        if tells_of_gradients(facts, means):
+            checks = (*checks, check_gradients)
+        nbytes = self.placing.bytes_per_device(dispatch)
         if steps > 1:
-            self.in_flight.add(means, LONG_IN_FLIGHT, check)
+            self.in_flight.add(means, nbytes, checks, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
-        self.in_flight.add(means, check=check)
+        self.in_flight.add(means, nbytes, checks)
         if started:
             means.block_until_ready()  # waits for the device, in the trial only
             self._dispatch_size.time(
@@ -349,23 +356,23 @@ class Engine:
     def evaluate(
         self,
         weights: list[Array],
-        batch: Batch,
+        ready: Ready,
         totals: Any,
         batch_idx: int,
         outputs: Fetching,
     ) -> Any:
-        """`totals` with those of `batch` added; start from `Steps.new_totals()`.
+        """`totals` with those of a batch added; start from `Steps.new_totals()`.
 
         Predictions and targets, if they are kept, are added to `outputs`.
         """
+        batch, dispatch, compiled = ready
         with noted(f"in batch {batch_idx}"):
-            dispatch, compiled = self.prepare("evaluate", batch)
-            self._check_targets("evaluate", dispatch)
-            groups = self._placed("evaluate", dispatch, compiled)
+            placed = self.placing.placed("evaluate", dispatch, compiled)
             totals, means, *kept = compiled(
-                weights, totals, np.int32(batch_idx), groups
+                weights, totals, np.int32(batch_idx), placed.groups
             )
-        self.in_flight.add(means)
+        nbytes = self.placing.bytes_per_device(dispatch)
+        self.in_flight.add(means, nbytes, placed.checks)
         for values in kept:
             outputs.add(values, batch)
         return totals
@@ -383,11 +390,11 @@ class Engine:
         """
         predictions = self.fetching("predict", gather=gather)
         weights = self.weights() if weights is None else weights
-        for number, x in enumerate(inputs):
+        ready = self.ready("predict", inputs)
+        for number, (x, dispatch, compiled) in enumerate(ready):
             with noted(f"in batch {number}"):
-                dispatch, compiled = self.prepare("predict", x)
-                groups = self._placed("predict", dispatch, compiled)
-                predictions.add(compiled(weights, groups), x)
+                placed = self.placing.placed("predict", dispatch, compiled)
+                predictions.add(compiled(weights, placed.groups), x)
         return predictions.rows()
 
     def fetching(self, kind: Kind, *, gather: bool = True) -> Fetching:
@@ -403,6 +410,20 @@ class Engine:
         steps = self.programs.steps._replace(inside=(), remat=False)
         jaxpr = self.programs.traced(steps, self.state, dispatch)
         return matmul_flops(jaxpr) / rows_in(dispatch.groups)
+
+    def ready(self, kind: Kind, batches: Iterable[Batch]) -> Iterator[Ready]:
+        """The batches of a pass, each packed and with its step; on accelerators once
+        the next one is on its way there."""
+        waiting: collections.deque[Ready] = collections.deque()
+        for number, batch in enumerate(batches):
+            with noted(f"in batch {number}"):
+                dispatch, compiled = self.prepare(kind, batch)
+            if self.placing.puts_ahead:
+                dispatch = self.placing.put(kind, dispatch)
+            waiting.append(Ready(batch, dispatch, compiled))
+            if len(waiting) > self.placing.puts_ahead:
+                yield waiting.popleft()
+        yield from waiting
 
     def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
         """`batch` packed, and the step for its shape, compiled if it is a new one."""
@@ -430,7 +451,7 @@ class Engine:
                 raise
             return self.compiled_for(kind, dispatch)
         except Exception as error:
-            self._unpad(kind)
+            self.placing.unpad(kind)
             forms = self.packers[kind].forms
             if not self.programs.has(kind):
                 # The first batch did not fit the model; the next one may be another.
@@ -438,37 +459,6 @@ class Engine:
             for note in filter(None, map(forms.note, dispatch.groups)):
                 error.add_note(note)
             raise
-
-    def _check_targets(self, kind: Kind, dispatch: Dispatch) -> None:
-        facts = self.programs.facts_of.get((kind, dispatch.forms))
-        objective = self.programs.steps.objective
-        if facts is None or not isinstance(objective, CriterionObjective):
-            return
-        for group in dispatch.groups:
-            try:
-                check_targets(targeted(group, facts.num_classes), facts.num_classes)
-            except ValueError:
-                self._unpad(kind)
-                raise
-
-    def _without_ignored(self, dispatch: Dispatch, facts: Facts) -> Dispatch:
-        """The same with copies of real rows in the place of those of weight 0."""
-        objective = self.programs.steps.objective
-        if not isinstance(objective, CriterionObjective):
-            return dispatch  # only its author knows what in a batch is a weight
-        apart = not facts.rows_interact
-        groups = [
-            group._replace(
-                batch=without_ignored(group.batch, apart, objective.is_named)
-            )
-            for group in dispatch.groups
-        ]
-        return dispatch._replace(groups=groups)
-
-    def _unpad(self, kind: Kind) -> None:
-        """No batch is padded to the size of one that is refused."""
-        if self._blocks.count == 1:  # several processes must stay of one mind
-            self.packers[kind].forms.start_from(self._sizes_taken[kind])
 
     def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
@@ -485,3 +475,7 @@ class Engine:
                     " differently there"
                 )
         return not self._convolves
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -2,41 +2,84 @@
 
 import collections
 import operator
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
+import jax
 from jaxtyping import Array
 
 from ..step import IN_FLIGHT
+
+BYTES_IN_FLIGHT: Final = 0.05
+"""Of a device's memory, at most, that batches take which wait for their step."""
+
+LEAST_IN_FLIGHT: Final = 2
+"""Dispatches, however large: with one, the device would wait for the host."""
 
 # waits for the device
 wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
 """Waits for the device to be done with an array."""
 
-_Check = Callable[[Array], None] | None
+Check = Callable[[Array], None]
+"""Raises for what a result of a step, that is there, shows to be wrong."""
 
 
 class InFlight:
-    """Bounds how far the host runs ahead of the device."""
+    """Bounds how far the host runs ahead of the device.
+
+    Attributes:
+        most_bytes: of batches in flight, per device, if that is bounded.
+    """
 
     def __init__(self) -> None:
         self.wait: Callable[[Array], object] = wait
-        self._waiting: collections.deque[tuple[Array, _Check]] = collections.deque()
+        self.most_bytes: float = float("inf")
+        self._waiting: collections.deque[tuple[Array, int, tuple[Check, ...]]] = (
+            collections.deque()
+        )
+        self._bytes = 0
 
-    def add(self, array: Array, most: int = IN_FLIGHT, check: _Check = None) -> None:
-        """Counts a dispatch by one of its results; waits for the one `most` ago, which
-        is then checked."""
-        self._waiting.append((array, check))
-        while len(self._waiting) > most:
+    def add(
+        self,
+        array: Array,
+        nbytes: int,
+        checks: tuple[Check, ...] = (),
+        most: int = IN_FLIGHT,
+    ) -> None:
+        """Counts a dispatch by one of its results, and the bytes of its batches; waits
+        for the one `most` ago, which is then checked, or for more."""
+        self._waiting.append((array, nbytes, checks))
+        self._bytes += nbytes
+        while len(self._waiting) > most or (
+            self._bytes > self.most_bytes and len(self._waiting) > LEAST_IN_FLIGHT
+        ):
             self._wait_for_first()
 
     def check_all(self) -> None:
         """Waits until all is checked that was to be."""
-        while any(check is not None for _, check in self._waiting):
+        while any(checks for *_, checks in self._waiting):
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:
-        array, check = self._waiting.popleft()
+        array, nbytes, checks = self._waiting.popleft()
+        self._bytes -= nbytes
         self.wait(array)
-        if check is not None:
+        for check in checks:
             check(array)
+
+
+def most_bytes_in_flight(devices: Iterable[Any]) -> float:
+    """What batches may take of a device, of several that of the smallest.
+
+    CPUs and other devices that do not tell how much they have are not bounded.
+    """
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
+    known = [limit for limit in limits if limit]
+    return BYTES_IN_FLIGHT * min(known) if known else float("inf")
+
+
+def num_in_flight(nbytes: int, memory: float) -> int:
+    """How many dispatches of so many bytes are in flight on a device at most."""
+    fitting = int(BYTES_IN_FLIGHT * memory // max(1, nbytes))
+    return min(max(fitting, LEAST_IN_FLIGHT), IN_FLIGHT)

@@ -122,10 +122,12 @@ def _totals(
         engine = run.engine
         weights = engine.weights() if weights is None else weights
         outputs = engine.fetching("evaluate")
-        for batch_idx, batch in enumerate(_pass(trainer, source, prefix, limit)):
-            run.engine_for(batch)
-            totals = engine.evaluate(weights, batch, totals, batch_idx, outputs)
+        batches = _pass(trainer, source, prefix, limit)
+        batches = (batch for batch in batches if run.engine_for(batch))
+        for batch_idx, ready in enumerate(engine.ready("evaluate", batches)):
+            totals = engine.evaluate(weights, ready, totals, batch_idx, outputs)
             after_batch()
+        engine.in_flight.check_all()
 
     if batch_idx < 0:
         raise ValueError(source.gave_nothing())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..basics.console import say, warn
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Position, Source
+from ..data import Dispatch, Position, Source, taken
 from ..engine import wait
 from ..step import Batch
 from .limits import Limits
@@ -37,6 +37,8 @@ class Feed:
         self._trainer, self._run = trainer, trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
         self._begun: Iterator[Dispatch] | None = None
+        self._waiting: list[list[Batch]] = []  # steps that are read, and not begun
+        self._refused: Exception | None = None  # of the engine, not of the loader
         self._shows_one = False  # a single step, to see what the caller does
 
     def begin(self) -> None:
@@ -59,13 +61,50 @@ class Feed:
             self._begun = itertools.chain(prepared, dispatches)
         except Exception as wrong:
             wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
-            run.progress.begin()
+            run.progress.begin(len(first.windows[0]))
             raise
 
     def epoch(self) -> Iterator[Dispatch]:
         """What is left of the present epoch."""
         begun, self._begun = self._begun, None
-        return self._dispatches() if begun is None else begun
+        return self._put_ahead(self._dispatches() if begun is None else begun)
+
+    def _put_ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Each dispatch; on accelerators once the next one is on its way there.
+
+        Where the next one fails, those before it are taken first.
+        """
+        run, placing = self._run, self._run.engine.placing
+        if placing.puts_ahead:
+            dispatches = (placing.put("train", dispatch) for dispatch in dispatches)
+        coming, error = taken(dispatches, 1)
+        while coming:
+            (present,), coming = coming, []
+            if placing.puts_ahead and self._may_read_on(present):
+                self._waiting = present.windows
+                coming, error = taken(dispatches, 1)
+            yield present
+            self._waiting = []
+            if not coming and error is None:
+                coming, error = taken(dispatches, 1)
+        if error is None:
+            return
+        if error is self._refused:
+            error.add_note(place(run))
+            run.progress.begin(run.accumulate_grad_batches)  # gone, too
+        raise error
+
+    def _may_read_on(self, present: Dispatch) -> bool:
+        """Whether what comes after a dispatch may be read before that is begun."""
+        run, limits = self._run, self._limits
+        after = run.progress.global_step + len(present.windows)
+        is_last = limits is not None and limits.done(after, 0)
+        if is_last or self._is_callers or not self._source.may_read_ahead:
+            return False
+        if run.engine.steps_per_execution == 1:
+            return True
+        stop = self._hooks.next_stop(self._trainer)  # how many come then, it tells then
+        return stop is None or stop > after
 
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
@@ -77,6 +116,10 @@ class Feed:
 
         who = self._hooks.who_looks_inside_blocks()
         engine.one_by_one = False
+        # The batches of a loop that may decide them are read when it asks for them.
+        self._is_callers = limits is None and not isinstance(
+            self._source.loader, list | tuple
+        )
         if limits is None and engine.steps_per_epoch is None:
             self._take_one_by_one(
                 "the loop is the caller's, and how many batches come is not known: they"
@@ -142,16 +185,15 @@ class Feed:
             # Of a loader that fails, the batches before it are trained on first.
             room = self._room()
             ready = steps if room == 1 else self._until_it_looks(steps)
-            windows, error = progress.take(ready, room)
+            windows, error = taken(ready, room)
             if not windows and error is None:
                 return
             if self._source.looks and not engine.one_by_one:
-                self._follow(steps_before=len(windows) - 1)
+                self._follow(steps_before=len(self._waiting) + len(windows) - 1)
             try:
                 yield from engine.dispatches(windows)
             except Exception as wrong:
-                progress.begin()  # the wrong batch does not come again
-                wrong.add_note(place(run))
+                self._refused = wrong
                 raise
         raise error
 
@@ -161,9 +203,11 @@ class Feed:
         if most == 1 or not self._source.may_read_ahead or self._caller_looks():
             return 1
         stop = self._hooks.next_stop(self._trainer)
-        rooms = [most] if stop is None else [most, stop - progress.global_step]
+        step = progress.global_step + len(self._waiting)
+        done = progress.done + sum(map(len, self._waiting))
+        rooms = [most] if stop is None else [most, stop - step]
         if self._limits is not None:
-            left = self._limits.steps_until_stop(progress.global_step, progress.done)
+            left = self._limits.steps_until_stop(step, done)
             rooms += [] if left is None else [left]
         return max(1, min(rooms))
 

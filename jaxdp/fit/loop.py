@@ -414,7 +414,7 @@ def take(
                     record.before_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
-                progress.begin()
+                progress.begin(len(window))
                 if number == 0:
                     results = iter(_dispatched(run, dispatch))
                 progress.count(window, dispatch.rows[number])
@@ -453,7 +453,7 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
     rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.ahead :]
     run.ahead = 0
     for window, rows in rest:
-        run.progress.begin()
+        run.progress.begin(len(window))
         run.progress.count(window, rows)
 
 

@@ -1,13 +1,12 @@
 """How far a run is, over fits, kills and resumes: counters, and which batch is next."""
 
-import collections
 import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..data import Position, Share, Source, checksum, taken, windows
+from ..data import Position, Share, Source, checksum, windows
 from ..step import Batch
 
 _ONLY: Final = "val"
@@ -43,8 +42,6 @@ class Progress:
         self._start = Position()  # of the next pass over the source
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # in a checkpoint
-        self._taken: collections.deque[list[Batch]] = collections.deque()
-        self._taken_from: Any = None
         self._last: Any = None  # the batch that was trained last
         self._thread = threading.get_ident()  # that takes the steps
 
@@ -112,29 +109,17 @@ class Progress:
         self, source: Source, accumulate: int, limit: int | None
     ) -> Iterator[list[Batch]]:
         """What is left of an epoch of at most `limit` batches, window by window."""
-        kept = self._left_over(source)
         start, self._start = self._start, Position()
-        rest = source.epoch(
-            dataclasses.replace(start, epoch=self.epoch, batches=self.done + len(kept))
+        batches = source.epoch(
+            dataclasses.replace(start, epoch=self.epoch, batches=self.done)
         )
         left = None if limit is None else max(0, limit - self.done)
-        return windows(itertools.islice(itertools.chain(kept, rest), left), accumulate)
+        return windows(itertools.islice(batches, left), accumulate)
 
-    def take(
-        self, steps: Iterator[list[Batch]], room: int
-    ) -> tuple[list[list[Batch]], Exception | None]:
-        """At most `room` of `steps`, and the exception that came after them, if any.
-
-        They are kept until `begin` is called for each.
-        """
-        taken_now, error = taken(steps, room)
-        self._taken.extend(taken_now)
-        return taken_now, error
-
-    def begin(self) -> None:
-        """Lets go of the first window that is kept: its batches will not come again."""
-        if self._taken:  # else another pass has begun inside this one
-            self._taken.popleft()
+    def begin(self, batches: int) -> None:
+        """A step over so many batches begins. An iterator does not give them again."""
+        if self._source is not None:
+            self._source.let_go(batches)
 
     def count(self, window: list[Batch], rows: int) -> None:
         """A step over `window`, which has so many real rows, was taken."""
@@ -190,7 +175,7 @@ class Progress:
         self.val_metrics = state["val_metrics"]
         self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
         self.validated_at = state["validated_at"]
-        self._source = self._taken_from = None
+        self._source = None
         place = share.state(state["place"])
         self._position = Position(
             state=share.state(state["source"]),
@@ -218,14 +203,9 @@ class Progress:
 
     def _keep(self, source: Source) -> None:
         source.keep_places(lambda: self.done)
+        if self._source is not None and self._source.loader is source.loader:
+            source.go_on_from(self._source)
         self._source, self._thread = source, threading.get_ident()
-
-    def _left_over(self, source: Source) -> list[Batch]:
-        """What an iterator has given for steps that were not begun, taken up now."""
-        comes_again = not source.is_iterator or source.loader is not self._taken_from
-        batches = [] if comes_again else [batch for w in self._taken for batch in w]
-        self._taken_from, self._taken = source.loader, collections.deque()
-        return batches
 
 
 def _by_name(told: Any) -> dict[str, Any]:

@@ -60,8 +60,11 @@ class Memory(NamedTuple):
     overwritten: int
     """How many bytes of the results overwrite arguments."""
     program: int
+    in_flight: int
+    """Batches on accelerators that wait for their step: as many as fit into 5 % of the
+    memory, at least 2 dispatches, at most 8. The batch of the step itself is apart."""
     peak: int
-    """arguments + results - overwritten + temporary."""
+    """arguments + results - overwritten + temporary + in_flight."""
     host: int
     """Optimizer state in the host's memory between steps; not counted above."""
 

@@ -173,7 +173,8 @@ def _planned(
         planner: whose plan it is.
     """
     runs, count = engine.programs.of_training(), len(hosts)
-    reading = Reading(engine, hosts)
+    memory = None if devices.platform == "cpu" else _memory_of(devices, profile)
+    reading = Reading(engine, hosts, memory)
 
     products = reading.products
     return Plan(
@@ -209,6 +210,15 @@ def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
         by_default if name == BY_DEFAULT else name: count
         for name, count in products.items()
     }
+
+
+def _memory_of(devices: Devices, profile: Hardware | None) -> int:
+    """Bytes that JAX has of each device; 0 if that is not known."""
+    if devices.are_here:
+        told = (devices.devices[0].memory_stats() or {}).get("bytes_limit")
+        if told:
+            return told
+    return 0 if profile is None else usable_memory(profile)
 
 
 def _notes(

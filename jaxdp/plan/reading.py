@@ -11,6 +11,8 @@ import jax
 from ..basics.compiled import nbytes
 from ..basics.hardware import Hardware, usable_memory
 from ..basics.tree import leaf_path
+from ..engine import num_in_flight
+from ..step import LONG_IN_FLIGHT, TABLE
 from . import hlo
 from .leaves import leaves_of
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
@@ -31,9 +33,11 @@ class Reading:
     Args:
         engine: that has compiled it.
         hosts: the number of the host that each device is on, in the mesh's order.
+        memory: bytes that an accelerator has, 0 if that is not known; None of CPUs, to
+            which batches come in the call.
     """
 
-    def __init__(self, engine: Any, hosts: Sequence[int]):
+    def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
         strategy, runs = engine.strategy, engine.programs.of_training()
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
@@ -63,6 +67,7 @@ class Reading:
         self.leaves = self.state + self.batch
         self.params = [leaf for leaf in self.state if leaf.group == "parameters"]
         self.gathered = self._gathered_in_calls(state, strategy)
+        self.in_flight = 0 if memory is None else self._in_flight(memory)
 
     def memory(self) -> Memory:
         """What a device holds while it takes a step."""
@@ -90,9 +95,21 @@ class Reading:
             results=results,
             overwritten=overwritten,
             program=sizes.generated_code_size_in_bytes,
-            peak=arguments + results - overwritten + temporary,
+            in_flight=self.in_flight,
+            peak=arguments + results - overwritten + temporary + self.in_flight,
             host=host,
         )
+
+    def _in_flight(self, memory: int) -> int:
+        """Bytes of batches that wait on a device for their steps: those of the steps
+        that are launched, but for the one that runs, and the next one."""
+        nbytes = sum(
+            leaf.bytes_per_device
+            for leaf in self.batch
+            if leaf.path != "counts" and f"whole.{TABLE}" not in leaf.path
+        )
+        launched = num_in_flight(nbytes, memory)
+        return nbytes * (min(launched, LONG_IN_FLIGHT) if self.steps > 1 else launched)
 
     @functools.cached_property
     def traffic(self) -> tuple[Traffic, ...]:

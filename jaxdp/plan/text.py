@@ -88,6 +88,7 @@ def _memory(memory: Memory) -> Section:
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
     held["new results"] = memory.results - memory.overwritten
     held["temporary"] = memory.temporary
+    held["batches that wait"] = memory.in_flight
     shown = {label: size for label, size in held.items() if size}
     shown["peak"] = memory.peak
     moved = []

@@ -444,7 +444,7 @@ def put_rows(
     def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
         size = shape.shape[axis] // blocks.count
 
-        def part(index: Any) -> np.ndarray:
+        def part(index: Any) -> Any:
             start, stop, _ = index[axis].indices(shape.shape[axis])
             if blocks.count > 1:
                 here = blocks.own.index(start // size) * size

@@ -1,0 +1,214 @@
+"""Batches that are on the devices already: they never come to the host."""
+
+import contextlib
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax._src.array import ArrayImpl
+from jax.sharding import NamedSharding, PartitionSpec
+from toys import Mlp, rows
+
+from jaxdp import FSDP, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
+from jaxdp.data.conversion import to_host
+from jaxdp.data.padding import Packer
+from jaxdp.data.shares import GlobalShare
+from jaxdp.data.source import open_loader
+from jaxdp.distributed import RowBlocks
+
+X, Y = rows(22)  # the last batch is short
+
+
+@contextlib.contextmanager
+def unread(*trees):
+    """Fails if a value of these arrays comes to the host."""
+    arrays = {id(leaf) for leaf in jax.tree.leaves(trees)}
+    on_host = ArrayImpl._value
+
+    def value(array):
+        assert id(array) not in arrays, "an array of the loader came to the host"
+        return on_host.fget(array)
+
+    ArrayImpl._value = property(value)
+    try:
+        yield
+    finally:
+        ArrayImpl._value = on_host
+
+
+class Batches:
+    """Gives them anew in each epoch, as a loader does."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def batches(*arrays, size=4, place=lambda array: array):
+    """Of rows, in order."""
+    return [
+        tuple(place(array[start : start + size]) for array in arrays)
+        for start in range(0, len(arrays[0]), size)
+    ]
+
+
+def trained(loader, strategy, **options):
+    trainer = Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=strategy,
+        enable_progress_bar=False,
+        **options,
+    )
+    trainer.fit(Batches(loader), Batches(loader), max_epochs=2)
+    return trainer
+
+
+def same(one, other):
+    for ours, theirs in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def split(array):
+    """Over four devices, where they divide it."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data" if len(array) % 4 == 0 else None)
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+CASES = {
+    "one device": (SingleDevice, jnp.asarray, {}),
+    "another device": (SingleDevice, lambda x: jax.device_put(x, jax.devices()[1]), {}),
+    "split by JAX": (lambda: Sharded(4), jnp.asarray, {}),
+    "split already": (lambda: Sharded(4), split, {}),
+    "half of a batch": (lambda: FSDP(2), lambda x: x if x.ndim > 1 else split(x), {}),
+    "several batches": (
+        lambda: Sharded(2),
+        jnp.asarray,
+        {"accumulate_grad_batches": 4},
+    ),
+    "several steps": (SingleDevice, jnp.asarray, {"steps_per_execution": 3}),
+    "bitwise": (lambda: Bitwise(Sharded(2)), jnp.asarray, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_give_the_bits_of_the_host_and_never_come_there(case):
+    strategy, place, options = CASES[case]
+    on_host = trained(batches(X, Y), strategy(), **options)
+    there = batches(X, Y, place=place)
+    arrays = [leaf for leaf in jax.tree.leaves(there) if isinstance(leaf, jax.Array)]
+    with unread(arrays):
+        on_devices = trained(there, strategy(), **options)
+        predicted = on_devices.predict(Batches(there))
+    same(on_devices.state, on_host.state)
+    same(on_devices.history, on_host.history)
+    same(predicted, on_host.predict(Batches(batches(X, Y))))
+    assert all(not array.is_deleted() for array in arrays)
+
+
+def test_rows_of_weight_0_are_replaced_there():
+    weight = np.ones(len(X), np.float32)
+    weight[[2, 5]], x = 0, X.copy()
+    x[2] = np.nan
+    there = batches(x, Y, weight, place=jnp.asarray)
+    with unread(there):
+        on_devices = trained(there, SingleDevice())
+    same(on_devices.state, trained(batches(x, Y, weight), SingleDevice()).state)
+
+
+@pytest.mark.parametrize("wrong", ["a label", "a weight"])
+def test_what_is_wrong_there_is_told_a_few_steps_late(wrong):
+    labels, weight = Y.copy(), np.ones(len(X), np.float32)
+    labels[5] = 7 if wrong == "a label" else labels[5]
+    weight[5] = -1 if wrong == "a weight" else 1
+    match = {"a label": "labels must be 0 to 2", "a weight": "weights must be 0 or"}
+    there = batches(X, labels, weight, place=jnp.asarray)
+    with pytest.raises(ValueError, match=f"{match[wrong]}.*up to 8 steps after"):
+        trained(there, SingleDevice())
+    trainer = Trainer(Mlp(jax.random.key(0)), loss="cross_entropy")
+    with pytest.raises(ValueError, match=match[wrong]):
+        trainer.validate(there)
+
+
+def test_hooks_see_them_and_a_weak_type_is_none():
+    seen = []
+
+    class Sees(Callback):
+        def on_train_batch_start(self, trainer, batch, batch_idx):
+            seen.append(batch)
+
+    def step(batch):
+        model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+        trainer = Trainer(
+            model,
+            loss_fn=lambda m, x, t: jax.vmap(m)(x).sum(1) * t.astype(jnp.float16),
+            callbacks=[Sees()],
+        )
+        trainer.fit([batch])
+        return trainer.state
+
+    x, time = np.full((2, 2), 0.5, np.float32), np.float32(2.0)
+    weak = jnp.full((2, 2), 0.5), Whole(jnp.asarray(2.0))
+    assert weak[0].weak_type and weak[1].array.weak_type
+    with unread(weak):
+        state = step(weak)
+    same(state, step((x, Whole(time))))
+    assert seen[0][0] is weak[0]
+
+
+def test_of_several_processes_each_takes_its_rows_there(monkeypatch):
+    packer = Packer(4, "training", RowBlocks(2, (1,)))
+    share = GlobalShare(None, lambda: packer)
+    there = batches(X[:14], Y[:14], size=8, place=jnp.asarray)
+    with unread(there):
+        first, last = share.of(iter(there), None)
+        dispatch = packer.pack([[last]])
+    assert first.counts == (4, 4) and last.counts == (4, 2)
+    same(first.own, (X[4:8], Y[4:8]))
+    same(last.own, (X[12:14], Y[12:14]))
+    padded = X[[12, 13, 12, 12]], Y[[12, 13, 12, 12]]
+    same(dispatch.groups[0].batch, [leaf[None] for leaf in padded])
+
+    monkeypatch.setattr(ArrayImpl, "is_fully_addressable", False)
+    with pytest.raises(ValueError, match=r"batch\[0\] is a jax.Array that spans"):
+        to_host(there[0])
+
+
+def test_tensors_on_a_gpu_are_told_of_once(caplog):
+    torch = pytest.importorskip("torch")
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    for _ in range(2):
+        (x,) = to_host((torch.ones(2).as_subclass(OnGpu),))
+    assert type(x) is np.ndarray
+    assert caplog.text.count("gives tensors on 'cuda': they are copied") == 1
+
+
+def test_pinned_memory_of_an_iterable_is_told_of_once(caplog):
+    pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(np.ones((4, 2), np.float32))
+
+    loader = DataLoader(Stream(), 2)
+    loader.pin_memory = True  # torch itself warns where there is no GPU
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert len(list(open_loader(loader, "train_loader", 0).epoch())) == 2
+    assert caplog.text.count("`train_loader` has pin_memory=True") == 1

@@ -1,0 +1,173 @@
+"""Batches are on the devices before the step that runs is launched, on accelerators."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, rows
+
+from jaxdp import Callback, Sharded, SingleDevice, Trainer
+from jaxdp.engine.in_flight import InFlight, most_bytes_in_flight, num_in_flight
+
+X, Y = rows(24)
+BATCHES = [(X[start : start + 4], Y[start : start + 4]) for start in range(0, 24, 4)]
+
+
+def trainer(strategy=None, *, ahead=True, **options):
+    """One that takes CPUs for accelerators, if `ahead`."""
+    made = Trainer(
+        Mlp(jax.random.key(0)),
+        optax.adam(1e-2),
+        loss="cross_entropy",
+        strategy=strategy or SingleDevice(),
+        enable_progress_bar=False,
+        **options,
+    )
+    made.run.engine.placing.puts_ahead = ahead
+    return made
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What JAX is asked for, in order: ("put", first value) and ("call", "")."""
+    happened = []
+    put, call = jax.device_put, jax.stages.Compiled.__call__
+
+    def putting(arrays, *others, **options):
+        leaves = jax.tree.leaves(arrays)
+        is_batch = leaves and type(leaves[0]) is np.ndarray and leaves[0].ndim == 3
+        if is_batch:
+            happened.append(("put", leaves[0][0, 0, 0].item()))
+        return put(arrays, *others, **options)
+
+    def calling(self, *arguments, **options):
+        happened.append(("call", None))
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(jax, "device_put", putting)
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", calling)
+    return happened
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, lambda: Sharded(4)])
+def test_the_next_batch_is_put_before_the_present_step_is_launched(strategy, events):
+    made = trainer(strategy())
+    made.fit(BATCHES[:1])
+    events.clear()
+    made.fit(BATCHES, max_epochs=2)
+    puts = [("put", x[0, 0].item()) for x, _ in BATCHES]
+    expected = [puts[0]]
+    for following in puts[1:]:
+        expected += [following, ("call", None)]
+    assert events == [*expected, ("call", None)]
+
+    events.clear()
+    made.validate(BATCHES)
+    made.predict(BATCHES)
+    order = [what for what, _ in events if what == "put"]
+    assert len(order) == 2 * len(BATCHES)
+    for start in range(len(events) - 2):
+        assert [what for what, _ in events[start : start + 3]].count("call") < 3
+
+
+def test_on_cpus_nothing_is_put(events):
+    made = trainer(ahead=False)
+    made.fit(BATCHES)
+    assert not [what for what, _ in events if what == "put"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 4},
+        {"steps_per_execution": 4},
+        {"max_steps": 7},
+        {"interval": 2, "steps_per_execution": 3},
+    ],
+    ids=str,
+)
+def test_numbers_are_the_same(options):
+    def fit(ahead):
+        settings = dict(options)
+        limits = {"max_epochs": 2}
+        if "max_steps" in settings:
+            limits = {"max_steps": settings.pop("max_steps")}
+        interval = settings.pop("interval", None)
+        made = trainer(ahead=ahead, **settings)
+        made.fit(BATCHES, BATCHES, val_check_interval=interval, **limits)
+        return made
+
+    one, other = fit(True), fit(False)
+    assert one.global_step == other.global_step
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (one.state, other.state)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_wrong_is_told_when_its_turn_comes():
+    wrong = X[:4], np.full(4, 7)
+    made = trainer()
+    with pytest.raises(ValueError, match="labels must be 0 to 2") as caught:
+        made.fit([*BATCHES[:2], wrong, *BATCHES[2:]])
+    assert made.global_step == 2
+    assert "in batch 2 of epoch 0" in "".join(caught.value.__notes__)
+
+    def failing():
+        yield from BATCHES[:3]
+        raise OSError("the disk")
+
+    made = trainer()
+    with pytest.raises(OSError, match="the disk"):
+        made.fit(failing())
+    assert made.global_step == 3
+
+
+def test_an_iterator_that_was_read_too_far_goes_on_where_it_was():
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            trainer.should_stop = True
+
+    stream = iter(BATCHES)
+    made = trainer(callbacks=[Stops()])
+    made.fit(stream, max_epochs=-1)
+    made.callbacks = []
+    made.fit(stream, max_epochs=-1, max_steps=len(BATCHES))
+    whole = trainer(ahead=False)
+    whole.fit(BATCHES)
+    assert eqx.tree_equal(made.state.params, whole.state.params)
+
+
+def test_batches_that_a_callers_loop_may_decide_are_not_read_ahead():
+    given = []
+
+    def stream():
+        for batch in BATCHES:
+            given.append(batch)
+            yield batch
+
+    for number, _ in enumerate(trainer().steps(stream()), 1):
+        assert len(given) == number
+
+
+def test_what_is_in_flight_is_bounded_by_bytes():
+    class Device:
+        process_index = 0
+
+        def __init__(self, limit):
+            self.limit = limit
+
+        def memory_stats(self):
+            return self.limit and {"bytes_limit": self.limit}
+
+    assert most_bytes_in_flight([Device(2000), Device(1000)]) == 50
+    assert most_bytes_in_flight([Device(None)]) == float("inf")
+    waited, flight = [], InFlight()
+    flight.wait, flight.most_bytes = waited.append, 50
+    for number, nbytes in enumerate([20, 20, 20, 60, 60, 60, 1, 1, 1]):
+        flight.add(number, nbytes)
+    assert waited == [0, 1, 2, 3, 4, 5]  # two at least are on their way
+    assert [num_in_flight(n, 1000) for n in (0, 20, 25, 60)] == [8, 2, 2, 2]
+    assert num_in_flight(6, 1000) == 8 and num_in_flight(10, 1000) == 5
