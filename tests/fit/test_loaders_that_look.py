@@ -109,8 +109,14 @@ PLACES = [
 
 
 @pytest.mark.parametrize("steps", [4, "auto"])
-@pytest.mark.parametrize("what", LOOKS)
-@pytest.mark.parametrize("strategy, place", PLACES)
+@pytest.mark.parametrize(
+    "strategy, place, what",
+    [
+        pytest.param(*place, what, marks=[pytest.mark.slow] * (0 < i and 0 < j))
+        for i, place in enumerate(PLACES)
+        for j, what in enumerate(LOOKS)
+    ],
+)
 def test_what_a_loader_sees_of_the_trainer_is_up_to_date(strategy, what, place, steps):
     seen = []
     trainer = trainer_of(strategy, steps_per_execution=steps)

@@ -35,6 +35,18 @@ class Stops(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.slow_but(
+    "1-minimum0-2",
+    "1-minimum1-2",
+    "1-minimum2-5",
+    "1-minimum3-4",
+    "1-minimum4-8",
+    "1-minimum5-6",
+    "1-minimum6-8",
+    "1-minimum7-2",
+    "4-minimum2-5",
+    "4-minimum3-4",
+)
 @pytest.mark.parametrize("minimum, steps", [
     ({}, 2),
     ({"min_steps": 1}, 2),
