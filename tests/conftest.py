@@ -1,6 +1,7 @@
 """Eight faked devices, checked types; tiny models and data."""
 
 import collections
+import gc
 import logging
 import os
 import pathlib
@@ -75,6 +76,12 @@ def pytest_configure(config):
         "markers", "bits: about the same bits, which CI guards whole"
     )
     config.addinivalue_line("markers", "kin: a slow case of a test that has quick ones")
+
+
+def pytest_collection_finish(session):
+    """Has the garbage collector pass over all that was imported, which stays."""
+    gc.collect()
+    gc.freeze()
 
 
 LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "data"

@@ -141,6 +141,7 @@ def test_losses_are_smoothed_as_in_lightning():
     assert found._smoothed() == pytest.approx(expected)
 
 
+@pytest.mark.slow_but("12-nan", "40-10.0")
 @pytest.mark.parametrize("unlucky", [10.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [12, 40])
 def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
@@ -167,6 +168,7 @@ def test_one_unlucky_batch_neither_ends_nor_blanks_it(unlucky, place):
     assert np.isfinite(found._smoothed()).sum() == 99 + np.isfinite(unlucky)
 
 
+@pytest.mark.slow_but("0-None", "12-sgd", "40-adam")
 @pytest.mark.parametrize("optimizer", [None, optax.sgd, optax.adam])
 @pytest.mark.parametrize("place", [0, 12, 40])
 def test_a_batch_of_nan_does_not_spoil_the_steps_after_it(place, optimizer):

@@ -129,6 +129,14 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.slow_cases(
+    "shares",
+    "steps, validated too",
+    "epochs, every second of which is validated",
+    "the last too",
+    "accumulation",
+    "a signal at the end of an epoch",
+)
 @pytest.mark.parametrize("of_saver, of_fit, of_trainer", [
     pytest.param(*each, id=name) for name, each in COMBINATIONS.items()
 ])  # fmt: skip

@@ -74,6 +74,7 @@ def by_hand(steps, loader, epochs=4, loop=lambda trainer, metrics: None, **optio
     return found, recorder.losses, trainer
 
 
+@pytest.mark.slow_but("1-list", "2-tuple", "2-Sized")
 @pytest.mark.parametrize("loader", [list, tuple, Sized])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loop_by_hand_over_known_batches_has_blocks(loader, accumulate):

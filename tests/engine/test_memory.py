@@ -50,6 +50,7 @@ def step_of(*, strategy, micro_batches=1, **options):
     return step.memory_analysis().temp_size_in_bytes, history["loss"][-1]
 
 
+@pytest.mark.slow_but("SingleDevice", "FSDP")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap, FSDP])
 def test_micro_batches_hold_activations_of_one_at_a_time(strategy):
     whole, expected = step_of(strategy=strategy())

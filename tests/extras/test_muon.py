@@ -138,19 +138,22 @@ def test_fifty_steps_are_those_of_optax_given_the_same_axes():
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-STRATEGIES = [
-    Sharded,
-    Pmap,
-    ZeRO,
-    FSDP,
-    functools.partial(FSDP, min_size=100),
-    functools.partial(FSDP, gather="once"),
-    lambda: TensorParallel({"data": 4, "model": 2}, [("*middle.weight", P("model"))]),
-    lambda: Pipeline(3, 2, devices=3),
-]
+STRATEGIES = {
+    "Sharded": Sharded,
+    "Pmap": Pmap,
+    "ZeRO": ZeRO,
+    "FSDP": FSDP,
+    "FSDP, small leaves": functools.partial(FSDP, min_size=100),
+    "FSDP, gathered once": functools.partial(FSDP, gather="once"),
+    "TensorParallel": lambda: TensorParallel(
+        {"data": 4, "model": 2}, [("*middle.weight", P("model"))]
+    ),
+    "Pipeline": lambda: Pipeline(3, 2, devices=3),
+}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.slow_but("ZeRO", "FSDP, small leaves", "Pipeline")
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_every_layout_trains_as_one_device_does(strategy):
     found = losses(OURS, strategy)
     np.testing.assert_allclose(found, losses(OURS), rtol=1e-5)

@@ -130,6 +130,14 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow_but(
+    "single-",
+    "sharded-accumulated",
+    "pmap-several",
+    "fsdp-interacting",
+    "tensor-",
+    "bitwise-",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -243,6 +251,7 @@ def noise(model, key):
     return eqx.tree_at(lambda m: m.first.weight, model, noisy(model.first.weight))
 
 
+@pytest.mark.slow_but("sharded", "fsdp")
 @pytest.mark.parametrize("strategy", ["sharded", "pmap", "fsdp", "bitwise"])
 def test_noise_is_the_same_anywhere_and_new_in_each_step(strategy):
     still = optax.sgd(0.0)
