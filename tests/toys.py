@@ -205,6 +205,23 @@ def mlp_trainer(*callbacks, strategy=None, **options):
     )
 
 
+def on_one_device(*callbacks, model=None, optimizer=None, **options):
+    """A trainer of an `Mlp`, or of another model; quiet."""
+    return quiet(
+        Mlp(jax.random.key(0)) if model is None else model,
+        optax.adam(1e-2) if optimizer is None else optimizer,
+        callbacks=callbacks,
+        **{"loss": "cross_entropy", "strategy": SingleDevice(), **options},
+    )
+
+
+def linear_on_one_device(*callbacks, optimizer=None, **options):
+    """A trainer of one layer; quiet."""
+    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    return on_one_device(*callbacks, model=model, optimizer=optimizer, **options)
+
+
 RAGGED = (16, 16, 16, 16, 5)
 
 

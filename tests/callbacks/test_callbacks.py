@@ -4,13 +4,13 @@ import datetime
 import json
 import math
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from toys import Mlp, batches
+from toys import linear_on_one_device as make_trainer
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
 from jaxdp.basics.durations import parse_duration
@@ -26,19 +26,6 @@ from jaxdp.callbacks import (
 from jaxdp.callbacks.base import Hooks
 from jaxdp.callbacks.monitor import is_better
 from jaxdp.step import IN_FLIGHT as LAG
-
-
-def make_trainer(*callbacks, optimizer=None, **options):
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
-    options = {"loss": "cross_entropy", "strategy": SingleDevice()} | options
-    return Trainer(
-        model,
-        optimizer,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
 
 
 class Values(Callback):

@@ -11,12 +11,12 @@ import types
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 import pytest
 from toys import batches
+from toys import linear_on_one_device as make_trainer
 from tqdm import tqdm
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback, Trainer
 from jaxdp.callbacks import ProgressBar
 from jaxdp.step import IN_FLIGHT as LAG
 
@@ -53,19 +53,6 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
-
-
-def make_trainer(*callbacks, **options):
-    model = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    return Trainer(
-        model,
-        optax.sgd(0.1),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
 
 
 def drawn(out):

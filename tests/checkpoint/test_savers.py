@@ -4,15 +4,14 @@ import json
 import os
 import shutil
 
-import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.tree_util import tree_leaves_with_path
-from toys import Mlp, batches
+from toys import batches
+from toys import on_one_device as make
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from jaxdp.callbacks.model_checkpoint import is_at_epoch_end
 from jaxdp.callbacks.states import saved_states
@@ -30,18 +29,6 @@ class Kill(Callback):
     def on_boundary(self, trainer):
         if trainer.global_step == self.step and not is_at_epoch_end(trainer):
             raise OSError("killed")
-
-
-def make(*callbacks, **kwargs):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **kwargs,
-    )
 
 
 def steps(folder):

@@ -6,24 +6,13 @@ import sys
 
 import jax
 import numpy as np
-import optax
 import pytest
-from toys import Mlp, batches
+from toys import batches
+from toys import on_one_device as make
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback, SingleDevice
 from jaxdp.callbacks import CSVLogger
 from jaxdp.distributed import Interrupts, Preempted, Processes
-
-
-def make(*callbacks, strategy=None):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=strategy or SingleDevice(),
-        callbacks=callbacks,
-        enable_progress_bar=False,
-    )
 
 
 class Press:

@@ -6,26 +6,14 @@ import time
 
 import jax
 import numpy as np
-import optax
 import pytest
 from toys import Mlp, Recorder, batches, rows
+from toys import on_one_device as make
 
 from jaxdp import Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint
 
 DATA = batches(16, 16, 5)
-
-
-def make(*callbacks, strategy=None, **options):
-    return Trainer(
-        Mlp(jax.random.key(0)),
-        optax.adam(1e-2),
-        loss="cross_entropy",
-        strategy=SingleDevice() if strategy is None else strategy,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        **options,
-    )
 
 
 def leaves(trainer):
