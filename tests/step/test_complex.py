@@ -98,6 +98,7 @@ def fitted(optimizer, strategy=None, steps=8, **options):
     return recorder.losses, trainer
 
 
+@pytest.mark.slow_cases("lbfgs_steep", "backtracking")
 @pytest.mark.parametrize(
     "optimizer, by_hand, options",
     [

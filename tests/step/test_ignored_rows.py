@@ -136,6 +136,7 @@ def test_of_ensembles_and_criteria_of_labels():
     compare(found, trained(marked(np.float32), options, many))
 
 
+@pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [Sharded, SingleDevice])
 def test_a_batch_of_nothing_else_has_a_finite_gradient(strategy):
     full = [(x, y, np.ones(len(x))) for x, y in batches(8)]
@@ -145,6 +146,7 @@ def test_a_batch_of_nothing_else_has_a_finite_gradient(strategy):
     compare(trained(empty + full, options), trained(full, options, val=full))
 
 
+@pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [Sharded, Pmap, SingleDevice])
 def test_where_rows_interact_x_must_be_finite(strategy):
     def fit(data, **options):
@@ -187,6 +189,7 @@ def safe(model, x, real):
     return unsafe(model, jnp.where(real[:, None], x, 1), real)
 
 
+@pytest.mark.slow_but("options0")
 @pytest.mark.parametrize(
     "options",
     [
