@@ -200,28 +200,6 @@ def test_a_strategy_of_ones_own_says_what_it_lacks():
     assert "Traced and compiled in" in str(plan)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"devices": 0}, ValueError, "`devices` must be 1 or more; got 0"),
-        ({"devices": "8"}, TypeError, "`devices` must be an int"),
-        ({"devices": 4096}, ValueError, "must be 1 to 2048"),
-        ({"topology": "h100"}, ValueError, "`topology`='h100' is not known"),
-        ({"topology": "v5p-12"}, ValueError, "has 6 chips"),
-        ({"topology": "h100x8", "devices": 8}, ValueError, "were both given"),
-        ({"hardware": "h1000"}, ValueError, "`hardware` must be one of 'a100'"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, error, words):
-    with pytest.raises(error, match=words):
-        trainer().plan([batch()], **options)
-
-
-def test_a_single_device_is_not_planned_for_more():
-    with pytest.raises(ValueError, match="SingleDevice uses 1 device, not 4"):
-        trainer(SingleDevice()).plan([batch()], devices=4)
-
-
 def test_a_model_of_shapes_is_planned_as_the_model_itself():
     def make(model):
         return Trainer(model, loss="cross_entropy", strategy=FSDP(min_size=1))
@@ -240,12 +218,3 @@ def test_a_model_of_shapes_is_planned_as_the_model_itself():
             ValueError, match="`model` has shapes instead of arrays.*only `pl"
         ):
             run(data)
-
-
-def test_hosts_have_equally_many_devices():
-    with pytest.raises(ValueError, match="`hosts`=3 does not divide the 8 devices"):
-        trainer().plan([batch()], hosts=3)
-    with pytest.raises(ValueError, match="a topology has its own hosts"):
-        trainer().plan([batch()], topology="h100x16", hosts=2)
-    with pytest.raises(ValueError, match="`hosts` must be 1 or more"):
-        trainer().plan([batch()], hosts=0)

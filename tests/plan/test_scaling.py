@@ -4,7 +4,7 @@ import math
 import xml.etree.ElementTree
 
 import pytest
-from planned import PARAMS, batch, trainer, whole_plan
+from planned import PARAMS, batch, trainer
 
 from jaxdp import (
     Sharded,
@@ -107,17 +107,3 @@ def test_jax_takes_a_share_of_a_gpu_and_all_of_a_tpu(variable, monkeypatch):
         card = HARDWARE["h100"]._replace(memory=int(memory))
         plan = trainer().plan([batch()], hardware=card)
         assert plan.estimate.fits == fits
-
-
-@pytest.mark.parametrize(
-    ("memory", "error", "words"),
-    [
-        (None, ValueError, "`memory` is needed"),
-        ("16GB", TypeError, "`memory` must be a number, in bytes"),
-        (0, ValueError, "`memory` must be more than 0"),
-    ],
-)
-def test_wrong_memory_is_refused(memory, error, words):
-    plan = whole_plan()
-    with pytest.raises(error, match=words):
-        plan.largest_batch(memory)
