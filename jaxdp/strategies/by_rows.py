@@ -1,5 +1,6 @@
 """Gradients by each device from its own rows, inside a step over global arrays."""
 
+import copy
 import functools
 import itertools
 import math
@@ -22,10 +23,16 @@ from ..step import (
     Weights,
 )
 from .base import draws_by_row
-from .gathering import Gatherers, check_alike
+from .gathering import Gatherers, check_alike, check_divided
 
-NO_GATHERERS = Gatherers()
-USED_ALONE: Final = "the loss uses some parameters by themselves"
+NO_GATHERERS: Final = Gatherers()
+
+# How parameters are gathered that the module `{owner}` gathers.
+IN_CALLS: Final = "in each call of {owner}"
+TOGETHER: Final = f"{IN_CALLS}, by XLA: rows interact"
+_USED_ALONE: Final = "the loss uses some parameters by themselves"
+USED_ALONE: Final = f"{IN_CALLS}, by XLA: {_USED_ALONE}"
+AT_ONCE: Final = f"before the step: {_USED_ALONE}, and works on rows one by one"
 
 Spec = Callable[[str, Any], PartitionSpec]
 """How the leaf at a path is split."""
@@ -37,8 +44,9 @@ class ByRows(Collectives):
     Where rows are independent, `over_rows` is a `jax.shard_map`: parameters are
     gathered before it, and gradients reduced after it, once, straight to the shards
     that are kept (`psum_scatter`). XLA would not find that by itself on every platform,
-    and would reduce the gradients of each micro-batch. Where rows interact, XLA
-    partitions the whole computation: the same numbers, with more communication.
+    and would reduce the gradients of each micro-batch. Where rows interact, or the loss
+    reads arrays that a module gathers for itself, XLA partitions the whole computation:
+    the same numbers, with more communication on some platforms.
 
     What is not about rows, as the optimizer, is outside: it sees global arrays, so that
     a global norm is one.
@@ -49,9 +57,9 @@ class ByRows(Collectives):
         held: how parameters are split between steps.
         updated: how their gradients and optimizer states are.
         apart: whether rows may be worked on apart at all.
-        find_gatherers: of a model's arrays, which modules gather their own parameters,
-            where rows are independent. All others are gathered before.
-        tell: called with why these are, too, or with None if they are not; and whether
+        find_gatherers: of a model's arrays, which modules gather their own parameters.
+            All others are gathered before.
+        tell: called with how these are gathered, `IN_CALLS` or another; and whether
             that is for gradients.
     """
 
@@ -64,7 +72,7 @@ class ByRows(Collectives):
         *,
         apart: bool,
         find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
-        tell: Callable[[str | None, bool], None] = lambda *_: None,
+        tell: Callable[[str, bool], None] = lambda *_: None,
     ):
         self.mesh = mesh
         self.row_axes = row_axes
@@ -73,6 +81,9 @@ class ByRows(Collectives):
         self.apart = apart
         self.find_gatherers = find_gatherers
         self.tell = tell
+        # Of the step at hand.
+        self._gatherers = NO_GATHERERS
+        self._shards: dict[str, PartitionSpec] = {}
 
     def over_rows(
         self,
@@ -81,21 +92,24 @@ class ByRows(Collectives):
         groups: Sequence[Group],
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
+        this_step = self._knowing(inputs)
+        together = functools.partial(function, this_step)
         if not self.apart or not draws_by_row():
-            return function(self, inputs, groups)
+            return together(inputs, groups)
         try:
-            return self._mapped(function, inputs, groups, results)
+            return this_step._mapped(function, inputs, groups, results)
         except RowsInteract:
-            self.tell("rows interact", "gradients" in results)
-            return function(self, inputs, groups)
+            self.tell(TOGETHER, "gradients" in results)
+            return together(inputs, groups)
         except Exception:
-            function(self, inputs, groups)  # whose error tells of all rows
+            together(inputs, groups)  # whose error tells of all rows
             raise
 
+    def arrange(self, model: PyTree) -> PyTree:
+        return self._gatherers.arranged(model, self._shards, self.mesh)
+
     def gather(self, params: PyTree) -> PyTree:
-        return self._constrained(
-            params, lambda path, leaf: _without(self.row_axes, self.held(path, leaf))
-        )
+        return self._constrained(params, self._used(self._shards))
 
     def sum_gradients(self, gradients: PyTree) -> PyTree:
         return self.like_gradients(gradients)
@@ -110,6 +124,16 @@ class ByRows(Collectives):
 
         return jax.tree_util.tree_map_with_path(constrain, tree)
 
+    def _knowing(self, inputs: Any) -> "ByRows":
+        """This, for a step of these inputs, whose modules may gather."""
+        weights, *_ = nodes_of(Weights, inputs)
+        model = eqx.combine(weights.params, weights.buffers)
+        knowing = copy.copy(self)
+        gatherers = self.find_gatherers(model)
+        knowing._shards = self._split_in(model, gatherers)
+        knowing._gatherers = gatherers if knowing._shards else NO_GATHERERS
+        return knowing
+
     def _mapped(
         self,
         function: Callable[..., Any],
@@ -118,43 +142,44 @@ class ByRows(Collectives):
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         run = functools.partial(self._on_devices, function, results)
-        weights, *_ = nodes_of(Weights, inputs)
-        gatherers = self.find_gatherers(eqx.combine(weights.params, weights.buffers))
-        trained = self._shards(weights.params, gatherers)
-        shards = trained | self._shards(weights.buffers, gatherers)
-        if not shards:
-            return run(NO_GATHERERS, {}, {}, inputs, groups)
+        if not self._shards:
+            return run({}, {}, inputs, groups)
 
         # Where something uses shards and does not gather them, it takes them for whole
-        # arrays: what is computed is not what it would be with whole ones.
-        program, shapes = None, None
-        try:
-            whole = jax.make_jaxpr(functools.partial(run, gatherers, {}, {}))
-            expected = whole(inputs, groups)
-            split = jax.make_jaxpr(
-                functools.partial(run, gatherers, trained, shards), return_shape=True
-            )
-            traced, shapes = split(inputs, groups)
-            check_alike(traced, expected)
-            program = traced
-        except RowsInteract:
-            raise
-        except Exception:  # of what can't be done with shards; any other comes again
-            pass
+        # arrays: what is computed is not what it would be with whole ones. XLA takes
+        # global arrays for what they are.
+        weights, *_ = nodes_of(Weights, inputs)
+        trained = self._split_in(weights.params, self._gatherers)
+        with_shards = functools.partial(run, trained, self._shards)
+        together = functools.partial(function, self)
+        ways = (
+            (IN_CALLS, with_shards, check_alike),
+            (USED_ALONE, together, check_divided),
+        )
+        whole = jax.make_jaxpr(functools.partial(run, {}, {}))
+        expected = functools.cache(lambda: whole(inputs, groups))
+        for way, compute, check in ways:
+            try:
+                program = jax.make_jaxpr(compute, return_shape=True)
+                traced, shapes = program(inputs, groups)
+                check(traced, expected())
+            except RowsInteract:
+                raise
+            except Exception:  # of what can't be done like this; others come again
+                continue
+            self.tell(way, "gradients" in results)
+            leaves = jaxpr_as_fun(traced)(*jax.tree.leaves((inputs, groups)))
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-        if program is None:
-            computed = run(NO_GATHERERS, {}, {}, inputs, groups)
-            self.tell(USED_ALONE, "gradients" in results)
-            return computed
-        self.tell(None, "gradients" in results)
-        leaves = jaxpr_as_fun(program)(*jax.tree.leaves((inputs, groups)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        self._gatherers = NO_GATHERERS
+        computed = run({}, {}, inputs, groups)
+        self.tell(AT_ONCE, "gradients" in results)
+        return computed
 
     def _on_devices(
         self,
         function: Callable[..., Any],
         results: ResultKind | tuple[ResultKind, ...],
-        gatherers: Gatherers,
         trained: Mapping[str, PartitionSpec],
         shards: Mapping[str, PartitionSpec],
         inputs: Any,
@@ -168,7 +193,7 @@ class ByRows(Collectives):
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
-        arrange = functools.partial(gatherers.arranged, specs=shards)
+        arrange = functools.partial(self._gatherers.arranged, specs=shards)
         own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
@@ -197,9 +222,13 @@ class ByRows(Collectives):
         )
         return values if isinstance(results, tuple) else values[0]
 
-    def _shards(self, params: PyTree, gatherers: Gatherers) -> dict[str, PartitionSpec]:
+    def _split_in(
+        self, params: PyTree, gatherers: Gatherers
+    ) -> dict[str, PartitionSpec]:
         """How those leaves are split over the rows' axes that stay so, by name."""
         specs: dict[str, PartitionSpec] = {}
+        if not gatherers.paths:
+            return specs
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = leaf_path(path)
             spec = _only(self.row_axes, self.held(name, leaf))
@@ -211,16 +240,21 @@ class ByRows(Collectives):
     def _as_used(self, inputs: Any, shards: Mapping[str, Any]) -> Any:
         """Inputs with whole weights, but for `shards`."""
 
-        def used(path: str, leaf: Any) -> PartitionSpec:
-            held = self.held(path, leaf)
-            return held if path in shards else _without(self.row_axes, held)
-
         def gathered(weights: Weights) -> Weights:
-            params = self._constrained(weights.params, used)
-            buffers = self._constrained(weights.buffers, used)
+            params = self._constrained(weights.params, self._used(shards))
+            buffers = self._constrained(weights.buffers, self._used(shards))
             return weights._replace(params=params, buffers=buffers)
 
         return map_nodes(Weights, gathered, inputs)
+
+    def _used(self, shards: Mapping[str, Any]) -> Spec:
+        """How leaves are split in a step: over other axes, but for its `shards`."""
+
+        def spec(path: str, leaf: Any) -> PartitionSpec:
+            held = self.held(path, leaf)
+            return held if path in shards else _without(self.row_axes, held)
+
+        return spec
 
     @jax.named_scope("gradients")
     def _summed(self, stacked: PyTree, shards: Mapping[str, Any]) -> PyTree:

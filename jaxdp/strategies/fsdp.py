@@ -14,7 +14,7 @@ from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
 from .base import Devices, find_devices, mesh_on
-from .by_rows import NO_GATHERERS, USED_ALONE
+from .by_rows import AT_ONCE, IN_CALLS, NO_GATHERERS
 from .gathering import Gatherers
 from .sharded import Sharded
 from .stack import Stack, stacks_in
@@ -109,8 +109,8 @@ class FSDP(_Split):
       the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
     - all others before the step. That sends as many bytes as the all-reduce.
 
-    All are gathered before the step if rows interact (a scalar loss, BatchNorm), or if
-    the loss reads the parameters of a block directly (a penalty on all weights).
+    XLA does the same, from constraints, if rows interact (a scalar loss, BatchNorm), or
+    if the loss reads the parameters of a block directly (a penalty on all weights).
 
     A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
     along an axis of a single block. Leaves without such an axis, or with fewer than
@@ -145,9 +145,9 @@ class FSDP(_Split):
             self.row_axes = (_GROUP, DATA)
         super().__init__(devices, mesh, min_size)
         self._gather = _checked(gather)
-        # Why training gathers all before the step, if it does, by the names of what
-        # would gather in calls. Copies of a strategy share it.
-        self._at_once: dict[tuple[str, ...], str | None] = {}
+        # How training gathers, by the names of modules that gather. Copies of a
+        # strategy share it.
+        self._ways: dict[tuple[str, ...], str] = {}
         self.gatherers = NO_GATHERERS
 
     @property
@@ -161,20 +161,21 @@ class FSDP(_Split):
         why = super().reason(path, leaf)
         if not self.gatherers.gather(path, self._split(path, leaf)):
             return why
-        if (cause := self._at_once.get(tuple(self.gatherers.paths))) is not None:
-            return f"{why}, gathered before the step: {cause}"
-        return f"{why}, gathered in each call of {self.gatherers.owner(path)}"
+        way = self._ways.get(tuple(self.gatherers.paths), IN_CALLS)
+        return f"{why}, gathered {way.format(owner=self.gatherers.owner(path))}"
 
     def _gathering(self) -> dict[str, Any]:
         return {"find_gatherers": self._found, "tell": self._tell}
 
-    def _tell(self, cause: str | None, is_training: bool) -> None:
+    def _tell(self, way: str, is_training: bool) -> None:
         if is_training:
-            self._at_once[tuple(self.gatherers.paths)] = cause
-        if cause == USED_ALONE:
+            self._ways[tuple(self.gatherers.paths)] = way
+        if way == AT_ONCE:
             say(
                 f"{self!r} gathers all parameters before the step: the loss reads some"
-                " of them directly, not only through the modules that gather them"
+                " of them directly, not only through the modules that gather them, and"
+                " works on rows one by one: in a loop, in a kernel, or with gradients"
+                " of these parameters for each row"
             )
 
     def _layouts(self, state: TrainState) -> TrainState:

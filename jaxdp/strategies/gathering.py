@@ -1,8 +1,10 @@
 """Parameters that stay split, and are gathered where they are used.
 
-Each device is given its shard of such a parameter. A block of a `Stack`, or another
-submodule, gathers its own when it is called, and once more in its backward pass, where
-the gradient is summed straight into shards: what `jax.grad` makes of `all_gather`.
+A block of a `Stack`, or another submodule, gathers its own when it is called, and once
+more in its backward pass, where the gradient is summed straight into shards. Where each
+device works on its own rows, it is given its shards, and that is what `jax.grad` makes
+of `all_gather`. Where all rows are worked on together, parameters are global arrays,
+and XLA is told by constraints where they are whole.
 """
 
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ from typing import Any, Final, NamedTuple
 import equinox as eqx
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from ..basics.tree import at_path, leaf_path
 from ..step import (
@@ -27,6 +29,7 @@ from ..step import (
 
 _MADE_ANEW: Final = {
     "all_gather",
+    "sharding_constraint",
     "name",
     "convert_element_type",
     "transpose",
@@ -54,12 +57,18 @@ class Gatherers(NamedTuple):
         owner = self.owner(name)
         return owner is not None and any(spec) and not any(spec[: self.stacked[owner]])
 
-    def arranged(self, model: PyTree, specs: Mapping[str, PartitionSpec]) -> PyTree:
+    def arranged(
+        self,
+        model: PyTree,
+        specs: Mapping[str, PartitionSpec],
+        mesh: Mesh | None = None,
+    ) -> PyTree:
         """The model, with calls of them that gather.
 
         Args:
-            model: with one device's shards.
+            model: with one device's shards; or, on a `mesh`, with global arrays.
             specs: how its arrays are split that they gather, by name.
+            mesh: where XLA gathers.
         """
         for name, path in self.paths.items():
             of_parameters = {
@@ -70,7 +79,7 @@ class Gatherers(NamedTuple):
                 if self.owner(leaf) == name
             }
             gathered = _Gathered(
-                tuple(of_parameters.items()), in_loop=self.stacked[name] > 0
+                tuple(of_parameters.items()), self.stacked[name] > 0, mesh
             )
             model = eqx.tree_at(
                 lambda tree, path=path: at_path(tree, path),
@@ -86,6 +95,8 @@ class _Gathered(NamedTuple):
     specs: tuple[tuple[str, PartitionSpec], ...]
     """How they are split, by their names in the module; none, and nothing is."""
     in_loop: bool
+    mesh: Mesh | None = None
+    """Of global arrays. Without one, they are a device's shards."""
 
     def __call__(self, module: Any, *arguments: Any, **keywords: Any) -> Any:
         keeps_nothing = is_recomputed(module)
@@ -113,6 +124,8 @@ class _Gathered(NamedTuple):
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
+            if self.mesh is not None:
+                return _used_whole(leaf, NamedSharding(self.mesh, spec))
             for axis, names in enumerate(spec):
                 if names is not None:
                     leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
@@ -120,6 +133,25 @@ class _Gathered(NamedTuple):
 
         with jax.named_scope("parameters"):
             return jax.tree_util.tree_map_with_path(gather, module)
+
+
+def _gathered_by_xla(leaf: Array, split: NamedSharding) -> Array:
+    """A global array that is split, and then whole."""
+    leaf = jax.lax.with_sharding_constraint(leaf, split)
+    whole = NamedSharding(split.mesh, PartitionSpec())
+    return jax.lax.with_sharding_constraint(leaf, whole)
+
+
+_used_whole = jax.custom_jvp(_gathered_by_xla, nondiff_argnums=(1,))
+
+
+@_used_whole.defjvp
+def _(split: NamedSharding, leaves: Any, tangents: Any) -> tuple[Array, Array]:
+    # The transpose of a constraint is itself: gradients are summed straight into
+    # shards, and those of whole arrays are never asked for.
+    (leaf,), (tangent,) = leaves, tangents
+    tangent = jax.lax.with_sharding_constraint(tangent, split)
+    return _gathered_by_xla(leaf, split), tangent
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -134,6 +166,9 @@ _CARRIERS: Final = {"convert_element_type", "name", "reduce_precision", "copy"}
 """Operations that make of a shard the shard of what they make of the whole."""
 
 
+_KERNELS: Final = {"pallas_call", "ffi_call"}
+
+
 class ShardsEscape(Exception):
     """A step does not compute the same from shards as from whole arrays."""
 
@@ -146,6 +181,38 @@ def check_alike(split: Any, whole: Any) -> None:
         whole: the same with whole arrays, and modules that gather nothing.
     """
     _check_program(*(_forwards(_on_one_device(program)) for program in (split, whole)))
+
+
+class NotDivided(Exception):
+    """A step works on rows in a way that XLA would not divide by devices."""
+
+
+def check_divided(together: Any, apart: Any) -> None:
+    """Raises `NotDivided` unless XLA divides a step's work on rows by devices.
+
+    It does not in a loop that takes rows in turn, which has as many turns as there are
+    rows, nor in a kernel that it can't look into. And where each row has a gradient of
+    its own, XLA would move those of all rows to where the shards are.
+
+    Args:
+        together: a step, traced with all rows.
+        apart: the same, traced with those of one device.
+    """
+    for equation in equations_in(together):
+        name = equation.primitive.name
+        sharding = equation.params.get("sharding")
+        # What `vmap` makes of a constraint leaves open how its own axis is split.
+        is_mapped = PartitionSpec.UNCONSTRAINED in getattr(sharding, "spec", ())
+        if name in _KERNELS or name == "sharding_constraint" and is_mapped:
+            raise NotDivided(name)
+    if _turns(together) != _turns(apart):
+        raise NotDivided("a loop over rows")
+
+
+def _turns(jaxpr: Any) -> list[int]:
+    """How often the loops of a program run, but for those of unknown length."""
+    loops = (each for each in equations_in(jaxpr) if each.primitive.name == "scan")
+    return sorted(each.params["length"] for each in loops)
 
 
 def _on_one_device(jaxpr: Any) -> Any:

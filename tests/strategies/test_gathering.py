@@ -304,23 +304,48 @@ def by_row(model, x, y, keys):
     return optax.softmax_cross_entropy_with_integer_labels(found, y)
 
 
+USED_ALONE = "the loss uses some parameters by themselves"
+
+
 @pytest.mark.slow_but("penalized")
 @pytest.mark.parametrize(
     "loss_fn",
     [
         penalized, noisy, scaled_by_a_shape, towards_what_it_was, tied,
-        with_gradient_penalty, under_an_axis_of_the_mesh, by_row,
+        under_an_axis_of_the_mesh,
     ],
 )  # fmt: skip
 def test_a_loss_that_uses_weights_by_themselves_has_whole_ones(loss_fn, caplog):
     expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
     found, trainer = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert "before the step" not in caplog.text
+    gathered = [each for each in traffic(trainer) if each.kind == "all-gather"]
+    assert any("forward" in each.part for each in gathered)
+    assert "all-to-all" not in {each.kind for each in traffic(trainer)}
+    assert reason(trainer).endswith(f"of blocks.stacked, by XLA: {USED_ALONE}")
+
+
+def one_by_one(model, x, y, keys):
+    """A loop over rows, all of which XLA would work on on every device."""
+    logits = jax.lax.map(lambda row: model(row[0], key=row[1]), (x, keys))
+    alone = jnp.sum(model.blocks.stacked.up.weight**2)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y) + alone
+
+
+@pytest.mark.slow_but("one_by_one")
+@pytest.mark.parametrize("loss_fn", [one_by_one, by_row, with_gradient_penalty])
+def test_weights_are_gathered_at_once_where_a_loss_takes_rows_one_by_one(
+    loss_fn, caplog
+):
+    expected, _ = losses(Deep(2), SingleDevice(), epochs=1, loss_fn=loss_fn)
+    found, trainer = losses(Deep(2), FSDP(), epochs=1, loss_fn=loss_fn)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert "gathers all parameters before the step" in caplog.text
     assert not any("forward" in each.part for each in traffic(trainer)
                    if each.kind == "all-gather")  # fmt: skip
-    assert "all-to-all" not in {each.kind for each in traffic(trainer)}
-    assert reason(trainer).endswith("step: the loss uses some parameters by themselves")
+    end = f"before the step: {USED_ALONE}, and works on rows one by one"
+    assert reason(trainer).endswith(end)
 
 
 def reason(trainer):
@@ -371,7 +396,7 @@ def test_rows_that_interact_are_trained_together():
         Deep(2), FSDP(), epochs=2, loss_fn=loss_fn, compiler_options=options
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert reason(trainer).endswith("gathered before the step: rows interact")
+    assert reason(trainer).endswith("of blocks.stacked, by XLA: rows interact")
 
 
 @pytest.mark.slow
