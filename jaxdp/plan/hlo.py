@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..step import times_of
+from .hlo_loops import trip_count
 from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
 
 KINDS: Final = (
@@ -41,9 +41,6 @@ _PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)'
 _PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
 """What a computation has in its text that multiplies matrices, or may call one that
 does."""
-
-
-_TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 
 
 class Operand(NamedTuple):
@@ -336,53 +333,3 @@ def _paths(known: Mapping[str, Instruction], name: str) -> tuple[str, ...]:
         else:
             waiting += instruction.operands
     return tuple(dict.fromkeys(paths))
-
-
-def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often a loop runs that stands there; None if the program does not tell."""
-    if match := _TRIP_COUNT.search(loop.attributes):
-        return int(match[1])
-    if (named := times_of(loop.path)) is not None:
-        return named
-    return _counted(module, computation, loop)
-
-
-def _counted(module: Module, computation: str, loop: Instruction) -> int | None:
-    """What a counter says that goes up by one, from a constant to another.
-
-    So `scan` and `fori_loop` are written. TPU's compiler says no more of them.
-    """
-    test = module.root(loop.condition)
-    start, end = module[computation].get(loop.operands[0]), module.root(loop.body)
-    if test.opcode != "compare" or "direction=LT" not in test.attributes:
-        return None
-    counter = _made(module, loop.condition, test.operands[0])
-    if counter is None or counter.opcode != "get-tuple-element":
-        return None
-    if start is None or start.opcode != "tuple" or end.opcode != "tuple":
-        return None
-
-    first = _number(module, computation, start.operands[counter.index])
-    limit = _number(module, loop.condition, test.operands[1])
-    added = _made(module, loop.body, end.operands[counter.index])
-    if first is None or limit is None or added is None or added.opcode != "add":
-        return None
-    if 1 not in [_number(module, loop.body, name) for name in added.operands]:
-        return None
-    return max(0, limit - first)
-
-
-def _made(module: Module, computation: str, name: str) -> Instruction | None:
-    """The instruction that makes a value, behind copies of it."""
-    maker = module[computation].get(name)
-    while maker is not None and maker.opcode in ("copy", "bitcast", "convert"):
-        maker = module[computation].get(maker.operands[0])
-    return maker
-
-
-def _number(module: Module, computation: str, name: str) -> int | None:
-    """The value of an integer constant."""
-    constant = _made(module, computation, name)
-    if constant is None or constant.opcode != "constant":
-        return None
-    return int(constant.literal) if re.match(r"[su]\d+\[\]", constant.shape) else None

@@ -147,6 +147,17 @@ class Module:
             if instruction.is_root
         )
 
+    def callers(self, computation: str) -> list[tuple[str, Instruction]]:
+        """The instructions that run a computation, and where they stand."""
+        name = re.compile(rf"%{re.escape(computation)}(?![\w.\-])")
+        return [
+            (place, instruction)
+            for place, text in self.texts.items()
+            if name.search(text)
+            for instruction in self[place].values()
+            if computation in instruction.called
+        ]
+
 
 def arrays_in(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape as printed; of a tuple, all that are in it."""
