@@ -68,7 +68,7 @@ def by_hand():
     return hand_written(Text(), optax.adam(1e-2), DATA, 2, mean_loss)
 
 
-@pytest.mark.slow_cases("Sharded", "Pmap")
+@pytest.mark.slow_but("SingleDevice")
 @pytest.mark.parametrize("kind", [SingleDevice, Sharded, Pmap, FSDP])
 def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog):
     model, losses = by_hand

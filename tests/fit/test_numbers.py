@@ -265,19 +265,23 @@ def test_batch_norm_with_ragged_tail_equals_a_hand_written_loop():
     params, static = eqx.partition(model, eqx.is_inexact_array)
     optimizer = optax.adam(1e-2)
     opt_state, expected = optimizer.init(params), []
-    for x, y in batches(*RAGGED):
 
-        def loss(params, state, x=x, y=y):
+    @jax.jit
+    def step(params, state, opt_state, x, y):
+        def loss(params):
             net = eqx.combine(params, static)
-            logits, state = jax.vmap(
+            logits, after = jax.vmap(
                 net, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
             )(x, state)
             value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-            return value, state
+            return value, after
 
-        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state)
+        (value, after), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = eqx.apply_updates(params, updates)
+        return eqx.apply_updates(params, updates), after, opt_state, value
+
+    for x, y in batches(*RAGGED):
+        params, state, opt_state, value = step(params, state, opt_state, x, y)
         expected.append(float(value))
     model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
     losses, _ = run(Sharded(), model, epochs=1, state=state)

@@ -175,6 +175,7 @@ def clip_blocks(model):
     )
 
 
+@pytest.mark.slow_cases("fsdp")
 @pytest.mark.parametrize(
     "strategy", [Pipeline(4, 2), FSDP(8)], ids=["pipeline", "fsdp"]
 )

@@ -61,6 +61,7 @@ def with_state(made):
     return dict(zip(("model", "state"), made, strict=True))
 
 
+@pytest.mark.slow_cases("ensemble of BatchNorm", "frozen", "average", "a key")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_predicts_as_predict_does_before_and_after_a_fit(kind, tmp_path):
     options = {"strategy": SingleDevice(), "loss": "cross_entropy"} | KINDS[kind]()

@@ -143,7 +143,7 @@ def by_hand(data, epochs, every):
     return gan, steps
 
 
-@pytest.mark.slow_but("sharded", "split")
+@pytest.mark.slow_but("sharded")
 @pytest.mark.parametrize(
     "options",
     [

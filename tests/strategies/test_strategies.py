@@ -297,7 +297,7 @@ def test_pmap_gives_a_loss_that_reduces_over_the_devices_the_numbers_of_all_rows
     np.testing.assert_allclose(recorder.losses, expected.losses, rtol=1e-5)
 
 
-@pytest.mark.slow_cases("SingleDevice")
+@pytest.mark.slow_but("Sharded")
 @pytest.mark.parametrize("strategy", [SingleDevice, Sharded, Pmap])
 def test_a_loss_with_collectives_runs_where_rows_are_not_split(strategy):
     """A tail of five rows is worked on whole by each of eight devices."""
