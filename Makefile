@@ -7,6 +7,7 @@
 # make lint   the first three of these
 # make faults kill and harm training runs for an hour, into docs/reliability.md
 # make bench  how fast jaxdp is beside a loop by hand and other libraries; two hours
+# make bench-gpu   the first ten minutes on a GPU, into benchmarks/results/gpu
 # make bench-quick   has jaxdp become slower? Two minutes
 # make dist   a wheel and an sdist in dist/, tried in an environment of their own
 # make docs   the documentation as a site, in site/; broken links are errors
@@ -33,7 +34,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-guards test-short test-lowest faults dist lint docs format bench bench-quick clean
+.PHONY: demo test test-all test-guards test-short test-lowest faults dist lint docs format bench bench-gpu bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -47,7 +48,8 @@ test-all: lint
 test-guards: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and (bits or not kin)" \
 	  tests/strategies tests/engine \
-	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py
+	  tests/fit/test_resume.py tests/fit/test_numbers.py tests/test_docs.py \
+	  tests/test_benchmarks.py::test_gpu_benchmark_runs_anywhere_at_toy_size
 
 # First of all, every test is collected: without torch, and with another JAX.
 test-short: $(READY)
@@ -83,6 +85,10 @@ format: $(READY)
 bench:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRA=bench $(VENV)-bench/.ready
 	$(VENV)-bench/bin/python -m benchmarks $(ARGS)
+
+# With what there is: JAX for a GPU is not for this file to choose.
+bench-gpu:
+	python -m benchmarks.gpu --output benchmarks/results/gpu $(ARGS)
 
 bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.quick $(ARGS)

@@ -24,7 +24,14 @@ ORDER = {
         "reproducibility",
     ],
     "Recipes": [],
-    "Devices": ["strategies", "own_strategy", "plan", "speed", "speed_inside"],
+    "Devices": [
+        "strategies",
+        "own_strategy",
+        "gpu",
+        "plan",
+        "speed",
+        "speed_inside",
+    ],
     "Several processes": ["distributed", "processes", "failures"],
     "Looking": ["watching", "command_line", "troubleshooting"],
     "Reference": [

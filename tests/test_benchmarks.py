@@ -21,7 +21,9 @@ from jaxdp.callbacks import Callback
 pytest.importorskip("torch")
 
 import benchmarks.__main__ as everything
-from benchmarks import gpu, memory, models, processes, quick, report, start
+from benchmarks import memory, models, processes, quick, report, start
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import steps
 from benchmarks.peers import PEERS, Skip
 from benchmarks.works import WORKS
 
@@ -245,26 +247,50 @@ def test_a_leak_of_arrays_is_seen():
     assert memory.growth(watch.samples)[1] > memory.GROWTH_ARRAYS
 
 
-def test_gpu_benchmark_at_its_size_is_not_for_a_cpu(capsys):
+def test_gpu_benchmark_at_its_size_is_not_for_a_cpu(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        gpu.main([])
+        gpu.main(["--output", str(tmp_path)])
     assert "needs a GPU or TPU" in capsys.readouterr().err
 
 
+def test_a_part_that_dies_is_told_and_takes_no_other_along():
+    failed = {"failed": "exit code -11: Segmentation fault", "seconds": 1.0}
+    found = {"findings": [], "profile": None, "float32_by_default": "TF32"}
+    table = gpu.markdown(
+        {"canaries": {"device": "1 x H100", "found": found}, "bits": failed}
+    )
+    assert table.startswith("1 x H100.")
+    assert "| canaries | its profile | not known; float32 products in TF32 |" in table
+    assert "| bits | FAILED | exit code -11: Segmentation fault |" in table
+
+
+@pytest.mark.slow
 def test_gpu_benchmark_runs_anywhere_at_toy_size(tmp_path, capsys):
-    arguments = ["--toy", "--repeats", "1", "--output", str(tmp_path)]
-    results = gpu.main([*arguments, "--only", "tiny,big-f32"])
-    assert json.loads((tmp_path / "gpu.json").read_text()) == results
-    for name in ("tiny", "big-f32"):
-        found = results["cases"][name]
-        assert {"expert", "jaxdp"} <= found["mfu"].keys()
-        assert found["loss"]["jaxdp"] == pytest.approx(found["loss"]["expert"], 1e-3)
-    assert "| MLP 4-32-4, batch 16 | 32-true | jaxdp |" in capsys.readouterr().out
+    code = gpu.main(["--toy", "--output", str(tmp_path)])
+    table = capsys.readouterr().out
+    assert code == 0, table
+    assert {path.stem for path in tmp_path.glob("*.json")} == {*gpu.PARTS}
+    found = {
+        part: json.loads((tmp_path / f"{part}.json").read_text())["found"]
+        for part in gpu.PARTS
+    }
+    for case in found["steps"].values():
+        assert not case["not_run"]
+        losses = case["loss"]
+        assert losses["jaxdp"] == pytest.approx(losses["expert"], 1e-3)
+    hashes = {
+        one[name]
+        for one in (*found["bits"]["default"], *found["bits"]["run"])
+        for name in ("one run", "resumed", "8 steps a dispatch")
+    }
+    assert len(hashes) == 1
+    assert "| canaries | ok | a scatter-add is right |" in table
+    assert "| overflow | 64 rows, after that, in the same process | trained |" in table
 
 
 @pytest.mark.parametrize("name", ["big-f32", "lenet"])
 def test_operations_are_those_that_xla_counts(name):
-    work = gpu.cases(toy=True)[name].work
+    work = steps.cases(toy=True)[name].work
     params, static = eqx.partition(models.build(work), eqx.is_inexact_array)
 
     def loss_of(params, x, y):
@@ -272,8 +298,8 @@ def test_operations_are_those_that_xla_counts(name):
 
     compiled = jax.jit(jax.grad(loss_of)).lower(params, *work.batches()[0]).compile()
     found = compiled.cost_analysis()["flops"]
-    assert gpu.operations(work) == pytest.approx(found, rel=0.1)
-    assert gpu.operations(work) < found  # activations, biases and the loss besides
+    assert steps.operations(work) == pytest.approx(found, rel=0.1)
+    assert steps.operations(work) < found  # activations, biases and the loss besides
 
 
 def test_compiled_steps_are_counted_by_how_often_their_loops_turn():

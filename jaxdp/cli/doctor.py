@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.environment import versions
+from ..basics.hardware import note_on_kinds
 from ..basics.host_memory import HOST
 
 _LIMIT: Final = 120  # seconds that all checks may take
@@ -62,15 +63,20 @@ def examine() -> list[Finding]:
 
 def check() -> None:
     """Prints what `examine` reads; runs in a process of its own."""
+    for name, finding in findings():
+        line = f"# {name}" if finding is None else json.dumps(finding._asdict())
+        print(line, flush=True)
+
+
+def findings() -> Iterator[tuple[str, Finding | None]]:
+    """What each check finds, in this process; None as one begins, by its name."""
     for name, function in _CHECKS.items():
-        print(f"# {name}", flush=True)
+        yield name, None
         try:
-            findings = list(function())
+            yield from [(name, finding) for finding in function()]
         except Exception as error:
             text = f"{name}: {type(error).__name__}: {error}"
-            findings = [Finding("problem", text[:500])]
-        for finding in findings:
-            print(json.dumps(finding._asdict()), flush=True)
+            yield name, Finding("problem", text[:500])
 
 
 def _devices() -> Iterator[Finding]:
@@ -79,7 +85,9 @@ def _devices() -> Iterator[Finding]:
     yield Finding("ok", f"{len(devices)} x {kind} ({platform})")
     version = devices[0].client.platform_version.strip().replace("\n", ", ")
     if platform != "cpu":
-        yield Finding("ok", f"driver and libraries: {version}")
+        yield Finding("ok", f"driver and libraries: {version}{_libraries()}")
+        if note := note_on_kinds(devices):
+            yield Finding("hint", note)
 
     # What the system shows, whether or not JAX can use it.
     places = {"NVIDIA GPU": "nvidia[0-9]*", "TPU": "accel*", "AMD GPU": "kfd"}
@@ -91,6 +99,17 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "problem", f"there is a {seen[0]}, and JAX does not use it", remedy
         )
+
+
+def _libraries() -> str:
+    """The versions of CUDA's libraries that JAX has loaded, where it tells them."""
+    try:
+        from jax._src.lib import cuda_versions as told
+
+        driver, cudnn = told.cuda_driver_get_version(), told.cudnn_get_version()
+    except Exception:  # not with this version, or not NVIDIA's
+        return ""
+    return f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}, cuDNN {cudnn}"
 
 
 def _arithmetic() -> Iterator[Finding]:
@@ -130,9 +149,15 @@ def _scatter() -> Iterator[Finding]:
 
 def _precision() -> Iterator[Finding]:
     value, one = 1 + 2.0**-12, jnp.eye(256)
-    is_exact = float((one * value @ one)[0, 0]) == value  # waits for the device
-    how = "computed in float32" if is_exact else "rounded (TF32, bfloat16) by default"
-    yield Finding("ok", f"products are {how}")
+    for precision in None, "float32":
+        with jax.default_matmul_precision(precision):
+            product = jax.jit(jnp.matmul)(one * value, one)
+        is_exact = float(product[0, 0]) == value  # waits for the device
+        how = "computed in float32" if is_exact else "rounded (to TF32, bfloat16)"
+        if precision is None:
+            yield Finding("ok", f"products of float32 arrays are {how} by default")
+        else:
+            yield _same('they are in float32 under precision="32-highest"', is_exact, 1)
 
 
 def _pinned() -> Iterator[Finding]:
