@@ -73,7 +73,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but("kronecker")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_gives_the_numbers_of_one_device(name):
     """Norms over all parameters, and over rows and columns, are those of the whole."""
