@@ -4,13 +4,13 @@ from .arrays import Arrays
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_targets, targeted, to_host, without_ignored
 from .limit import capped, check_limit
-from .loader_state import checksum
+from .opening import open_loader
 from .padding import Dispatch, Packer, Placed
 from .shares import GlobalShare, LocalShare, Share
 from .source import (
     ALL,
     NO_LOADER,
+    ListSource,
     Position,
     Source,
-    open_loader,
 )

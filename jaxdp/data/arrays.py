@@ -10,10 +10,9 @@ from ..basics.arguments import check_choice, check_count
 from ..basics.console import say
 from ..step import Batch, Picked, Table, as_given, with_rows
 from .conversion import as_numpy, to_host, with_key_data
-from .loader_state import OwnState
 from .random_states import seed_of
 from .shares import LocalShare, Share
-from .source import ALL, START, Position, Source
+from .source import ALL, Position, Raw, Source
 from .table import fetch
 
 _SHARE: Final = 0.1
@@ -142,6 +141,7 @@ class ArraysSource(Source):
     """The batches of `Arrays`: the epoch and the seed decide them, and nothing else.
 
     Args:
+        seed: the trainer's.
         in_order: whether rows come as they are, whatever `shuffle` says.
         devices: tells those that the steps run on. If not given, all stays on the host.
     """
@@ -152,18 +152,17 @@ class ArraysSource(Source):
         self,
         loader: Arrays,
         argument: str,
-        seed: int,
         share: Share = ALL,
+        seed: int = 0,
         *,
         in_order: bool = False,
         devices: Callable[[], Iterable[Any]] | None = None,
     ):
-        super().__init__(loader, argument, share)
+        super().__init__(loader, argument, share, seed)
         self._seed = () if in_order else (seed, *share.sampling)
         self._devices = None if isinstance(share, LocalShare) else devices
 
-    def epoch(self, position: Position = START) -> Iterator[Batch]:
-        position = self._begin(position)
+    def _read(self, position: Position) -> Raw:
         seed = (*self._seed, position.epoch) if self._seed else ()
         lists = self.loader.lists(*seed, first=position.batches)
         lists, share = self.share.of_lists(lists)
@@ -174,25 +173,14 @@ class ArraysSource(Source):
             batches = self.loader.batches(lists)
         else:
             batches = (Picked(np.asarray(rows, np.int32), table) for rows in lists)
-        converted = self._converted(batches, position, copy=False, ready=True)
-        return share(converted, self._peek_here)
+        return Raw(batches, is_host=True, share=share)
 
     def first(self, share: int | float) -> list[Batch]:
         self._seed = ()
         return super().first(share)
 
-    @property
-    def replays(self) -> bool:
-        return False
-
     def sample(self) -> Batch | None:
         return self.peek()
-
-    def _own_state(self) -> OwnState | None:
-        return None
-
-    def _own_generators(self) -> dict[str, Any]:
-        return {}
 
 
 def _on_host(leaf: Any) -> Any:

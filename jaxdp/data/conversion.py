@@ -22,8 +22,7 @@ from ..step import (
     Rowless,
     with_rows,
 )
-from .batches import Portion, leaf_name
-from .rows import is_there
+from .batches import Portion, is_there, leaf_name
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -32,6 +31,9 @@ _NARROW = {
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
 
+
+_PLAIN = {np.dtype(name) for name in ("float32", "int32", "uint8", "bool")}
+"""What needs neither a check nor a conversion."""
 
 _LATE = f" (This was seen up to {IN_FLIGHT} steps after it happened.)"
 
@@ -68,7 +70,10 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     arrays = []
     keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
-        is_jax = type(leaf) is not np.ndarray and isinstance(leaf, jax.Array)
+        if type(leaf) is np.ndarray and leaf.dtype in _PLAIN:  # as most are
+            arrays.append(np.array(leaf) if copy else leaf)  # on the host
+            continue
+        is_jax = isinstance(leaf, jax.Array)
         array: Any = leaf if is_jax else as_numpy(leaf)
         if is_jax and is_key(leaf):
             keys[index] = _key_data(batch, index, leaf)

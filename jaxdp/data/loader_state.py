@@ -42,7 +42,6 @@ class OwnState:
     def __init__(self, owner: Any, argument: str):
         self.owner = owner
         self.argument = argument  # what the user calls the loader
-        self.trained: Callable[[], int] = lambda: 0  # batches of the epoch, by steps
         self.generators: Callable[[], Any] = lambda: None  # to note beside the states
         self._places: collections.deque[_Place] = collections.deque()
         self._due = 0.0
@@ -85,9 +84,10 @@ class OwnState:
         self._due = 0.0
         self._is_new = True
 
-    def before(self, batches: int) -> None:
-        """Called before a batch is asked for, and `batches` of its epoch have come."""
-        while len(self._places) > 1 and self._places[1].batches < self.trained():
+    def before(self, batches: int, trained: int) -> None:
+        """Called before a batch is asked for, and `batches` of its epoch have come, of
+        which so many are trained on."""
+        while len(self._places) > 1 and self._places[1].batches < trained:
             self._places.popleft()
         start = time.perf_counter()
         is_stale = self._is_new and self._sticky  # still the end of the last epoch

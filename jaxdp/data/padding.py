@@ -12,9 +12,8 @@ import numpy as np
 
 from ..distributed import RowBlocks
 from ..step import Batch, Group, Picked
-from .batches import Portion, counts_of, own_of
+from .batches import Portion, counts_of, own_of, rows_at, stacked
 from .forms import Form, Forms, Leaves, key_of
-from .rows import rows_at, stacked
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
@@ -28,6 +27,8 @@ class Placed(NamedTuple):
 
     step: Any
     groups: Any
+    nbytes: int
+    """What they take of a device before their step; 0 if the call brings them there."""
     checks: tuple[Callable[[Any], None], ...]
     """What raises for targets that were there, given a result of the step."""
 
@@ -46,6 +47,8 @@ class Dispatch(NamedTuple):
     """Of the groups, in words."""
     shape: Hashable
     """What a compiled step depends on: the split, the steps, each group's sizes."""
+    are_there: bool = False
+    """Whether any arrays are on the devices already: JAX's, of a loader."""
     placed: Placed | None = None
     """The groups on their way to the devices, ahead of their turn."""
 
@@ -114,7 +117,8 @@ class Packer:
             of_all, *others = known
             micros = [entry[0] for entry in formed]
             wholes = [entry[1] for entry in formed]
-            return Dispatch(windows, [_group(micros, wholes, of_all, form)], *others)
+            group = _group(micros, wholes, of_all, form)
+            return Dispatch(windows, [group], *others, are_there=_are_there(formed))
 
         if form.is_rowless:  # what has no rows has none to pad or to split
             self.rows_interact = True
@@ -149,9 +153,9 @@ class Packer:
             start = stop
         texts = tuple(form.text for *_, form in shapes)
         shapes = [(*sizes, form.program) for *sizes, form in shapes]
-        return Dispatch(
-            windows, groups, split, rows, texts, (split, steps, tuple(shapes))
-        )
+        shape = split, steps, tuple(shapes)
+        are_there = _are_there(formed)
+        return Dispatch(windows, groups, split, rows, texts, shape, are_there)
 
     def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
         """Values of the rows of a packed `batch` that are no padding, on the host.
@@ -272,6 +276,13 @@ def _group(
     return Group(batch, counts, whole)
 
 
+def _are_there(formed: list[tuple[Leaves, Any, Form]]) -> bool:
+    """Whether any leaf of batches is not on the host."""
+    others = [entry[1] for entry in formed if entry[2].wholes]
+    leaves = itertools.chain(*[entry[0] for entry in formed], *others)
+    return any([type(leaf) is not np.ndarray for leaf in leaves])
+
+
 def _bytes_of(group: Group) -> int:
     if isinstance(group.batch, Picked):
         return group.batch.index.size * group.whole.row_bytes
@@ -297,6 +308,8 @@ def _are_same(windows: list[list[Batch]]) -> bool:
 
 
 def _stacked(micros: list[Leaves]) -> Leaves:
+    if len(micros) == 1 and all([type(leaf) is np.ndarray for leaf in micros[0]]):
+        return [leaf[None] for leaf in micros[0]]  # no copy
     return [stacked(leaves) for leaves in zip(*micros, strict=True)]
 
 

@@ -14,11 +14,10 @@ import numpy as np
 from ..basics.console import listed
 from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
-from .batches import Portion, rows_of
+from .batches import Portion, rows_at, rows_of
 from .forms import Key, key_of, shapes_of
 from .loader_state import checksum
 from .padding import Packer
-from .rows import rows_at
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""

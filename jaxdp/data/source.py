@@ -1,22 +1,16 @@
-"""Any iterable of batches, epoch by epoch."""
+"""The batches of a loader, epoch by epoch, from any position on."""
 
 import collections
 import contextlib
-import dataclasses
 import inspect
 import itertools
-import operator
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
-from typing import Any, Final
+from collections.abc import Callable, Generator, Iterator, Sized
+from typing import Any, Final, NamedTuple
 
-import jax
-
-from ..basics.console import Outlet, open_bar, warn
 from ..step import NOTHING, Batch
 from .conversion import to_host
 from .limit import capped
-from .loader_state import OwnState, checksum, generators_of, own_state
+from .loader_state import OwnState, checksum
 from .random_states import set_states, states_of
 from .shares import Share
 
@@ -38,8 +32,7 @@ NO_LOADER: Final = _NoLoader()
 """What is trained on without a loader."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Which batch of an epoch comes next, and what leads there in a loader."""
 
     epoch: int = 0
@@ -60,21 +53,47 @@ class Position:
 START: Final = Position()
 
 
-class Source:
-    """The batches of `loader`, an iterable that the user calls `argument`.
+class Raw(NamedTuple):
+    """Batches as a loader gives them."""
 
-    It is iterated once per epoch; an iterator continues after the last epoch.
+    batches: Iterator[Any]
+    copy: bool = False
+    """Whether they must be copied, as the next one may be in the same memory."""
+    is_host: bool = False
+    """Whether they are host batches already."""
+    share: Callable[..., Iterator[Batch]] | None = None
+    """What makes this process's batches of them, if not `Share.of`."""
+
+
+class Source:
+    """The batches of `loader`, which the user calls `argument`, from any position on.
+
+    There are three kinds, by what leads to a position inside an epoch: the index lists
+    of its rows (`ListSource`, `ArraysSource`, `TorchSource`), what the loader tells of
+    its state (`TellingSource`), or reading it again (`ReplayingSource`).
+
+    Args:
+        loader: iterated once per epoch; an iterator continues after the last one.
+        argument: what the user calls it.
+        share: what of it comes to this process.
+        seed: decides what is drawn for an epoch. None leaves global generators alone.
     """
 
-    def __init__(self, loader: Any, argument: str, share: Share = ALL):
+    tells = False
+    """Whether it tells its position itself."""
+
+    def __init__(
+        self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+    ):
         self.loader: Any = loader
         self.argument = argument
-        self.share = share
+        self.share, self.seed = share, seed
+        self.start = START  # of the next pass; later ones begin with an epoch
         self.begun: Position | None = None  # of the present epoch, with its state
         self.apart_from: Source | None = None  # whose generators are its own to save
         self.looks_at = ""  # of the trainer, while it is asked for a batch
-        self._own = self._own_state()
-        self._keeps_places = self._goes_on = False
+        # How many of an epoch's batches are trained on, if it is read for that.
+        self.trained: Callable[[], int] | None = None
         self._passes: list[Generator[Batch, None, None]] = []
         # What an iterator has given for steps that are not begun.
         self._given: collections.deque[Batch] = collections.deque()
@@ -100,14 +119,12 @@ class Source:
     @property
     def replays(self) -> bool:
         """Whether only reading it again leads to a place inside an epoch."""
-        is_list = isinstance(self.loader, list | tuple)
-        return not is_list and self._own is None and self.share is ALL
+        return False
 
     @property
     def may_read_ahead(self) -> bool:
         """Whether batches may be asked for before the steps that need them."""
-        # An iterator that tells its position must not be further than the steps.
-        return not self.looks and (self._own is None or not self.is_iterator)
+        return not self.looks
 
     @property
     def is_asked(self) -> bool:
@@ -125,18 +142,21 @@ class Source:
         if self.share is not ALL:
             self.share.looks = True
 
-    def epoch(self, position: Position = START) -> Iterator[Batch]:
-        """Host batches of an epoch from a position on, in order."""
-        given = [*self._given]
-        skip = position.batches + len(given)
-        position = self._begin(dataclasses.replace(position, batches=skip))
-        # What is no list may write every batch into the same memory.
-        copy = not isinstance(self.loader, list | tuple)
+    def epoch(self, position: Position | None = None) -> Iterator[Batch]:
+        """Host batches of an epoch from a position on, in order; else from `start`."""
+        if position is None:
+            position, self.start = self.start, START
+        position = self.begun = self._begin(position)
+        if given := [*self._given]:
+            skip = position.batches + len(given)
+            position = position._replace(batches=skip)
+        raw = self._read(position)
+        batches = self._conversion(raw, position.epoch, position.batches)
+        self._passes = [one_pass for one_pass in self._passes if not _is_over(one_pass)]
+        self._passes.append(batches)
+        share = raw.share or self.share.of
         peek = None if self.is_iterator else self._peek_here
-        batches = self._converted(self._positioned(position), position, copy)
-        return self.share.of(
-            itertools.chain(given, batches) if given else batches, peek
-        )
+        return share(itertools.chain(given, batches) if given else batches, peek)
 
     def close(self) -> None:
         """Ends the passes that were not read to their end.
@@ -163,21 +183,33 @@ class Source:
             parts["generators"] = generators
         if samplers := [sampler.present() for sampler in self._telling_samplers()]:
             parts["samplers"] = samplers
-        if self._own is not None:
-            parts["own"] = self._own.present()
         return parts or None
 
     def state_now(self) -> Any:
         """What to start from to see what is now to be seen; a pass begins again."""
+        if self.begun is None and self.start.state is not None:
+            return self.start.state
         if self.begun is None or all(map(_is_over, self._passes)):
             return self.present_state()
         return self.begun.state
 
-    def keep_places(self, trained: Callable[[], int]) -> None:
-        """From now on `place` can be asked; `trained` counts the epoch's batches."""
-        self._keeps_places = True
-        if self._own is not None:
-            self._own.trained = trained
+    def mark(self, epoch: int, done: int, last: Batch | None = None) -> Position:
+        """How another source of the same loader comes to batch number `done`.
+
+        In another process, too, if `last` is the batch before it, where one was trained
+        on. An epoch that is not begun has no state: it begins as the loader is then.
+        """
+        begun = self.begun
+        if begun is None:
+            return self.start
+        if begun.epoch != epoch:
+            return START
+        place, after = self._place(done), None
+        if done == begun.batches and done:  # no step was taken since
+            place, after = place or begun.place, begun.checksum
+        if self.replays and done and last is not None:
+            after = checksum(last)
+        return Position(state=begun.state, place=place, checksum=after)
 
     def let_go(self, count: int) -> None:
         """So many batches more are begun: an iterator does not give them again."""
@@ -188,9 +220,9 @@ class Source:
         """Gives first what another source has read of the same iterator too far."""
         self._given = other._given
 
-    def place(self, trained: int) -> Any:
+    def _place(self, trained: int) -> Any:
         """A place in the present epoch, not after batch `trained`, if known; JSON."""
-        return None if self._own is None else self._own.place(trained)
+        return None
 
     def first(self, share: int | float) -> list[Batch]:
         """The first batches, unshuffled: so many, or as a float such a share."""
@@ -203,16 +235,16 @@ class Source:
 
         None of an iterator that can't tell its position.
         """
-        if self.is_iterator and self._own is None:
+        if self.is_iterator and not self.tells:
             return []
-        begun, keeps, before = self.begun, self._keeps_places, self.present_state()
-        self._keeps_places = False
+        begun, trained, before = self.begun, self.trained, self.present_state()
+        self.trained = None
         try:
             batches = self.epoch(position)
             first = list(itertools.islice(batches, count))
             getattr(batches, "close", lambda: None)()
         finally:
-            self.begun, self._keeps_places = begun, keeps
+            self.begun, self.trained = begun, trained
             self._take_up(before)
         return first
 
@@ -230,7 +262,7 @@ class Source:
 
     def sample(self) -> Batch | None:
         """The first batch of epoch 0, if to look at it costs next to nothing."""
-        return self.peek() if isinstance(self.loader, list | tuple) else None
+        return None
 
     def _peek_here(self) -> Batch:
         """`peek`, whatever other processes have."""
@@ -250,9 +282,6 @@ class Source:
     def _explain(self, exception: Exception) -> None:
         """Adds what may help to an exception of the loader."""
 
-    def _own_state(self) -> OwnState | None:
-        return own_state(self.loader, self.argument)
-
     def _telling_samplers(self) -> list[OwnState]:
         """The user's samplers that tell their state."""
         return []
@@ -271,24 +300,26 @@ class Source:
     def _own_generators(self) -> dict[str, Any]:
         return {}
 
+    def _read(self, position: Position) -> Raw:
+        """What the loader gives of an epoch from a position on."""
+        raise NotImplementedError
+
     def _begin(self, position: Position) -> Position:
         """Has the loader be where an epoch starts; returns the position, complete."""
         if position.state is None:
-            position = dataclasses.replace(position, state=self.present_state())
-        elif self._take_up(position.state):
-            position = dataclasses.replace(position, given=None)
-        self.begun = position
-        if self._own is not None:
-            self._own.begin()
+            return position._replace(state=self.present_state())
+        self._take_up(position.state)
         return position
 
-    def _take_up(self, state: Any) -> bool:
-        """Has the loader be where `state` says; whether it tells the whole place."""
-        keeper = self._own if "own" in (state or {}) else None
-        if keeper is not None:
-            keeper.load(state["own"])
+    def _take_up(self, state: Any) -> None:
+        """Has the loader be where `state` says."""
         self._set_generators(state)
-        return keeper is not None
+
+    def _before(self, number: int) -> None:
+        """Called before a batch of the epoch is asked for."""
+
+    def _after(self, number: int, batch: Batch) -> None:
+        """Called when it has come."""
 
     def _set_generators(self, state: Any) -> None:
         """Has generators and samplers of the user's be where a state has them."""
@@ -301,100 +332,22 @@ class Source:
         ):
             sampler.load(sampler_state)
 
-    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
-        """Iterates the loader in its own way."""
-        batches = iter(self.loader)
-        self._goes_on = batches is self.loader
-        if self._own is not None:
-            self._own.began(batches)
-        return batches
-
-    def _positioned(self, position: Position) -> Iterator[Any]:
-        """The loader's batches of an epoch from a position on."""
-        epoch, skip, place = position.epoch, position.batches, position.place
-        if place is None or self._own is None or "batches" not in place:
-            batches = self._iterate(epoch)
-            given = position.given if self._goes_on else None
-            count = skip if given is None else given
-            self._pass_over(batches, count, position.checksum)
-            return batches
-
-        # The newest place that the loader has told, and on from there.
-        first = place["batches"]
-        self._own.load(place["state"])
-        batches = self._iterate(epoch, generators_of(place))
-        batch = next(batches, END)
-        if batch is not END and checksum(to_host(batch)) == place["after"]:
-            self._own.after(first, None)
-            self._pass_over(batches, skip - first - 1)
-            return batches
-        warn(
-            f"`{self.argument}`: the state of {type(self._own.owner).__name__} did"
-            f" not lead back to batch {first} of epoch {epoch}: a different batch"
-            " came. (Does it have a shuffle buffer, whose content is not part of"
-            " the state?) The epoch is replayed from its start."
-        )
-        self._take_up(position.state)
-        batches = self._iterate(epoch)
-        self._pass_over(batches, skip)
-        return batches
-
-    def _pass_over(
-        self, batches: Iterator[Any], count: int, expected: int | None = None
-    ) -> None:
-        """Asks for `count` batches again; the last has the checksum `expected`."""
-        if isinstance(self.loader, list | tuple) or not count:
-            next(itertools.islice(batches, count, count), None)
-            return
-        from tqdm import tqdm
-
-        what = f"`{self.argument}` can't jump: replaying {count} batches"
-        batch, steps, out = END, range(count), Outlet(sys.stderr)
-        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
-        for _ in steps if bar is None else bar:
-            if (batch := next(batches, END)) is END:
-                return
-        if expected not in (None, checksum(to_host(batch))):
-            warn(
-                f"`{self.argument}`: after {count} batches were replayed, the next"
-                " one differs from the one in the saved run. (Does the order come"
-                " from another random generator than the global ones of torch,"
-                " NumPy and Python, as in WebDataset's `shuffle` without a seed?)"
-                " Some rows of this epoch may come twice, and others not at all."
-            )
-
-    def _converted(
-        self,
-        batches: Iterator[Any],
-        position: Position,
-        copy: bool,
-        ready: bool = False,
-    ) -> Iterator[Batch]:
-        """The loader's batches from a position on, as host batches."""
-        converted = self._conversion(batches, position, copy, ready)
-        self._passes = [one_pass for one_pass in self._passes if not _is_over(one_pass)]
-        self._passes.append(converted)
-        return converted
-
     def _conversion(
-        self, batches: Iterator[Any], position: Position, copy: bool, ready: bool
+        self, raw: Raw, epoch: int, first: int
     ) -> Generator[Batch, None, None]:
-        keeper = self._own if self._keeps_places else None
-        gives_once = self._keeps_places and self.is_iterator
-        for batch_idx in itertools.count(position.batches):
+        """Host batches; the first one has this number in the epoch."""
+        gives_once = self.trained is not None and self.is_iterator
+        for batch_idx in itertools.count(first):
             try:
-                if keeper is not None:
-                    keeper.before(batch_idx)
-                batch = next(batches, END)
+                self._before(batch_idx)
+                batch = next(raw.batches, END)
                 if batch is END:
                     return
-                host = batch if ready else to_host(batch, copy=copy)
-                if keeper is not None:
-                    keeper.after(batch_idx, host)
+                host = batch if raw.is_host else to_host(batch, copy=raw.copy)
+                self._after(batch_idx, host)
             except Exception as exception:
                 exception.add_note(
-                    f"in batch {batch_idx} of epoch {position.epoch} of"
-                    f" `{self.argument}`"
+                    f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
                 )
                 self._explain(exception)
                 raise
@@ -403,78 +356,14 @@ class Source:
             yield host
 
 
-def open_loader(
-    loader: Any,
-    argument: str,
-    seed: int,
-    share: Share = ALL,
-    **of_arrays: Any,
-) -> Source:
-    """The source of batches for what a user passed as `argument`, if it gives some.
+class ListSource(Source):
+    """Batches that are there, in a list or a tuple."""
 
-    `of_arrays` are further arguments of `ArraysSource`.
-    """
-    from .arrays import Arrays, ArraysSource
+    def sample(self) -> Batch | None:
+        return self.peek()
 
-    if isinstance(loader, Arrays):
-        return ArraysSource(loader, argument, seed, share, **of_arrays)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        if isinstance(loader, torch.utils.data.DataLoader):
-            from .torch_source import TorchSource
-
-            return TorchSource(loader, argument, seed, share)
-        if isinstance(loader, torch.utils.data.IterableDataset):
-            from .torch_source import SeededSource
-
-            return SeededSource(loader, argument, seed, share)
-        if isinstance(loader, torch.utils.data.Dataset):
-            raise TypeError(
-                f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
-                " gives single examples; wrap it: torch.utils.data.DataLoader(dataset,"
-                " batch_size)."
-            )
-
-    # Any iterable, but not what iterates over something else.
-    arrays = loader if isinstance(loader, tuple) else (loader,)
-    is_array = [hasattr(array, "dtype") for array in arrays]
-    may_be = [isinstance(array, Mapping) for array in arrays]  # a tree of arrays
-    if any(is_array) and all(map(operator.or_, is_array, may_be)):
-        what = ", ".join(
-            f"an array of shape {array.shape}" if known else "a dict"
-            for array, known in zip(arrays, is_array, strict=True)
-        )
-        what = f"a tuple of {what}" if arrays is loader else what
-        raise TypeError(
-            f"`{argument}` is {what}, not an iterable of batches. Of arrays x and y"
-            " pass one loader of both: jaxdp.Arrays(x, y, batch_size=32); of x alone,"
-            " jaxdp.Arrays(x)."
-        )
-    if isinstance(loader, str | bytes | dict):
-        raise TypeError(
-            f"`{argument}` is a {type(loader).__name__}, not an iterable of batches;"
-            " pass a DataLoader, a list or a generator of (x, y) batches, or of arrays"
-            " jaxdp.Arrays(x, y, batch_size=32)."
-        )
-    if isinstance(loader, list | tuple) and loader and all(map(_is_loader, loader)):
-        raise TypeError(
-            f"`{argument}` is a {type(loader).__name__} of {len(loader)} loaders, and"
-            " must be one. To validate or test on several, name them: {'clean': a,"
-            " 'shifted': b}."
-        )
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(
-            f"`{argument}` is a {type(loader).__name__} and can't be iterated; pass a"
-            " DataLoader, a list or a generator of batches."
-        )
-    return Source(loader, argument, share)
-
-
-def _is_loader(found: Any) -> bool:
-    """Whether it gives batches, and is none itself: no array, no tree of arrays."""
-    is_array = hasattr(found, "dtype") or isinstance(found, str | bytes | Mapping)
-    gives = isinstance(found, Iterable) or hasattr(found, "__getitem__")
-    return gives and not is_array and jax.tree_util.all_leaves([found])
+    def _read(self, position: Position) -> Raw:
+        return Raw(itertools.islice(self.loader, position.batches, None))
 
 
 def _is_over(a_pass: Generator[Batch, None, None]) -> bool:

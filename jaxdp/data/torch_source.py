@@ -17,18 +17,18 @@ from ..basics.console import say_once
 from ..step import Batch
 from .batches import taken
 from .index_lists import IndexLists
-from .loader_state import OwnState
+from .loader_state import OwnState, own_state
 from .random_states import (
     Generators,
     seed_generators,
     seed_of,
-    set_states,
-    states_of,
     torch_generators,
 )
+from .replaying import ReplayingSource
 from .shares import Share
-from .source import ALL, END, START, Position, Source
+from .source import ALL, Position, Raw, Source
 from .table import fetch, table
+from .telling import TellingSource
 from .torch_workers import (
     WORKER_RULES,
     Seeded,
@@ -46,130 +46,30 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """Keeps the seeds of neighbouring batches far apart (2**64 / golden ratio, odd)."""
 
 
-class SeededSource(Source):
-    """An `IterableDataset` that gives batches, such as WebDataset's loader.
+class _OfTorch(Source):
+    """What all torch `DataLoader`s have in common, which are not changed."""
 
-    The seed decides, with the epoch, what the global generators draw in it.
-    """
-
-    def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
-        super().__init__(loader, argument, share)
-        self.seed = seed
-
-    def _explain(self, exception: Exception) -> None:
-        if isinstance(exception, TypeError | ValueError):
-            exception.add_note(
-                f"`{self.argument}` is a {type(self.loader).__name__}, each item of"
-                " which is taken as a batch; if it gives single examples, wrap it:"
-                " torch.utils.data.DataLoader(dataset, batch_size)."
-            )
-
-    def _begun(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def _iterate(self, epoch: int, generators: Any = None) -> Iterator[Any]:
-        started = Generators(seed_of(self.seed, epoch, *self.share.sampling))
-        with started.active():
-            batches = self._begun()
-        self._goes_on = batches is self.loader
-        own = self._generators()
-        if generators is not None:
-            # torchdata's loader sets its sampler's generator to where an epoch began,
-            # and the next epoch would not have the order that it should.
-            started.states = generators[0]
-            set_states(own, generators[1])
-        if self._own is not None:
-            self._own.generators = lambda: (started.states, states_of(own))
-        return self._as_it_is(batches, started)
-
-    def _as_it_is(self, batches: Iterator[Any], generators: Any) -> Iterator[Any]:
-        """Iterable datasets and loaders that iterate in their own way."""
-        while True:
-            with generators.active():
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
-
-
-class TorchSource(SeededSource):
-    """A torch `DataLoader`, which is not changed.
-
-    The seed decides, with the epoch, what augmentations draw, and the sampler, unless
-    the loader has a generator of its own.
-    """
-
-    def __init__(self, loader: Any, argument: str, seed: int, share: Share = ALL):
-        from torch.utils.data import DataLoader, IterableDataset, default_collate
-
-        self._samplers = _samplers_of(loader)
-        users = [type(each) for each in self._samplers if not _is_torchs(each)]
-        # Otherwise index lists may depend on when they are drawn.
-        self._has_torchs_samplers = not users
-        # Whether rows are put together by torch alone.
-        self._has_torchs_collation = (
-            loader._auto_collation and loader.collate_fn is default_collate
-        )
-
-        # torchdata's loader differs in that it can tell its state. By index lists it
-        # needs none, but for parts of the user's that have one.
-        kind, parts = type(loader), ("dataset", "sampler", "batch_sampler")
-        self._iterates_as_torch = kind.__iter__ is DataLoader.__iter__ or (
-            kind.__module__.startswith("torchdata.stateful_dataloader")
-            and not any(_has_state(getattr(loader, part)) for part in parts)
-        )
-        # Whether batches are what the sampler's index lists say, and nothing else.
-        self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._is_plain = self._iterates_as_torch and not self._is_iterable
-
-        super().__init__(loader, argument, seed, share)
-        self._workers: Any = None
-        self._seeded_lists = SeededLists()
-        sampler = users[0] if users else type(loader.sampler)
-        self._index_lists = IndexLists(argument, sampler.__name__)
+    def __init__(
+        self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+    ):
+        super().__init__(loader, argument, share, seed)
+        self._parts = Parts(loader)
 
     def first(self, share: int | float) -> list[Batch]:
         ordered = _unshuffled(self.loader)
         if ordered is None:
             return super().first(share)
-        return TorchSource(ordered, self.argument, self.seed, self.share).first(share)
+        return torch_source(ordered, self.argument, self.share, self.seed).first(share)
 
-    def epoch(self, position: Position = START) -> Iterator[Batch]:
-        position = self._begin(position)
-        for each in (*self._samplers, self.loader.dataset):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(position.epoch)
+    def _set_epoch(self, epoch: int) -> None:
+        for part in (*self._parts.samplers, self.loader.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
+    def _copies(self) -> bool:
         # torch's collation makes new tensors, and what crosses from a worker is new.
-        is_torchs, workers = self._has_torchs_collation, self.loader.num_workers
-        copy = not (self._iterates_as_torch and (is_torchs or workers))
-        if not self._is_plain:
-            batches = self._positioned(position)
-            converted = self._converted(batches, position, copy)
-            return self.share.of(converted, self._peek_here)
-
-        whole_rows = self._whole_rows() if is_torchs else None
-        lists, share = self._lists(position), self.share.of
-        if is_torchs:  # each process need only fetch its own rows
-            lists, share = self.share.of_lists(lists)
-        if whole_rows is not None:
-            batches = whole_rows(lists)
-        else:
-            batches = self._by_index(lists, position.epoch, position.batches)
-        ready = whole_rows is not None
-        converted = self._converted(batches, position, copy, ready)
-        return share(converted, self._peek_here)
-
-    @property
-    def replays(self) -> bool:
-        return super().replays and not self._is_plain
-
-    def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
-        """What gives batches of index lists, if rows need not be taken apart for it."""
-        found = None if self.loader.num_workers else table(self.loader.dataset)
-        if found is None:
-            return None
-        return functools.partial(fetch, *found, ahead=self._has_torchs_samplers)
+        parts, workers = self._parts, self.loader.num_workers
+        return not (parts.iterates_as_torch and (parts.has_torchs_collation or workers))
 
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
@@ -181,17 +81,25 @@ class TorchSource(SeededSource):
                 " `collate_fn`."
             )
 
-    def place(self, trained: int) -> Any:
-        if not self._is_plain:
-            return super().place(trained)
-        note = self._index_lists.note(trained)
-        return None if note is None else {"lists": [trained, note]}
+    def _own_generators(self) -> dict[str, Any]:
+        return torch_generators(self.loader)
 
-    def _own_state(self) -> OwnState | None:
-        return None if self._is_plain else super()._own_state()
 
-    def _take_up(self, state: Any) -> bool:
-        tells = super()._take_up(state)
+class _IteratedByTorch(_OfTorch):
+    """A loader over an iterable dataset, or one that iterates in its own way."""
+
+    def _read(self, position: Position) -> Raw:
+        self._set_epoch(position.epoch)
+        return super()._read(position)._replace(copy=self._copies())
+
+    @property
+    def sure_batches(self) -> int | None:
+        # Each of several workers makes a last batch of its own.
+        is_a_guess = self._parts.is_iterable and self.loader.num_workers > 1
+        return None if is_a_guess else self.num_batches
+
+    def _take_up(self, state: Any) -> None:
+        super()._take_up(state)
         next_one = getattr(self.loader, "next_iter_state", None)
         if next_one and next_one.get("_iterator_finished"):
             # From the end of an epoch, torchdata's loader starts two iterations, whose
@@ -199,34 +107,8 @@ class TorchSource(SeededSource):
             with Generators().active(), safe_workers(self.loader):
                 started(self.loader, self.argument)
             self._set_generators(state)  # these draws are not the user's
-        return tells
 
-    def sample(self) -> Batch | None:
-        # A dataset of the user's may draw from generators of its own, which training
-        # draws from, too.
-        runs_nothing = self._has_torchs_collation and self._has_torchs_samplers
-        is_here = self._is_plain and runs_nothing and self._whole_rows() is not None
-        return self.peek() if is_here else None
-
-    def _own_generators(self) -> dict[str, Any]:
-        return torch_generators(self.loader)
-
-    def _telling_samplers(self) -> list[OwnState]:
-        found = filter(_has_state, self._samplers if self._is_plain else ())
-        return [OwnState(sampler, self.argument) for sampler in found]
-
-    @property
-    def sure_batches(self) -> int | None:
-        # Each of several workers makes a last batch of its own.
-        is_a_guess = self._is_iterable and self.loader.num_workers > 1
-        return None if is_a_guess else self.num_batches
-
-    def close(self) -> None:
-        super().close()
-        # Both lead to each other, and workers that last are ended by what frees them.
-        self._seeded_lists.lists, self._workers = iter(()), None
-
-    def _begun(self) -> Iterator[Any]:
+    def _started(self) -> Iterator[Any]:
         if self.loader.pin_memory:
             say_once(
                 f"`{self.argument}` has pin_memory=True, for which torch opens the GPU,"
@@ -234,6 +116,72 @@ class TorchSource(SeededSource):
             )
         with safe_workers(self.loader):
             return started(self.loader, self.argument)
+
+
+class _TorchReplaying(_IteratedByTorch, ReplayingSource):
+    """One that must be read again."""
+
+
+class _TorchTelling(_IteratedByTorch, TellingSource):
+    """One that tells its state, or whose dataset does."""
+
+
+class TorchSource(_OfTorch):
+    """A `DataLoader` whose batches are what its sampler's index lists say.
+
+    The seed decides, with the epoch, what augmentations draw, and the sampler, unless
+    the loader has a generator of its own.
+    """
+
+    seed: int  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, loader: Any, argument: str, share: Share = ALL, seed: int = 0):
+        super().__init__(loader, argument, share, seed)
+        self._workers: Any = None
+        self._seeded_lists = SeededLists()
+        users = self._parts.users_samplers
+        sampler = type(users[0] if users else loader.sampler)
+        self._index_lists = IndexLists(argument, sampler.__name__)
+
+    def _read(self, position: Position) -> Raw:
+        self._set_epoch(position.epoch)
+        is_torchs = self._parts.has_torchs_collation
+        whole_rows = self._whole_rows() if is_torchs else None
+        lists, share = self._lists(position), self.share.of
+        if is_torchs:  # each process need only fetch its own rows
+            lists, share = self.share.of_lists(lists)
+        if whole_rows is not None:
+            return Raw(whole_rows(lists), is_host=True, share=share)
+        batches = self._by_index(lists, position.epoch, position.batches)
+        return Raw(batches, copy=self._copies(), share=share)
+
+    def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
+        """What gives batches of index lists, if rows need not be taken apart for it."""
+        columns = None if self.loader.num_workers else table(self.loader.dataset)
+        if columns is None:
+            return None
+        return functools.partial(fetch, *columns, ahead=not self._parts.users_samplers)
+
+    def _place(self, trained: int) -> Any:
+        note = self._index_lists.note(trained)
+        return None if note is None else {"lists": [trained, note]}
+
+    def sample(self) -> Batch | None:
+        # A dataset of the user's may draw from generators of its own, which training
+        # draws from, too.
+        parts = self._parts
+        runs_nothing = parts.has_torchs_collation and not parts.users_samplers
+        is_here = runs_nothing and self._whole_rows() is not None
+        return self.peek() if is_here else None
+
+    def _telling_samplers(self) -> list[OwnState]:
+        telling = filter(_has_state, self._parts.samplers)
+        return [OwnState(sampler, self.argument) for sampler in telling]
+
+    def close(self) -> None:
+        super().close()
+        # Both lead to each other, and workers that last are ended by what frees them.
+        self._seeded_lists.lists, self._workers = iter(()), None
 
     def _by_index(self, lists: Iterator[Any], epoch: int, skip: int) -> Iterator[Any]:
         start = seed_of(self.seed, epoch, *self.share.drawing)
@@ -248,7 +196,7 @@ class TorchSource(SeededSource):
     def _lists(self, position: Position) -> Iterator[Any]:
         """The index lists of the batches from a position on."""
         lists = self._drawn_lists(position.epoch)
-        if self._keeps_places and not self._has_torchs_samplers:
+        if self.trained is not None and self._parts.users_samplers:
             lists = self._index_lists.noted(lists, (position.place or {}).get("lists"))
         return itertools.islice(lists, position.batches, None)
 
@@ -256,7 +204,7 @@ class TorchSource(SeededSource):
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
         import torch
 
-        torchs = self._has_torchs_samplers
+        torchs = not self._parts.users_samplers
         most = _DRAW_AT_ONCE if torchs else 1  # it may listen to how training goes
         seed = seed_of(self.seed, epoch, *self.share.sampling)
         generators = Generators(seed, torch_alone=torchs)
@@ -295,6 +243,41 @@ class TorchSource(SeededSource):
         )
         with safe_workers(self._workers):
             return started(self._workers, self.argument)
+
+
+class Parts:
+    """What a `DataLoader` is made of, and how it iterates."""
+
+    def __init__(self, loader: Any):
+        from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+        self.samplers = _samplers_of(loader)
+        # If there are none, index lists do not depend on when they are drawn.
+        self.users_samplers = [s for s in self.samplers if not _is_torchs(s)]
+        # Whether rows are put together by torch alone.
+        self.has_torchs_collation = (
+            loader._auto_collation and loader.collate_fn is default_collate
+        )
+        # torchdata's loader differs in that it can tell its state. By index lists it
+        # needs none, but for parts of the user's that have one.
+        kind, parts = type(loader), ("dataset", "sampler", "batch_sampler")
+        self.iterates_as_torch = kind.__iter__ is DataLoader.__iter__ or (
+            kind.__module__.startswith("torchdata.stateful_dataloader")
+            and not any(_has_state(getattr(loader, part)) for part in parts)
+        )
+        self.is_iterable = isinstance(loader.dataset, IterableDataset)
+
+
+def torch_source(
+    loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+) -> Source:
+    """The source of a torch `DataLoader`."""
+    parts = Parts(loader)
+    if parts.iterates_as_torch and not parts.is_iterable:
+        return TorchSource(loader, argument, share, seed or 0)
+    tells = own_state(loader, argument) is not None
+    kind = _TorchTelling if tells else _TorchReplaying
+    return kind(loader, argument, share, seed)
 
 
 def _unshuffled(loader: Any) -> Any:

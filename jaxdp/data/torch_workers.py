@@ -205,6 +205,8 @@ def safe_workers(loader: Any) -> Iterator[None]:
         context: Any = multiprocessing.get_context("forkserver")
         if _has_no_file():
             context = _sending_definitions(context, "__main__" in modules)
+        else:
+            context = _starting_on_cpu(context)
         context.set_forkserver_preload(
             [__name__, *_libraries(frozenset({"__main__", *modules}))]
         )
@@ -216,6 +218,23 @@ def safe_workers(loader: Any) -> Iterator[None]:
         loader.worker_init_fn = users[1]
         if not loader.persistent_workers:
             loader.multiprocessing_context = users[0]
+
+
+def _starting_on_cpu(context: Any) -> Any:
+    """`context`, whose workers leave GPUs alone before they unpack their dataset, which
+    may hold arrays of JAX's."""
+
+    class Process(context.Process):
+        def __reduce__(self) -> Any:
+            return _empty_process, (), vars(self)
+
+    return type("Context", (type(context),), {"Process": Process})()
+
+
+def _empty_process() -> Any:
+    """What a worker is unpacked into."""
+    jax.config.update("jax_platforms", "cpu")
+    return object.__new__(multiprocessing.get_context("forkserver").Process)
 
 
 def _has_no_file() -> bool:
@@ -262,7 +281,7 @@ def _sending_definitions(context: Any, is_needed: bool) -> Any:
 
 def _received(content: bytes) -> Any:
     """The process that was sent."""
-    process = object.__new__(multiprocessing.get_context("forkserver").Process)
+    process = _empty_process()
     unpickler = pickle.Unpickler(io.BytesIO(content))
     vars(process).update(unpickler.load())
     for each in unpickler.load():  # named tuples, say, that it sends back by name

@@ -102,9 +102,8 @@ class Engine:
                 self.state = shapes_of_first(parts, model_state, steps, strategy)
         else:
             self.state = placed_first(parts, model_state, steps, strategy, seed)
-        self._mind_convolutions()
+        self._mind_platform()
         if not abstract:
-            self.placing.puts_ahead = self._platform != "cpu"
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
 
     def _work(self, steps: Steps, mode: Debugging) -> None:
@@ -138,21 +137,22 @@ class Engine:
         self.programs.options = options
         with no_ambient_mesh():
             self.state = self.strategy.place(state)
-        self._mind_convolutions()
+        self._mind_platform()
 
     def as_settled(self) -> AbstractContextManager[Any]:
         """Around a pass: jit is disabled in it or not as when the settings were read,
         whatever a callback does in between."""
         return jax.disable_jit(self._mode.without_jit)
 
-    def _mind_convolutions(self) -> None:
-        """XLA rewrites convolutions for the CPU's library outside of loops alone.
+    def _mind_platform(self) -> None:
+        """Does what is faster on CPUs alone, or on all others.
 
-        Inside a loop they take about five times as long, and round otherwise.
+        XLA rewrites convolutions for the CPU's library outside of loops alone. Inside a
+        loop they take about five times as long, and round otherwise.
         """
-        unroll = (
-            self._platform == "cpu" and not self._mode.without_jit
-        )  # Python's loops
+        is_cpu = self._platform == "cpu"
+        self.placing.puts_ahead = not is_cpu and not self._is_abstract
+        unroll = is_cpu and not self._mode.without_jit  # else loops are Python's
         self.programs.set(unroll_convolutions=unroll)
 
     @property
@@ -325,11 +325,10 @@ class Engine:
         checks = placed.checks
         if tells_of_gradients(facts, means):
             checks = (*checks, check_gradients)
-        nbytes = self.placing.bytes_per_device(dispatch)
         if steps > 1:
-            self.in_flight.add(means, nbytes, checks, LONG_IN_FLIGHT)
+            self.in_flight.add(means, placed.nbytes, checks, LONG_IN_FLIGHT)
             return [Metrics(facts, means, inside, index) for index in range(steps)]
-        self.in_flight.add(means, nbytes, checks)
+        self.in_flight.add(means, placed.nbytes, checks)
         if started:
             means.block_until_ready()  # waits for the device, in the trial only
             self._dispatch_size.time(
@@ -371,8 +370,7 @@ class Engine:
             totals, means, *kept = compiled(
                 weights, totals, np.int32(batch_idx), placed.groups
             )
-        nbytes = self.placing.bytes_per_device(dispatch)
-        self.in_flight.add(means, nbytes, placed.checks)
+        self.in_flight.add(means, placed.nbytes, placed.checks)
         for values in kept:
             outputs.add(values, batch)
         return totals

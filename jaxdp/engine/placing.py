@@ -90,13 +90,14 @@ class Placing:
             is_shared = self._programs.options.donate != "all"
             if is_shared and type(groups[0].counts) is np.ndarray:
                 groups = self._counts.placed(groups, compiled)
-            groups = _moved(groups, compiled, all_of_them=self.puts_ahead)
-        return Placed(compiled, groups, checks)
-
-    def bytes_per_device(self, dispatch: Dispatch) -> int:
-        """Bytes of the rows that a device has of a dispatch."""
-        shards = self._strategy.num_shards * len(self._blocks.own) // self._blocks.count
-        return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
+            if self.puts_ahead or dispatch.are_there:
+                groups = _moved(groups, compiled, all_of_them=self.puts_ahead)
+        nbytes = 0
+        if self.puts_ahead:
+            shards, blocks = self._strategy.num_shards, self._blocks
+            here = max(1, shards * len(blocks.own) // blocks.count)
+            nbytes = dispatch.nbytes // (here if dispatch.split else 1)
+        return Placed(compiled, groups, nbytes, checks)
 
     def check_targets(self, kind: Kind, dispatch: Dispatch) -> tuple[Check, ...]:
         """Raises for wrong targets on the host; gives what checks those on devices."""
@@ -195,14 +196,11 @@ def _moved(
 
     What is there already, and so laid out, is not copied. Nothing waits for the device.
     """
-    flat = [jax.tree.flatten(_with_rows_here(group)) for group in groups]
-    kinds = {type(leaf) for leaves, _ in flat for leaf in leaves}
-    if kinds <= {np.ndarray} and not all_of_them:
-        return groups
+    flat = [jax.tree.flatten(_of_batches(group)) for group in groups]
     if step not in _LAYOUTS:
         positional, _ = step.input_shardings
         _LAYOUTS[step] = [
-            treedef.flatten_up_to(_with_rows_here(layout))
+            treedef.flatten_up_to(_of_batches(layout))
             for (_, treedef), layout in zip(flat, positional[-1], strict=True)
         ]
     there = []
@@ -226,7 +224,7 @@ def _moved(
     return there
 
 
-def _with_rows_here(group: Group) -> tuple[Any, Any]:
+def _of_batches(group: Group) -> tuple[Any, Any]:
     """What of a group comes with every batch."""
     return group.batch, None if type(group.whole) is Table else group.whole
 

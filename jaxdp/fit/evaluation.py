@@ -284,7 +284,7 @@ def _pass(
     run = trainer.run
     run.hooks.on_pass_start(trainer)
     run.processes.all(f"the start of {doing}", None)
-    batches = source.epoch(run.progress.start_of_pass(source))
+    batches = source.epoch()
     for number, batch in enumerate(itertools.islice(batches, limit)):
         run.processes.step(f"batch {number} of {doing}")
         yield batch

@@ -38,7 +38,7 @@ class Feed:
         self._source, self._hooks, self._limits = source, hooks, limits
         self._begun: Iterator[Dispatch] | None = None
         self._waiting: list[list[Batch]] = []  # steps that are read, and not begun
-        self._refused: Exception | None = None  # of the engine, not of the loader
+        self._refused: Exception | None = None  # by the engine, while some wait
         self._shows_one = False  # a single step, to see what the caller does
 
     def begin(self) -> None:
@@ -67,20 +67,19 @@ class Feed:
     def epoch(self) -> Iterator[Dispatch]:
         """What is left of the present epoch."""
         begun, self._begun = self._begun, None
-        return self._put_ahead(self._dispatches() if begun is None else begun)
+        dispatches = self._dispatches() if begun is None else begun
+        placing = self._run.engine.placing
+        if not placing.puts_ahead:
+            return dispatches
+        return self._ahead(placing.put("train", dispatch) for dispatch in dispatches)
 
-    def _put_ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Each dispatch; on accelerators once the next one is on its way there.
-
-        Where the next one fails, those before it are taken first.
-        """
-        run, placing = self._run, self._run.engine.placing
-        if placing.puts_ahead:
-            dispatches = (placing.put("train", dispatch) for dispatch in dispatches)
+    def _ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Each dispatch once the next one is there; if that fails, those before it are
+        taken first."""
         coming, error = taken(dispatches, 1)
         while coming:
             (present,), coming = coming, []
-            if placing.puts_ahead and self._may_read_on(present):
+            if self._may_read_on(present):
                 self._waiting = present.windows
                 coming, error = taken(dispatches, 1)
             yield present
@@ -90,9 +89,13 @@ class Feed:
         if error is None:
             return
         if error is self._refused:
-            error.add_note(place(run))
-            run.progress.begin(run.accumulate_grad_batches)  # gone, too
+            self._explain(error)
         raise error
+
+    def _explain(self, refused: Exception) -> None:
+        """Says which batch the engine refused, which does not come again."""
+        refused.add_note(place(self._run))
+        self._run.progress.begin(self._run.accumulate_grad_batches)
 
     def _may_read_on(self, present: Dispatch) -> bool:
         """Whether what comes after a dispatch may be read before that is begun."""
@@ -103,6 +106,8 @@ class Feed:
             return False
         if run.engine.steps_per_execution == 1:
             return True
+        if limits is None and run.looks_at is None:
+            return False  # whether the caller looks shows after the first step
         stop = self._hooks.next_stop(self._trainer)  # how many come then, it tells then
         return stop is None or stop > after
 
@@ -193,7 +198,10 @@ class Feed:
             try:
                 yield from engine.dispatches(windows)
             except Exception as wrong:
-                self._refused = wrong
+                if self._waiting:
+                    self._refused = wrong
+                else:
+                    self._explain(wrong)
                 raise
         raise error
 

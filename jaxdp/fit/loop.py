@@ -8,7 +8,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, Source, read_only, shown
+from ..data import Dispatch, ListSource, read_only, shown
 from ..distributed import Preempted, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
@@ -76,7 +76,7 @@ class Loop:
             wanted = wanted.of_fast_dev_run(self.progress.epoch)
         if wanted.overfit_batches:
             train, *firsts = (
-                Source(source.first(wanted.overfit_batches), source.argument)
+                ListSource(source.first(wanted.overfit_batches), source.argument)
                 for source in (train, *vals.values())
             )
             vals = dict(zip(vals, firsts, strict=True))

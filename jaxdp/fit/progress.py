@@ -1,12 +1,11 @@
 """How far a run is, over fits, kills and resumes: counters, and which batch is next."""
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..data import Position, Share, Source, checksum, windows
+from ..data import Position, Share, Source, windows
 from ..step import Batch
 
 _ONLY: Final = "val"
@@ -37,25 +36,19 @@ class Progress:
         self.val_metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.validated_at = 0
-        self._source: Source | None = None
-        self._position = Position()  # in a source that is here no more
-        self._start = Position()  # of the next pass over the source
+        self._source: Source | None = None  # of the batches that are trained on
+        self._at = Position()  # where that goes on, while there is none
+        self._last: Batch | None = None  # that was trained on
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # in a checkpoint
-        self._last: Any = None  # the batch that was trained last
         self._thread = threading.get_ident()  # that takes the steps
 
     def go_on_with(self, source: Source, vals: Mapping[str, Source]) -> None:
         """The next batch is one of `source`, after those of the epoch that are done."""
-        if (read := self._read()) is not None:
-            last, begun = read
-            goes_on = begun.epoch == self.epoch and last.loader is source.loader
-            self._position = Position(
-                state=begun.state if goes_on or self.done else None,
-                place=last.place(self.done),
-                checksum=self._checksum(),
-            )
-        self._start = self._position
+        last = self._source
+        if last is not None:
+            goes_on = last.loader is source.loader or last.begun is None or self.done
+            self._at = last.mark(self.epoch, self.done) if goes_on else Position()
         self._keep(source)
         for name, val in self._vals.items():
             if val.begun is not None:
@@ -63,21 +56,15 @@ class Progress:
         if vals:
             kept = self._val_states.keys() & vals
             self._val_states = {name: self._val_states[name] for name in kept}
-        for val in vals.values():
+        for name, val in vals.items():
             val.apart_from = source
+            val.start = Position(state=self._val_states.get(name))
         self._vals = {**vals}
 
     def start_with(self, source: Source) -> None:
         """The next batch is the first of `source`."""
-        self.done, self._start = 0, Position()
-        self._forget_epoch()
+        self.done, self._at = 0, Position()
         self._keep(source)
-
-    def start_of_pass(self, source: Source) -> Position:
-        """Where a validation begins: after a resume, where the saved one had begun."""
-        name = next((name for name, val in self._vals.items() if val is source), None)
-        is_saved = name is not None and source.begun is None
-        return Position(state=self._val_states.get(name or "") if is_saved else None)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -103,16 +90,17 @@ class Progress:
     def leave_epoch(self) -> None:
         """What is left of the present epoch is given up."""
         self.next_epoch()
-        self._forget_epoch()
+        self._at = Position(given=self._at.given)
+        if self._source is not None and self._source.begun is None:
+            self._source.start = self._at
 
     def steps(
         self, source: Source, accumulate: int, limit: int | None
     ) -> Iterator[list[Batch]]:
         """What is left of an epoch of at most `limit` batches, window by window."""
-        start, self._start = self._start, Position()
-        batches = source.epoch(
-            dataclasses.replace(start, epoch=self.epoch, batches=self.done)
-        )
+        start, source.start = source.start, Position()
+        at = start._replace(epoch=self.epoch, batches=self.done)
+        batches = source.epoch(at)
         left = None if limit is None else max(0, limit - self.done)
         return windows(itertools.islice(batches, left), accumulate)
 
@@ -132,34 +120,26 @@ class Progress:
 
     def state_dict(self, share: Share) -> dict[str, Any]:
         """For `load_state_dict`; JSON."""
-        state, place = self._position.state, self._position.place
-        after = self._checksum()
-        if (read := self._read()) is not None:
-            source, begun = read
-            goes_on = begun.epoch == self.epoch and not self.is_finished
-            state = begun.state if goes_on else source.present_state()
-            place = None if self.is_finished else source.place(self.done)
-            if source.replays and self.done and self._last is not None:
-                after = checksum(self._last)
-
-        # Of the validations' loaders, where they were read since.
-        states = dict(self._val_states)
-        for name, val in self._vals.items():
-            if val.begun is not None or states.get(name) is None:
-                states[name] = val.state_now()
-        several = {name: share.states(states[name]) for name in sorted(states)}
-
         # An epoch that is over counts as the next one, not begun.
         of_epoch = Progress() if self.is_finished else self
+        epoch, at = self.epoch + self.is_finished, self._at
+        if (source := self._source) is not None:
+            at = source.mark(epoch, of_epoch.done, self._last)
+            if source.begun is not None and at.state is None:
+                at = at._replace(state=source.present_state())
+
+        states = dict(self._val_states)
+        states |= {name: val.state_now() for name, val in self._vals.items()}
+        several = {name: share.states(states[name]) for name in sorted(states)}
         return {
             "global_step": self.global_step,
-            "current_epoch": self.epoch + self.is_finished,
+            "current_epoch": epoch,
             "batches_seen": self.seen,
             "examples_seen": self.examples,
-            "source": share.states(state),
-            "place": share.states(place),
+            "source": share.states(at.state),
+            "place": share.states(at.place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": None if self.is_finished else after,
+            "after": at.checksum,
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
@@ -176,10 +156,9 @@ class Progress:
         self.logged = state.get("logged", {})  # checkpoints of 0.1 have none
         self.validated_at = state["validated_at"]
         self._source = None
-        place = share.state(state["place"])
-        self._position = Position(
+        self._at = Position(
             state=share.state(state["source"]),
-            place=place,
+            place=share.state(state["place"]),
             given=self.seen,
             checksum=state["after"],
         )
@@ -187,22 +166,8 @@ class Progress:
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
         self._last = None
 
-    def _read(self) -> tuple[Source, Position] | None:
-        """The source of the last batch, if it is here, and where its epoch began."""
-        source = self._source
-        if source is None or source.begun is None:  # a fit may have read none
-            return None
-        return source, source.begun
-
-    def _checksum(self) -> int | None:
-        """What a checkpoint told of the batch before, while none was trained since."""
-        return self._position.checksum if self._last is None else None
-
-    def _forget_epoch(self) -> None:
-        self._position = dataclasses.replace(self._position, state=None, place=None)
-
     def _keep(self, source: Source) -> None:
-        source.keep_places(lambda: self.done)
+        source.start, source.trained = self._at, lambda: self.done
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
         self._source, self._thread = source, threading.get_ident()

@@ -295,7 +295,7 @@ SIZE = X.nbytes + Y.nbytes
 def test_arrays_are_kept_where_they_take_a_tenth_at_most(on_device, limits, is_kept):
     loader = Arrays(X, Y, on_device=on_device)
     devices = list(map(Device, limits))
-    source = ArraysSource(loader, "train_loader", 0, devices=lambda: devices)
+    source = ArraysSource(loader, "train_loader", devices=lambda: devices)
     assert (type(source.peek()) is not tuple) == is_kept
     in_order = Arrays(X, Y, np.zeros(53, np.float32), on_device=True)
     assert in_order.table(devices) is None  # rows of weight 0 are replaced on the host

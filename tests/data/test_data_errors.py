@@ -10,8 +10,8 @@ import pytest
 from toys import make_small, rows
 
 from jaxdp import Arrays, Whole
+from jaxdp.data import open_loader
 from jaxdp.data.conversion import to_host
-from jaxdp.data.source import Source, open_loader
 
 X, Y = rows(53)
 ONE, TWO = np.ones(3), np.ones((3, 2))
@@ -84,7 +84,8 @@ def test_a_batch_that_can_not_be_trained_on_is_refused(batch, error, words):
     (lambda: open_loader({"x": 1}, "train_loader", seed=0), TypeError,
      "not an iterable of batches"),
     (lambda: open_loader(3, "train_loader", seed=0), TypeError, "can't be iterated"),
-    (lambda: list(Source([(np.ones(2),), None], "train_loader").epoch()), TypeError,
+    (lambda: list(open_loader(
+        [(np.ones(2),), None], "train_loader", 0).epoch()), TypeError,
      "a batch has no arrays in it: None"),
 ])  # fmt: skip
 def test_what_is_no_loader_is_refused(make, error, words):

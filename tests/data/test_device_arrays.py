@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from toys import Mlp, rows
 
 from jaxdp import FSDP, Bitwise, Callback, Sharded, SingleDevice, Trainer, Whole
+from jaxdp.data import open_loader
 from jaxdp.data.conversion import to_host
 from jaxdp.data.padding import Packer
 from jaxdp.data.shares import GlobalShare
-from jaxdp.data.source import open_loader
 from jaxdp.distributed import RowBlocks
 
 X, Y = rows(22)  # the last batch is short

@@ -14,8 +14,8 @@ from toys import Recorder, batches, rows
 from twins import check_twins
 
 from jaxdp import SingleDevice, Trainer
+from jaxdp.data import open_loader
 from jaxdp.data.loader_state import _decoded, _encoded
-from jaxdp.data.source import Source
 
 DATA = batches(*[8] * 12)
 
@@ -162,12 +162,12 @@ def test_states_are_asked_for_as_often_as_is_cheap():
             return super().state_dict()
 
     loader = Slow()
-    source = Source(loader, "train_loader")
-    source.keep_places(lambda: 0)
+    source = open_loader(loader, "train_loader", 0)
+    source.trained = lambda: 0
     list(source.epoch())
     assert loader.asked == 2  # what the epoch starts from, and before batch 0
-    assert source.place(5)["batches"] == 0
-    assert source.place(0) is None
+    assert source.mark(0, 5).place["batches"] == 0
+    assert source.mark(0, 0).place is None
 
 
 def torch_stream():

@@ -23,12 +23,8 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import Callback, Trainer  # noqa: E402
+from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import seed_of  # noqa: E402
-from jaxdp.data.source import (  # noqa: E402
-    Position,
-    Source,
-    open_loader,  # noqa: E402
-)
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 
 
@@ -242,7 +238,10 @@ def test_the_seed_and_the_epoch_decide_the_order_and_global_generators_are_left_
     orders = {
         (seed, epoch): tuple(
             np.concatenate(
-                [b[0] for b in TorchSource(loader, "x", seed).epoch(Position(epoch))]
+                [
+                    b[0]
+                    for b in TorchSource(loader, "x", seed=seed).epoch(Position(epoch))
+                ]
             )
         )
         for seed in (0, 1)
@@ -362,7 +361,7 @@ def test_a_generator_that_reuses_its_buffer_gives_distinct_batches():
             buffer[:] = i
             yield (buffer,)
 
-    batches = list(Source(reusing(), "train_loader").epoch())
+    batches = list(open_loader(reusing(), "train_loader", 0).epoch())
     assert [int(batch[0][0]) for batch in batches] == [0, 1, 2, 3]
 
 
@@ -379,7 +378,7 @@ def test_a_collate_fn_that_reuses_its_buffer_gives_distinct_batches():
 
 
 def test_an_iterator_goes_on_from_epoch_to_epoch():
-    source = Source(iter([(np.full(2, i),) for i in range(6)]), "train_loader")
+    source = open_loader(iter([(np.full(2, i),) for i in range(6)]), "train_loader", 0)
     for epoch in range(2):
         got = [int(b[0][0]) for b in itertools.islice(source.epoch(Position(epoch)), 3)]
         assert got == [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]

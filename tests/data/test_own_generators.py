@@ -23,8 +23,8 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from jaxdp import SingleDevice, Trainer  # noqa: E402
+from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.random_states import states_of, torch_generators  # noqa: E402
-from jaxdp.data.source import Position, open_loader  # noqa: E402
 
 X, Y = rows(24)
 DATA = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxdp.data import open_loader
 from jaxdp.data.batches import windows
 from jaxdp.data.conversion import check_targets, to_host
 from jaxdp.data.padding import Packer
-from jaxdp.data.source import open_loader
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():

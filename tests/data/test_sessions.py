@@ -13,7 +13,7 @@ import collections, io, pickle, sys, warnings
 warnings.simplefilter("error")  # no fork
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from jaxdp.data.source import open_loader
+from jaxdp.data import open_loader
 
 {before}
 TABLE = np.arange(20_000, dtype=np.float32)

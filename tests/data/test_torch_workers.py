@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from jaxdp import Trainer  # noqa: E402
 from jaxdp.callbacks import ModelCheckpoint  # noqa: E402
+from jaxdp.data import Position, open_loader  # noqa: E402
 from jaxdp.data.conversion import to_host  # noqa: E402
-from jaxdp.data.source import Position, open_loader  # noqa: E402
 from jaxdp.data.torch_source import TorchSource  # noqa: E402
 from jaxdp.data.torch_workers import PIPE_BYTES, started  # noqa: E402
 
@@ -174,8 +174,8 @@ import numpy as np
 import own
 from torch.utils.data import DataLoader, Dataset
 
-from jaxdp.data.source import open_loader
-from jaxdp.data.source import Position
+from jaxdp.data import open_loader
+from jaxdp.data import Position
 
 
 class Imported(Dataset):
@@ -213,6 +213,61 @@ def test_workers_find_the_libraries_of_the_script_already_imported(tmp_path):
     assert done.stdout.split("\n")[0] == "[[0, 0], [1, 0]]", done.stderr
 
 
+UNPACKED = """
+import jax
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from jaxdp.data import open_loader
+
+
+class Unpacked:
+    def __setstate__(self, state):
+        vars(self).update(state, platforms=jax.config.jax_platforms)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return np.array([self.platforms == "cpu", jax.config.jax_platforms == "cpu"])
+
+
+class Indexed(Unpacked, Dataset):
+    pass
+
+
+class Stream(Unpacked, IterableDataset):
+    def __iter__(self):
+        return iter([self[0], self[1]])
+
+
+if __name__ == "__main__":
+    print(jax.config.jax_platforms)
+    for dataset in Indexed(), Stream():
+        dataset.any = 1  # else there is nothing to unpack
+        loader = DataLoader(dataset, 2, num_workers=1)
+        (batch,) = open_loader(loader, "train_loader", seed=0).epoch()
+        print(batch.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_workers_leave_gpus_alone_before_they_unpack_their_dataset(tmp_path):
+    """Which may hold arrays of JAX's."""
+    script = tmp_path / "script.py"
+    script.write_text(UNPACKED)
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    true = [[True, True]] * 2
+    assert done.stdout.splitlines() == ["None", str(true), str(true)], done.stderr
+
+
 class Rows(Dataset):
     """Rows of every kind that torch's collation knows."""
 
@@ -248,7 +303,7 @@ KINDS = "arrays wide bytes tensors bfloat16 large transposed mixed".split()
 def test_collation_gives_what_torchs_gives(kind, workers):
     loader = DataLoader(Rows(kind), 3, num_workers=workers)
     plain = [to_host(batch) for batch in DataLoader(Rows(kind), 3)]
-    found = list(TorchSource(loader, "loader", 0).epoch())
+    found = list(TorchSource(loader, "loader", seed=0).epoch())
     for one, other in zip(found, plain, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -262,4 +317,4 @@ def test_rows_that_differ_get_the_error_of_torchs_collation():
             return np.zeros(index + 1)
 
     with pytest.raises(RuntimeError, match="equal size"):
-        list(TorchSource(DataLoader(Uneven(""), 3), "loader", 0).epoch())
+        list(TorchSource(DataLoader(Uneven(""), 3), "loader", seed=0).epoch())

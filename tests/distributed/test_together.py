@@ -369,6 +369,19 @@ def test_what_has_no_rows_is_whole_in_every_process(crew, capsys, local):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
+def test_batches_on_devices_give_the_bits_of_the_host(crew, local):
+    job = crew("there.train", local=local, start={"devices": 2})
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    for (each,) in told(outputs):
+        for name in "weights", "predictions":
+            on_host, *others = each[name]
+            assert others == [on_host] * 3
+        assert "batch[0] is a jax.Array that spans processes" in each["wrong"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [False, True])
 def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, local):
     own_values.train(local)
     (expected,) = told([capsys.readouterr().out])[0]

@@ -20,6 +20,7 @@ from jaxdp import (
 )
 from jaxdp.callbacks import DonateBuffers, NanGuard
 from jaxdp.plan.hardware import Hardware
+from jaxdp.plan.reading import Reading
 from jaxdp.step.collectives import Collectives
 
 STRATEGIES = {
@@ -62,6 +63,19 @@ def test_bytes_are_those_of_the_program_that_fit_runs_and_of_live_arrays(name):
     assert memory.batch == batch_bytes
     assert memory.batch == 64 // trained.strategy.num_shards * (16 + 1) * 4 + 4
     assert all(leaf.overwritten for leaf in plan.leaves if leaf.group != "batch")
+
+
+@pytest.mark.parametrize(
+    ("memory", "waiting"), [(None, 0), (0, 2), (10**9, 8), (4 * 17 * 64 * 100, 5)]
+)
+def test_batches_that_wait_on_accelerators_are_part_of_the_peak(memory, waiting):
+    trained = trainer(SingleDevice())
+    trained.fit([batch()], max_epochs=1)
+    found = Reading(trained.run.engine, [0], memory).memory()
+    nbytes = 64 * (16 + 1) * 4
+    assert found.in_flight == waiting * nbytes
+    without = Reading(trained.run.engine, [0]).memory()
+    assert found.peak == without.peak + found.in_flight and not without.in_flight
 
 
 @pytest.mark.parametrize("name", ["Sharded(8)", "Pmap(4)", "Split(8)"])
