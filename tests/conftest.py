@@ -84,7 +84,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-LONG = "distributed", "faults", "test_machine", "test_examples", "test_docs", "data"
+LONG = (
+    "distributed",
+    "faults",
+    "test_machine",
+    "test_examples",
+    "test_docs",
+    "test_twins",
+    "data",
+)
 """What takes long comes first: at the end one process would wait for another."""
 
 

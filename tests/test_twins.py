@@ -253,18 +253,18 @@ QUICK = [
     ("Arrays", "blocks", "inside an epoch"),
     ("Arrays on the devices", "FSDP", "the second epoch"),
     ("torch's", "Pmap", "inside an epoch"),
-    ("torch's, a generator", "LocalSGD", "after an epoch"),
+    ("torch's, a generator", "SingleDevice", "after an epoch"),
     ("torch's, a generator", "SingleDevice", "the second fit"),
     ("torch's, a sampler's", "16-mixed", "inside an epoch"),
     ("torch's, its sampler's", "guards", "the second epoch"),
     ("torch's, a batch sampler", "SingleDevice", "after an epoch"),
     ("torch's, a sampler that tells", "SingleDevice", "the second epoch"),
     ("torch's, workers", "SingleDevice", "inside an epoch"),
-    ("torchdata's", "averaged weights", "the last step, before the validation"),
-    ("an iterable", "bitwise", "the second epoch"),
+    ("torchdata's", "SingleDevice", "the last step, before the validation"),
+    ("an iterable", "SingleDevice", "the second epoch"),
     ("an iterable that tells", "accumulation", "the first step"),
     ("a generator", "running statistics", "after an epoch"),
-    ("an endless iterator", "ZeRO", "inside an epoch"),
+    ("an endless iterator", "SingleDevice", "inside an epoch"),
 ]
 LAST = "the last step, before the validation"
 LOST = [("a generator", "SingleDevice", LAST), ("a list", "a schedule", LAST)]
