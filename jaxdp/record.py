@@ -77,22 +77,34 @@ class Record:
         run_id: tells this run, resumed or not, from others.
         processes: all of them.
         progress: knows how many steps and epochs are done.
+        accumulate: batches of a step.
 
     Attributes:
         run_id: as given, or of the checkpoint that the run goes on from.
         history: the means of all epochs.
         step_names: what each step logs; known once its program is.
         names: these, and what validations log.
+        names_are_all: whether validations log nothing else; a `PassMetric` may.
+        steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
+        num_val_batches: batches of a validation of it, None if not known.
+        planned: the compiled train step and its plan, once it was asked for.
         stopwatch: measures the phases of the fit, if a callback has asked for it.
     """
 
-    def __init__(self, run_id: str, processes: Processes, progress: Any):
+    def __init__(
+        self, run_id: str, processes: Processes, progress: Any, accumulate: int
+    ):
         self.run_id = run_id
         self.history = History()
         self.step_names: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
         self.stopwatch: Stopwatch = NO_STOPWATCH
+        self.names_are_all = True
+        self.steps_per_epoch: int | None = None
+        self.num_val_batches: int | None = None
+        self.planned: tuple[Any, Any] | None = None
         self._processes, self._progress = processes, progress
+        self._accumulate = accumulate
 
         # Who gets rows: of steps those whose number is divisible.
         self._readers: dict[Reader, int] = {}
@@ -117,6 +129,31 @@ class Record:
         self._last_row: Metrics | None = None
         self._older: dict[str, float] = {}
         self._newer: dict[str, float] = {}
+
+    # Where the run is.
+
+    @property
+    def batch_idx(self) -> int:
+        """Optimizer steps done of the present epoch: the number of the next one."""
+        return -(-self._progress.done // self._accumulate)
+
+    @property
+    def examples(self) -> int:
+        """Real rows that the present epoch was trained on."""
+        return self._progress.examples
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """The values of the last validation in the present epoch."""
+        return self._progress.val_metrics
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Whether all steps of the epoch are done, and what ends it is still to come:
+        validation, history, `on_train_epoch_end`."""
+        total = self.steps_per_epoch
+        is_over = total is not None and 0 < total <= self.batch_idx
+        return is_over and not self._progress.epoch_ended
 
     # What comes in.
 

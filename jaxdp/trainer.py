@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from . import checkpoint, losses
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, snapshot
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, views
+from .fit import snapshot as snapshots
 from .fit.defaults import with_defaults
-from .fit.elsewhere import refuse
+from .fit.elsewhere import check_may_be_set, refuse
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel
@@ -132,7 +133,6 @@ class Trainer:
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
         """The engine, the counters and what else few callbacks need."""
-
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
         self.record, self.history = self.run.record, self.run.record.history
@@ -144,7 +144,7 @@ class Trainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
-            self.run.check_may_be_set(name)
+            check_may_be_set(self.run.arguments, name)
         super().__setattr__(name, value)
 
     def fit(
@@ -333,16 +333,16 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return self.run.whole_model("`trainer.model`")[0]
+        return views.whole_model(self.run, "`trainer.model`")[0]
 
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
-        return self.run.member_of(self.model, index)
+        return views.member_of(self.run, self.model, index)
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        return self.run.whole_model("`trainer.model_state`")[1]
+        return views.whole_model(self.run, "`trainer.model_state`")[1]
 
     def inference_model(self, member: int | None = None) -> InferenceModel:
         """The model in inference mode with its state inside, to call on one example.
@@ -352,7 +352,7 @@ class Trainer:
 
         Of an ensemble, without a `member`, predictions are `(members, ...)`.
         """
-        return self.run.inference_model(member)
+        return views.inference_model(self.run, member)
 
     @property
     def state(self) -> TrainState:
@@ -363,7 +363,7 @@ class Trainer:
     @property
     def hyperparams(self) -> Mapping[str, Any]:
         """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
-        return self.run.hyperparams()
+        return views.values(self.run)
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -378,7 +378,7 @@ class Trainer:
         `hyperparams`: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes
         must call it with the same values.
         """
-        self.run.set_hyperparams(values)
+        views.set_values(self.run, values)
 
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
@@ -401,7 +401,7 @@ class Trainer:
     @property
     def accumulate_grad_batches(self) -> int:
         """The value passed. For another one, make a new Trainer and `load`."""
-        return self.run.accumulate_grad_batches
+        return self.run.recipe.accumulate_grad_batches
 
     @property
     def global_step(self) -> int:
@@ -425,14 +425,14 @@ class Trainer:
 
     def start_saving(self, path: str | os.PathLike[str]) -> checkpoint.Saving:
         """Like `save`, but in the background; call `finish` on what it returns."""
-        return snapshot.start_saving(self, path)
+        return snapshots.start_saving(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what `save` wrote, under any strategy and on any number of devices.
 
         If it raises, nothing has changed. A warning names callbacks that it lacks.
         """
-        snapshot.load(self, path)
+        snapshots.load(self, path)
 
     def report(self, path: str | os.PathLike[str], plan: Any = None) -> str:
         """Writes one HTML page about the run: curves, settings, plan.
@@ -447,4 +447,4 @@ class Trainer:
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        return self.run.compiled_train_step()
+        return views.compiled_train_step(self.run)

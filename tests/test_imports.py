@@ -10,6 +10,8 @@ import sys
 import pytest
 
 import jaxdp
+from jaxdp.fit import Run
+from jaxdp.record import Record
 
 PACKAGE = pathlib.Path(jaxdp.__file__).parent
 
@@ -161,6 +163,41 @@ def test_tests_patch_nothing_of_ours():
                         if ast.unparse(target.value).split(".")[0] in ours:
                             patched.append(f"{path.name}:{node.lineno}")
     assert not patched
+
+
+def chains(node):
+    """The names behind `trainer` wherever it is used: ("run", "engine", "held")."""
+    parents = {
+        child: parent
+        for parent in ast.walk(node)
+        for child in ast.iter_child_nodes(parent)
+    }
+    for name in ast.walk(node):
+        if isinstance(name, ast.Name) and name.id == "trainer":
+            chain, part = [], parents[name]
+            while isinstance(part, ast.Attribute):
+                chain.append(part.attr)
+                part = parents[part]
+            if chain:
+                yield name.lineno, tuple(chain)
+
+
+def test_callbacks_use_what_is_documented_and_reach_through_no_object_of_a_run():
+    """`trainer.x`, and `trainer.record.x` and `trainer.run.x` of docs/callbacks.md."""
+    page = (PACKAGE.parent / "docs" / "callbacks.md").read_text()
+    documented = set(re.findall(r"^\| `(record|run)\.(\w+)", page, re.MULTILINE))
+    for part, of in (("record", Record), ("run", Run)):
+        for name in {name for owner, name in documented if owner == part}:
+            assert hasattr(of, name) or f"        {name}: " in of.__doc__, name
+    wrong = []
+    for path in (PACKAGE / "callbacks").glob("*.py"):
+        for line, (first, *rest) in chains(ast.parse(path.read_text())):
+            is_known = (
+                first not in ("record", "run") or (first, *rest[:1]) in documented
+            )
+            if not is_known or (first == "run" and len(rest) > 1):
+                wrong.append(f"{path.name}:{line}: trainer.{'.'.join((first, *rest))}")
+    assert not wrong
 
 
 SYNCS = re.compile(r"\bnp\.(as)?array\(|block_until_ready|\.item\(\)|float\(metrics\[")

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from ..basics.arguments import check_choice
 from ..basics.compiled import aliased_in, nbytes, overwritten_by
 from ..basics.console import warn
+from ..basics.tree import leaf_path
 from ..engine import StepOptions
 from .base import Callback, Trainer
 
@@ -55,7 +58,10 @@ class DonateBuffers(Callback):
             return  # An engine of the user's own, which need not be XLA's.
 
         # What was donated, and what of it the program overwrites.
-        arrays = trainer.run.engine.held.named_arrays() if self.what != "none" else {}
+        leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
+        arrays = {leaf_path(path): leaf for path, leaf in leaves}
+        if self.what == "none":
+            arrays = {}
         sizes = [
             nbytes(leaf, leaf.sharding.shard_shape(leaf.shape))
             for leaf in arrays.values()

@@ -83,8 +83,7 @@ class EarlyStopping(MetricCheck):
         if not improved:
             self.wait_count += 1
         elif self.restore_best:
-            engine = trainer.run.settled_engine("`EarlyStopping(restore_best=True)`")
-            learned = engine.strategy.fetch(_learned(engine.state))
+            learned = trainer.strategy.fetch(_learned(trainer.state))
             self._best = trainer.global_step, learned
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
@@ -104,8 +103,7 @@ class EarlyStopping(MetricCheck):
             return
         step, learned = self._best
         if step != trainer.global_step:
-            engine = trainer.run.engine
-            engine.state = engine.strategy.place(engine.state._replace(**learned))
+            trainer.run.put_back(**learned)
             text = (
                 f"back to step {step}, where {self.monitor} was {self.best_score:.6g}"
             )

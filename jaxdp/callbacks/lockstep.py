@@ -15,6 +15,7 @@ from ..distributed import meetings
 from ..step import IN_FLIGHT
 from .base import Callback, Trainer
 from .fingerprints import start_fingerprints
+from .monitor import is_fitting
 from .onlooker import Onlooker
 
 _ARGUMENTS = (
@@ -84,7 +85,7 @@ class Lockstep(Callback):
         if not coordination.is_there():
             return
         self._set_limits()
-        if trainer.run.is_fitting:
+        if is_fitting(trainer):
             # Should this process not come, it tells the others why, from a thread.
             self._onlooker = Onlooker("Lockstep", self._watch)
         facts = dict(_facts_of(trainer))
@@ -103,9 +104,8 @@ class Lockstep(Callback):
         here.every = self.every_n_steps
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        rows = {
-            f"rows of a {k} batch": str(n) for k, n in trainer.run.engine.sizes.items()
-        }
+        sizes, _ = trainer.run.compiled_facts()
+        rows = {f"rows of a {kind} batch": str(n) for kind, n in sizes.items()}
         self._meet(trainer, "the first step", rows)
 
     def on_train_batch_start(
@@ -115,7 +115,7 @@ class Lockstep(Callback):
             return
         # Its rows are this process's own, and need not be as many as those of others.
         rows = {"a row of the batch": _shapes(batch, 1)}
-        rows["rows before it"] = str(trainer.run.progress.examples)
+        rows["rows before it"] = str(trainer.record.examples)
         where = f"step {trainer.global_step + 1} of epoch {trainer.current_epoch}"
         self._note(trainer, where, rows)
         meetings.here().step()
@@ -168,7 +168,7 @@ class Lockstep(Callback):
 
     def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""
-        programs, noted = trainer.run.program_digests, dict(facts)
+        (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
         if programs is not self._programs:
             self._programs = programs
             noted["the compiled programs"] = ", ".join(programs)

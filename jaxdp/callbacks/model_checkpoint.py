@@ -14,7 +14,7 @@ from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from .base import Callback, Trainer
-from .monitor import announce, check_monitor
+from .monitor import announce, check_monitor, is_fitting
 from .scores import Keeping, Scores, as_json, from_json
 from .states import saved_state
 
@@ -216,7 +216,7 @@ class ModelCheckpoint(Callback):
                 self._is_due = True
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if trainer.run.is_fitting and self.monitor in metrics:
+        if is_fitting(trainer) and self.monitor in metrics:
             self._has_measured(trainer, metrics[self.monitor])
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -226,7 +226,7 @@ class ModelCheckpoint(Callback):
         check_monitor(trainer, self, self.monitor, metrics)
         if self._is_of_steps():
             self._is_due |= self._saves_in_epoch(trainer)
-        elif self.monitor in metrics.keys() - trainer.run.progress.val_metrics.keys():
+        elif self.monitor in metrics.keys() - trainer.record.validation.keys():
             self._has_measured(trainer, metrics[self.monitor])
 
     def on_boundary(self, trainer: Trainer) -> None:
@@ -326,7 +326,7 @@ class ModelCheckpoint(Callback):
     def _save_if_due(self, trainer: Trainer) -> None:
         # After the last step of an epoch its validation comes first: that is what the
         # checkpoint is judged by, and need not be repeated when it is resumed.
-        if self._is_due and not is_at_epoch_end(trainer):
+        if self._is_due and not trainer.record.is_at_epoch_end:
             self._is_due = False
             self._save(trainer)
 
@@ -467,11 +467,3 @@ class ModelCheckpoint(Callback):
 def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
     """The callbacks of a trainer that save checkpoints."""
     return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]
-
-
-def is_at_epoch_end(trainer: Trainer) -> bool:
-    """Whether all steps of the epoch are done, and what ends it is still to come:
-    validation, history, `on_train_epoch_end`."""
-    total, done = trainer.run.steps_per_epoch, trainer.run.batch_idx
-    is_over = total is not None and 0 < total <= done
-    return is_over and not trainer.run.progress.epoch_ended

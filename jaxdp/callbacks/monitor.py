@@ -18,16 +18,16 @@ def check_monitor(
 ) -> None:
     """Raises if a fit that starts will have no value of the name `monitor`, or, given
     its `metrics`, if an epoch that ends should have had one."""
-    run, names = trainer.run, trainer.record.names
+    record, names = trainer.record, trainer.record.names
     logged = names if metrics is None else tuple(metrics)
     is_of_validation = monitor.startswith("val_")
     if metrics is None:
         # A user's callback may log it, and a metric of a pass may have any values.
         roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
-        is_open = is_of_validation and bool(run.pass_metrics)
+        is_open = is_of_validation and not record.names_are_all
         may_come = is_open or bool(roots - {__name__.split(".")[0]})
     else:
-        is_next = is_of_validation and not run.progress.val_metrics
+        is_next = is_of_validation and not record.validation
         is_later = is_next and any(n.startswith("val_") for n in names)
         may_come = is_later or monitor in trainer.history
     if monitor in logged or may_come:
@@ -99,12 +99,12 @@ class MetricCheck(Callback):
         check_monitor(trainer, self, self.monitor)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if trainer.run.is_fitting and self.monitor in metrics:
+        if is_fitting(trainer) and self.monitor in metrics:
             self.check(trainer, metrics[self.monitor])
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         check_monitor(trainer, self, self.monitor, metrics)
-        was_checked = self.monitor in trainer.run.progress.val_metrics
+        was_checked = self.monitor in trainer.record.validation
         if self.monitor in metrics and not was_checked:
             self.check(trainer, metrics[self.monitor])
 
@@ -118,6 +118,11 @@ class MetricCheck(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count, best = state["wait_count"], state["best_score"]
         self.best_score = None if best is None else float(best)
+
+
+def is_fitting(trainer: Trainer) -> bool:
+    """Whether hooks are those of a fit."""
+    return trainer.run.doing == "a fit"
 
 
 def announce(trainer: Trainer, callback_name: str, text: str) -> None:

@@ -92,7 +92,7 @@ class Profiler(Callback):
             announce(trainer, "Profiler", f"nothing was traced: {text}")
 
     def _start(self, trainer: Trainer) -> None:
-        jax.block_until_ready(trainer.run.engine.held.arrays)  # waits for the device
+        jax.block_until_ready(trainer.state)  # waits for the device
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's calls would slow the host down
         try:
@@ -108,8 +108,7 @@ class Profiler(Callback):
         self._is_tracing, self._done = False, True
         first, steps = self._first, trainer.global_step - self._first
         try:
-            # waits for the device
-            jax.block_until_ready(trainer.run.engine.held.arrays)
+            jax.block_until_ready(trainer.state)  # waits for the device
         finally:
             jax.profiler.stop_trace()
         if steps == 0:

@@ -12,7 +12,7 @@ from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
 from ..basics.units import in_seconds, in_words
 from .base import Callback, Trainer
-from .monitor import in_notebook
+from .monitor import in_notebook, is_fitting
 
 _FORMAT: Final = "{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _FORMAT_WITHOUT_TOTAL: Final = "{desc} {n_fmt} batches [{elapsed}{postfix}]"
@@ -67,7 +67,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._close()
-        self._train = _Pass(_name(trainer), _total(trainer), trainer.run.batch_idx)
+        self._train = _Pass(_name(trainer), _total(trainer), trainer.record.batch_idx)
         self._begin(self._train)
 
     def on_train_batch_end(
@@ -79,7 +79,7 @@ class ProgressBar(Callback):
             self._show_training(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:
-        total = trainer.run.num_val_batches if trainer.run.is_fitting else None
+        total = trainer.record.num_val_batches if is_fitting(trainer) else None
         self._validation = _Pass("validating", total)
         self._begin(self._validation)
 
@@ -92,7 +92,7 @@ class ProgressBar(Callback):
         now = time.perf_counter()
         self._validation.close()
         self._train.lost += now - self._validation.began
-        self._next = now + self._interval if trainer.run.is_fitting else math.inf
+        self._next = now + self._interval if is_fitting(trainer) else math.inf
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         took = time.perf_counter() - self._train.began
@@ -100,7 +100,7 @@ class ProgressBar(Callback):
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}
         facts = [f"{name} {value:.4g}" for name, value in means.items()]
         facts += _notes(trainer)
-        rates = self._train.rates(trainer.run.progress.examples)
+        rates = self._train.rates(trainer.record.examples)
         width = math.inf if self._bar_type is None else _width(self._out)
         while rates and len(", ".join([start, *rates, *facts])) > width:
             rates.pop()
@@ -123,7 +123,7 @@ class ProgressBar(Callback):
             self._show(run)
 
     def _show_training(self, trainer: Trainer) -> None:
-        facts = [*_notes(trainer), *self._train.rates(trainer.run.progress.examples)]
+        facts = [*_notes(trainer), *self._train.rates(trainer.record.examples)]
         if (loss := trainer.record.latest("loss")) is not None:
             facts.insert(0, f"loss {loss:.3g}")
         self._show(self._train, facts)
@@ -234,10 +234,10 @@ def _notes(trainer: Trainer) -> list[str]:
 
 def _total(trainer: Trainer) -> int | None:
     """Steps in this epoch, fewer when `max_steps` comes before its end."""
-    total, last = trainer.run.steps_per_epoch, trainer.max_steps
+    total, last = trainer.record.steps_per_epoch, trainer.max_steps
     if last is None:
         return total
-    left = trainer.run.batch_idx + max(last - trainer.global_step, 0)
+    left = trainer.record.batch_idx + max(last - trainer.global_step, 0)
     return left if total is None else min(total, left)
 
 

@@ -25,8 +25,7 @@ def run_facts(trainer: Trainer, hyperparameters: Mapping[str, Any] | None) -> Fa
     """
     given = {name: plain(value) for name, value in (hyperparameters or {}).items()}
     settings = {name: plain(value) for name, value in trainer.run.arguments.items()}
-    optimizer = trainer.run.optimizer_for(trainer.strategy)
-    settings["optimizer"] = optimizer_text(optimizer)
+    settings["optimizer"] = optimizer_text(trainer.run.optimizer)
     for name in ("max_epochs", "max_steps", "num_training_batches"):
         if getattr(trainer, name) is not None:
             settings[name] = getattr(trainer, name)

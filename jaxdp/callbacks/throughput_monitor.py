@@ -120,12 +120,12 @@ class ThroughputMonitor(Callback):
                 self._peak = None if peak is None else peak * len(devices)
                 self._begin()  # what was traced just now is no part of the run
         self._of_row = self._flops[shapes]
-        self._seen = trainer.run.progress.examples
+        self._seen = trainer.record.examples
 
     def on_train_batch_end(
         self, trainer: Trainer, metrics: Any, batch_idx: int
     ) -> None:
-        rows = trainer.run.progress.examples - self._seen
+        rows = trainer.record.examples - self._seen
         self._done["steps"] += 1
         self._done["examples"] += rows
         self._done["operations"] += rows * self._of_row

@@ -66,6 +66,7 @@ class Interrupts:
     def __init__(self, processes: Processes) -> None:
         self._pulse = None if processes.count == 1 else Pulse(processes, "signals")
         self.signals: tuple[str, ...] = SIGNALS  # that end a fit, beside Ctrl-C
+        self.returns = False  # `fit`, instead of exiting with code 143
         self.saves_first = False  # before somebody calls `tell`
         self._pending: int | None = None
         self._previous: dict[int, Any] = {}

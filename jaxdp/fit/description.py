@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from ..callbacks.run_facts import function_text, optimizer_text, plain
 from ..strategies import DataParallel
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .run import Recipe
 
 
 _AS_THEY_ARE: Final = (
@@ -30,25 +30,25 @@ _AS_THEY_ARE: Final = (
 )
 
 
-def described(run: "Run") -> dict[str, str]:
+def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]:
     """Arguments that are not None by name; of a model what is no array, by field."""
-    _, buffers, rest = run.parts
-    texts = {name: _text(run.arguments[name]) for name in _AS_THEY_ARE}
-    texts["optimizer"] = _optimizer(run)
+    _, buffers, rest = recipe.parts
+    texts = {name: _text(recipe.arguments[name]) for name in _AS_THEY_ARE}
+    texts["optimizer"] = _optimizer(recipe)
     texts["filter_spec"] = _frozen(buffers)
-    parts = map(_text_of, filter(_is_part, run.hooks.callbacks))
+    parts = map(_text_of, filter(_is_part, callbacks))
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
-    wraps = type(run.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
-    texts["strategy"] = repr(run.strategy) if wraps else "one that adds no state"
+    wraps = type(recipe.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
+    texts["strategy"] = repr(recipe.strategy) if wraps else "one that adds no state"
     return {name: text for name, text in texts.items() if text not in ("", "None")} | (
         _model(rest)
     )
 
 
-def _optimizer(run: "Run") -> str:
-    parts = run.several or ()
+def _optimizer(recipe: "Recipe") -> str:
+    parts = recipe.several or ()
     if not parts:
-        return optimizer_text(run.arguments["optimizer"])
+        return optimizer_text(recipe.arguments["optimizer"])
     return "; ".join(
         f"{p.name}, every={p.every}: {optimizer_text(p.optimizer)}" for p in parts
     )

@@ -1,7 +1,7 @@
 """Arguments that belong elsewhere, or are called otherwise: what to write instead."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final
 
 _BATCHES: Final = "the loader makes batches, as jaxdp.Arrays(x, y, batch_size=32) does"
@@ -60,6 +60,9 @@ OTHERS: Final = {
 }
 """What to write instead of arguments of Lightning's and Keras's, by method."""
 
+_LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
+"""Arguments of a trainer that are looked at anew by every fit."""
+
 
 def refuse(cls: type, method: str, given: Iterable[str]) -> None:
     """Raises for arguments that `__init__` or `fit` of `cls` does not have, saying
@@ -78,3 +81,13 @@ def refuse(cls: type, method: str, given: Iterable[str]) -> None:
             called = f"{cls.__name__}.{method}()"
             raise TypeError(f"{called} got an unexpected keyword argument {name!r}")
         raise TypeError(f"`{name}` is no argument of `{here}`: {where}.")
+
+
+def check_may_be_set(arguments: Container[str], name: str) -> None:
+    """Raises for an argument of the trainer that nothing would look at again."""
+    if name in arguments and name not in _LIVE:
+        raise AttributeError(
+            f"`trainer.{name}` can't be set: it is an argument of `Trainer`, and"
+            " steps are made of it. For another value make another Trainer, which"
+            " may `load` what this one saves."
+        )

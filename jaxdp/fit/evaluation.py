@@ -18,6 +18,7 @@ from .endings import doing, noting
 from .pass_metrics import add_pass_values
 from .resume import taken
 from .snapshot import weights_at
+from .views import check_callable
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -92,8 +93,8 @@ def evaluate(
     metrics, facts = {}, run.engine.facts["evaluate"]
     for prefix, (sums, outputs) in totals.items():
         means = means_of(np.asarray(sums), facts)  # waits for the device
-        if run.pass_metrics:
-            add_pass_values(means, run.pass_metrics, outputs.rows(), run.ensemble)
+        if of_passes := run.recipe.pass_metrics:
+            add_pass_values(means, of_passes, outputs.rows(), run.recipe.ensemble)
         names_of(sources, means)
         metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
     metrics |= logged
@@ -115,7 +116,7 @@ def _totals(
     totals = run.engine.programs.steps.new_totals()
     with (
         source.a_pass(),
-        run.apart(),
+        run.access.apart(),
         run.interrupts,
         run.engine.as_settled(),
     ):
@@ -123,7 +124,8 @@ def _totals(
         weights = engine.weights() if weights is None else weights
         outputs = engine.fetching("evaluate")
         batches = _pass(trainer, source, prefix, limit)
-        batches = (batch for batch in batches if run.engine_for(batch))
+        decide = run.recipe.decide_loss
+        batches = (batch for batch in batches if decide(engine, batch))
         for batch_idx, ready in enumerate(engine.ready("evaluate", batches)):
             totals = engine.evaluate(weights, ready, totals, batch_idx, outputs)
             after_batch()
@@ -182,7 +184,7 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
     run.renew_hooks(trainer.callbacks)
     if run.doing:  # the callbacks are set up, and hear of what goes wrong
         run.settled_engine(f"`{method}`")
-        yield Hooks(()) if run.is_fitting else run.hooks
+        yield Hooks(()) if run.doing == "a fit" else run.hooks
         return
     hooks = Hooks(
         callback for callback in trainer.callbacks if not callback.only_in_training
@@ -219,7 +221,7 @@ def predict(
 ) -> Any:
     """`Trainer.predict`."""
     run = trainer.run
-    run.check_callable("predict")
+    check_callable(run, "predict")
     with (
         UsersFramesFirst(),
         _asked_for(trainer, "predict") as hooks,
@@ -252,7 +254,7 @@ def _predictions(
             yield inputs_of(batch)
 
     with (
-        run.apart(),
+        run.access.apart(),
         run.interrupts,
         run.engine.as_settled(),
     ):

@@ -56,7 +56,7 @@ class Feed:
             raise ValueError(self._source.gave_nothing())
 
         try:
-            engine = run.engine_for(first.windows[0][0])
+            engine = run.recipe.decide_loss(run.engine, first.windows[0][0])
             prepared = engine.prepare_training(first)
             self._begun = itertools.chain(prepared, dispatches)
         except Exception as wrong:
@@ -139,13 +139,13 @@ class Feed:
     def _steps_per_epoch(self) -> int | None:
         if self._limits is not None:
             return self._limits.steps_per_epoch
-        known, size = self._source.num_batches, self._run.accumulate_grad_batches
+        known, size = self._source.num_batches, self._run.recipe.accumulate_grad_batches
         return known and -(-known // size)
 
     def _take_one_by_one(self, why: str) -> None:
         engine = self._run.engine
         engine.one_by_one = True
-        if self._run.steps_per_execution != 1:
+        if self._run.recipe.steps_per_execution != 1:
             engine.programs.tell(f"`steps_per_execution`: 1 at a time, because {why}")
 
     def _compile_at_end(self) -> bool:
@@ -157,10 +157,10 @@ class Feed:
         run, begun = self._run, self._source.begun
         assert begun is not None
         start = Position(begun.epoch, state=begun.state)
-        window = self._source.look(start, run.accumulate_grad_batches)
+        window = self._source.look(start, run.recipe.accumulate_grad_batches)
         if not window:
             return False
-        engine = run.engine_for(window[0])
+        engine = run.recipe.decide_loss(run.engine, window[0])
         engine.prepare_training(*engine.dispatches([window]))
         self._begun = iter(())
         return True
@@ -183,7 +183,7 @@ class Feed:
         run, source = self._run, self._source
         progress, engine = run.progress, run.engine
         limit = None if self._limits is None else self._limits.train_batches
-        steps = progress.steps(source, run.accumulate_grad_batches, limit)
+        steps = progress.steps(source, run.recipe.accumulate_grad_batches, limit)
         steps = run.record.stopwatch.iterator("data", steps)
         error = None
         while error is None:
@@ -221,14 +221,14 @@ class Feed:
 
     def _caller_looks(self) -> bool:
         """Whether a caller's loop uses the trainer; a single first step shows it."""
-        run = self._run
-        if self._limits is None and run.looks_at is None:
+        access = self._run.access
+        if self._limits is None and access.looks_at is None:
             if not self._shows_one:
                 self._shows_one = True
                 return True
-            run.looks_at = ""
-        if self._limits is None and run.looks_at:
-            self._take_one_by_one(f"the loop uses {run.looks_at} between them")
+            access.looks_at = ""
+        if self._limits is None and access.looks_at:
+            self._take_one_by_one(f"the loop uses {access.looks_at} between them")
             return True
         return False
 
@@ -241,8 +241,8 @@ class Feed:
             warn(
                 f"{uses}. At its first use, {steps_before} of the steps before were"
                 f" still to be taken (`steps_per_execution`="
-                f"{self._run.steps_per_execution!r}); from now on, none are. Use it"
-                " for the first batch, too, or leave `steps_per_execution` out."
+                f"{self._run.recipe.steps_per_execution!r}); from now on, none are. Use"
+                " it for the first batch, too, or leave `steps_per_execution` out."
             )
 
     def _until_it_looks(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
@@ -255,7 +255,7 @@ class Feed:
 
 def place(run: "Run") -> str:
     """Where the next step's batches are, for messages."""
-    first, size = run.progress.done, run.accumulate_grad_batches
+    first, size = run.progress.done, run.recipe.accumulate_grad_batches
     those = f"batch {first}"
     if size > 1:
         those = f"one of the batches {first} to {first + size - 1}"

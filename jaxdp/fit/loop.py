@@ -9,7 +9,7 @@ from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, read_only, shown
-from ..distributed import Preempted, is_stop, tell
+from ..distributed import Preempted, Pulse, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
 from .endings import doing, noting
@@ -32,9 +32,9 @@ def fit(
 ) -> None:
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
     leave_if_asked(trainer, train_loader)
-    trainer.run.check_is_free("fit")
+    _check_is_free(trainer, "fit")
     with UsersFramesFirst():
-        trainer.run.take_over(trainer.callbacks)
+        trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
             resume.resume(trainer, ckpt_path)
 
@@ -59,6 +59,8 @@ class Loop:
         self._record = trainer.record
         self.progress = trainer.run.progress
         self._told_of_minimum = self._told_of_few = False
+        self._epoch_is_over = False  # no batch of it is left
+        self._wishes = Pulse(trainer.run.processes, "whether to stop")
 
         # The loaders.
         train = trainer.run.open(train_loader, "train_loader", "train")
@@ -152,6 +154,7 @@ class Loop:
 
         self._record.step_names = names = run.engine.facts["train"].names
         self._record.names = names + evaluation.names_of(self.vals, names)
+        self._record.names_are_all = not run.recipe.pass_metrics
         self.hooks.on_fit_start(trainer)
         self.limits.start_clock()
 
@@ -164,22 +167,22 @@ class Loop:
                 " where the last fit stopped"
             )
 
-        if run.left_behind:  # for `test`, it would not matter
+        loaded, run.loaded = run.loaded, None
+        if loaded and loaded.left_behind:  # for `test`, it would not matter
             warn(
                 "the checkpoint that this fit goes on from was saved with callbacks"
-                f" that this trainer lacks: {run.left_behind}. Pass them too, to go on"
-                " as before."
+                f" that this trainer lacks: {loaded.left_behind}. Pass them too, to go"
+                " on as before."
             )
-            run.left_behind = ""
         trainer.max_epochs, trainer.max_steps = limits.max_epochs, limits.max_steps
         trainer.num_training_batches = limits.batches_per_epoch
-        run.steps_per_epoch = limits.steps_per_epoch
-        run.num_val_batches = limits.val_batches if self.vals else None
+        self._record.steps_per_epoch = limits.steps_per_epoch
+        self._record.num_val_batches = limits.val_batches if self.vals else None
 
-        if run.padded_rows is None:
+        if loaded is None or loaded.padded_rows is None:
             return
-        steps, sizes, *saved = run.padded_rows
-        now = limits.steps_by(*saved or [run.accumulate_grad_batches])
+        steps, sizes, *saved = loaded.padded_rows
+        now = limits.steps_by(*saved or [limits.accumulate])
         if steps == now:
             run.engine.pad_as(sizes)  # the same loader, resumed
         elif steps and self.progress.done:
@@ -189,19 +192,19 @@ class Loop:
                 " were already trained on are skipped in this epoch; with another"
                 " batch size, these contain other rows."
             )
-        run.padded_rows = None
 
     # An epoch.
 
     def _take_steps(self) -> None:
         """Takes what is left of the epoch, until the fit is to stop."""
+        self._epoch_is_over = False
         if self._interval_is_up():  # where the run stopped
             self._validate()
             self.hooks.on_boundary(self.trainer)
         steps = take(self.trainer, self.feed.epoch(), self.hooks, self._settle)
         with contextlib.closing(steps):  # the device works; nothing here waits
-            while not self._is_done() and next(steps, None) is not None:
-                pass
+            while not (self._epoch_is_over or self._is_done()):
+                self._epoch_is_over = next(steps, None) is None
 
     def _settle(self) -> None:
         """What follows a dispatch: first of all the validation that is due."""
@@ -226,24 +229,25 @@ class Loop:
 
     def _end_epoch(self) -> None:
         """History and hooks. An epoch cut short stays current, for a later fit."""
-        run, progress, record = self._run, self.progress, self._record
+        progress, record = self.progress, self._record
         with record.stopwatch.phase("device"):
-            means = run.engine.epoch_means() | progress.val_metrics | progress.logged
+            means = (
+                self._run.engine.epoch_means() | progress.val_metrics | progress.logged
+            )
         record.read_rest()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
 
-        if run.epoch_is_over and self.limits.is_short(progress.done):
+        if self._epoch_is_over and self.limits.is_short(progress.done):
             self._warn_of_few_batches()
-        progress.is_finished = run.epoch_is_over or self.limits.is_finished(
-            progress.done
-        )
+        is_finished = self.limits.is_finished(progress.done)
+        progress.is_finished = self._epoch_is_over or is_finished
         progress.epoch_ended = True
         with record.into(metrics := dict(means)) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
         record.put("epoch", means | logged)
         if progress.is_finished:
             progress.next_epoch()
-        progress.is_finished = run.epoch_is_over = False
+        progress.is_finished = False
         self.hooks.on_boundary(self.trainer)
 
     # When it ends.
@@ -257,14 +261,14 @@ class Loop:
         return not self._is_done(between_epochs=True) or self._lacks_its_end()
 
     def _is_done(self, between_epochs: bool = False) -> bool:
-        if self._run.ahead:
+        if self._run.access.ahead:
             return False  # not before the end of the dispatch
         stops = self.trainer.should_stop or self.limits.time_is_up()
         stops = stops and self._may_stop()
         if self._run.processes.count > 1:
             # What one process wants, all do: at once between epochs, within them a
             # fraction of a second later.
-            stops = bool(self._run.wishes.beat(stops or None, now=between_epochs))
+            stops = bool(self._wishes.beat(stops or None, now=between_epochs))
             self.trainer.should_stop = stops or self.trainer.should_stop
         return stops or self.limits.done(self.progress.global_step, self._epoch)
 
@@ -311,7 +315,7 @@ class Loop:
         Then the passes over the loaders end.
         """
         trainer, run, hooks = self.trainer, self._run, self.hooks
-        trainer.should_stop, run.is_fitting = False, True
+        trainer.should_stop = False
         run.interrupts.saves_first = True
         try:
             with run.interrupts:
@@ -326,16 +330,26 @@ class Loop:
             tell(exception)
             if isinstance(exception, KeyboardInterrupt) and is_stop(exception):
                 exception.args = (resume.how_to_go_on(trainer),)
-            if not (isinstance(exception, Preempted) and run.returns_when_preempted):
+            if not (isinstance(exception, Preempted) and run.interrupts.returns):
                 raise
         else:
             with self._record.ending():
                 hooks.on_fit_end(trainer)
         finally:
-            run.is_fitting = run.epoch_is_over = self.progress.is_finished = False
+            self.progress.is_finished = False
             run.interrupts.saves_first = False
             for source in (self.train, *self.vals.values()):
                 source.close()
+
+
+def _check_is_free(trainer: "Trainer", method: str) -> None:
+    """Raises if a fit is running, of which another one would know nothing."""
+    if trainer.run.doing == "a fit":
+        raise RuntimeError(
+            f"`{method}` was called while a fit of the same trainer is running, from a"
+            " callback perhaps; use a Trainer of its own."
+        )
+    trainer.run.access.check(f"`{method}`")
 
 
 def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
@@ -349,7 +363,7 @@ def own_loop(
 ) -> Iterator[Metrics]:
     """`Trainer.steps`: one epoch, whose loop is the caller's."""
     leave_if_asked(trainer, train_loader)
-    trainer.run.check_is_free("steps")
+    _check_is_free(trainer, "steps")
     return _own_loop(trainer, train_loader)
 
 
@@ -357,16 +371,17 @@ def _own_loop(
     trainer: "Trainer", train_loader: Iterable[Any] | None
 ) -> Iterator[Metrics]:
     run = trainer.run
-    run.take_over(trainer.callbacks)
+    run.renew_hooks(trainer.callbacks, to_train=True)
     source = run.open(train_loader, "train_loader", "train")
     with (
         UsersFramesFirst(),
         contextlib.closing(source),
         run.record.open(),
-        doing(trainer, "a fit", run.hooks),
+        doing(trainer, "a loop of steps", run.hooks),
     ):
         run.progress.start_with(source)
-        trainer.num_training_batches = run.steps_per_epoch = run.padded_rows = None
+        trainer.num_training_batches = trainer.record.steps_per_epoch = None
+        run.loaded = run.loaded and run.loaded._replace(padded_rows=None)
         hooks = set_up(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)
@@ -382,7 +397,7 @@ def _own_loop(
                 metrics = next(steps, None)
             if metrics is None:
                 break
-            with run.with_caller():
+            with run.access.with_caller():
                 yield metrics
     run.progress.next_epoch()
 
@@ -398,18 +413,17 @@ def take(
     `settle` is called after each dispatch: state, counters and loaders agree there.
     """
     run, record = trainer.run, trainer.record
-    engine, progress = run.engine, run.progress
+    engine, progress, access = run.engine, run.progress, run.access
     if progress.done == 0:
         engine.start_epoch()
         progress.begin_epoch()
-    run.epoch_is_over = False
 
     shows_batches = hooks.has("on_train_batch_start")
     for dispatch in dispatches:
         last, results = len(dispatch.windows) - 1, iter(())
         try:
             for number, window in enumerate(dispatch.windows):
-                batch_idx = run.batch_idx
+                batch_idx = record.batch_idx
                 if shows_batches:
                     record.before_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
@@ -418,7 +432,7 @@ def take(
                 if number == 0:
                     results = iter(_dispatched(run, dispatch))
                 progress.count(window, dispatch.rows[number])
-                run.ahead = last - number
+                access.ahead = last - number
 
                 metrics = next(results)
                 record.put("step", metrics, batch_idx)
@@ -427,15 +441,14 @@ def take(
                     settle()
                 yield metrics
         finally:
-            if run.ahead:
+            if access.ahead:
                 _catch_up(run, dispatch)
-    run.epoch_is_over = True
 
 
 def _dispatched(run: "Run", dispatch: Dispatch) -> list[Metrics]:
     """The lazy metrics of all the steps of a dispatch, which the device now has."""
     try:
-        with run.dispatching:
+        with run.access.dispatching:
             return run.engine.train(dispatch)
     except ValueError as wrong:
         wrong.add_note(place(run))
@@ -450,8 +463,8 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
 
     The state has them, and a fit that goes on must not take them again.
     """
-    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.ahead :]
-    run.ahead = 0
+    rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.access.ahead :]
+    run.access.ahead = 0
     for window, rows in rest:
         run.progress.begin(len(window))
         run.progress.count(window, rows)
@@ -460,4 +473,4 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
 def _shown(run: "Run", window: list[Batch]) -> Any:
     """What batch hooks are given: the rows that are here."""
     batches = [read_only(shown(batch)) for batch in window]
-    return batches[0] if run.accumulate_grad_batches == 1 else batches
+    return batches[0] if run.recipe.accumulate_grad_batches == 1 else batches

@@ -20,6 +20,7 @@ from ..data import NO_LOADER, open_loader, rows_of, shown, windows
 from ..engine import Engine
 from ..strategies import DataParallel, SingleDevice
 from . import checks
+from .views import compiled_train_step, shapes_of
 
 if TYPE_CHECKING:
     import jaxdp.comparison
@@ -56,27 +57,29 @@ def plan(
             " topology has its own hosts."
         )
 
-    run = trainer.run
+    run, recipe = trainer.run, trainer.run.recipe
     source = open_loader(
         NO_LOADER if loader is None else loader,
         "loader",
-        run.seed,
+        recipe.seed,
         devices=jax.local_devices,
     )
     with contextlib.closing(source):
         batch = source.peek()
     run.renew_hooks(trainer.callbacks)
-    options, objective = run.hooks.step_options(), run.objective_for(batch)
+    options = run.hooks.step_options()
+    known = run.engine.programs.steps.objective if run.has_engine else None
+    objective = known or recipe.objective_for(batch)
 
     def engine_on(strategy: DataParallel) -> Engine:
-        engine = run.new_engine(strategy, abstract=True)
+        engine = recipe.new_engine(strategy, run.hooks, abstract=True)
         engine.programs.set(objective=objective)
         engine.set_options(options)
         return engine
 
     with UsersFramesFirst():
-        window = [batch] * run.accumulate_grad_batches
-        strategy = run.as_asked(run.strategy)
+        window = [batch] * recipe.accumulate_grad_batches
+        strategy = recipe.as_asked(recipe.strategy)
         planner = _extra("plan").Planner(
             engine_on, strategy, window, topology, hardware
         )
@@ -85,7 +88,7 @@ def plan(
             planner.spread(devices, hosts)
 
         rows = None
-        if run.data == "local" and run.processes.count > 1:
+        if recipe.data == "local" and run.processes.count > 1:
             rows = rows_of(batch) * run.processes.count  # each has other ones
         return planner.plan(devices, rows)
 
@@ -98,7 +101,7 @@ def compare(
     steps: int,
 ) -> "jaxdp.comparison.Comparison":
     """`Trainer.compare`: the same steps from the present state, under each strategy."""
-    comparison, run = _extra("comparison"), trainer.run
+    comparison, run, recipe = _extra("comparison"), trainer.run, trainer.run.recipe
     check_count("steps", steps)
     if run.processes.count > 1:
         raise RuntimeError(
@@ -113,42 +116,43 @@ def compare(
         source = run.open(loader, "loader", "train")
         with contextlib.closing(source):
             batches = map(shown, source.epoch())
-            all_windows = windows(batches, run.accumulate_grad_batches)
+            all_windows = windows(batches, recipe.accumulate_grad_batches)
             first = list(itertools.islice(all_windows, steps))
         if not first:
             raise ValueError(source.gave_nothing())
 
-        run.engine_for(first[0][0])
+        recipe.decide_loss(run.engine, first[0][0])
         engine_here = run.settled_engine("`compare`")
         start = engine_here.strategy.gather(engine_here.state)
 
         def trace(strategy: DataParallel) -> "jaxdp.comparison.Trace":
-            engine = run.new_engine(run.as_asked(strategy))
+            engine = recipe.new_engine(recipe.as_asked(strategy), run.hooks)
             engine.programs.steps = engine_here.programs.steps._replace(inside=())
             engine.state = engine.strategy.place(start)
             return comparison.trace(engine, strategy, first)
 
         traces = [trace(other) for other in strategies or (SingleDevice(),)]
-        return comparison.compare(trace(run.strategy), traces)
+        return comparison.compare(trace(recipe.strategy), traces)
 
 
 def running_plan(trainer: "Trainer") -> "jaxdp.plan.Plan | None":
     """`Trainer.running_plan`, made once for each compiled step."""
     run = trainer.run
-    compiled = run.compiled_train_step()
+    compiled = compiled_train_step(run)
     if compiled is None:
         return None
-    if run.planned is None or run.planned[0] is not compiled:
-        run.planned = compiled, _extra("plan").of_running(run.engine)
-    return run.planned[1]
+    record = trainer.record
+    if record.planned is None or record.planned[0] is not compiled:
+        record.planned = compiled, _extra("plan").of_running(run.engine)
+    return record.planned[1]
 
 
 def in_a_line(trainer: "Trainer") -> str:
     """What `repr` says of a trainer."""
-    run = trainer.run
-    count = sum(leaf.size for leaf in jax.tree.leaves(run.parts[:2]))
+    recipe = trainer.run.recipe
+    count = sum(leaf.size for leaf in jax.tree.leaves(recipe.parts[:2]))
     return (
-        f"Trainer({plain(run.model)}, {count:,} parameters, {run.strategy!r},"
+        f"Trainer({plain(recipe.model)}, {count:,} parameters, {recipe.strategy!r},"
         f" step {trainer.global_step}, epoch {trainer.current_epoch})"
     )
 
@@ -156,10 +160,10 @@ def in_a_line(trainer: "Trainer") -> str:
 @jax.disable_jit(False)
 def summary(trainer: "Trainer") -> "jaxdp.reports.Summary":
     """`Trainer.summary`, of shapes alone: nothing is placed, and nothing waited for."""
-    run = trainer.run
-    state = run.shapes()
+    recipe = trainer.run.recipe
+    state = shapes_of(trainer.run)
     shapes = _by_path(state[:2])
-    by = [(part.name, eqx.filter(state[0], part.mask)) for part in run.several]
+    by = [(part.name, eqx.filter(state[0], part.mask)) for part in recipe.several]
     trained = {
         path: name
         for name, leaves in by or [("", state[0])]
@@ -167,12 +171,12 @@ def summary(trainer: "Trainer") -> "jaxdp.reports.Summary":
     }
     layouts = [getattr(leaf, "sharding", None) for leaf in shapes.values()]
     return _extra("reports").summarize(
-        run.model,
+        recipe.model,
         shapes,
         trained,
         model_state=state[2],
-        members=run.ensemble and run.ensemble.size,
-        strategy=run.strategy,
+        members=recipe.ensemble and recipe.ensemble.size,
+        strategy=recipe.strategy,
         devices=max(len(layout.device_set) if layout else 1 for layout in layouts),
     )
 

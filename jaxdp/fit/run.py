@@ -1,12 +1,11 @@
-"""What a trainer works with, made when it is first needed."""
+"""What a trainer works with: what its arguments decide, and what it is doing now."""
 
-import functools
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import jax
 import optax
@@ -28,15 +27,14 @@ from ..data import (
     shown,
     to_host,
 )
-from ..distributed import Interrupts, Pulse, find_processes
-from ..engine import Engine, Kind, hyperparams
+from ..distributed import Interrupts, find_processes
+from ..engine import Engine, Kind
 from ..record import Record
 from ..step import (
     AfterUpdate,
     Batch,
     CriterionObjective,
     Ensemble,
-    InferenceModel,
     Objective,
     Steps,
     StepsOfParts,
@@ -51,48 +49,23 @@ from . import checks
 from .description import described
 from .pass_metrics import split_metrics
 from .progress import Progress
-
-_LIVE: Final = "callbacks", "log_every_n_steps", "default_root_dir"
-"""Arguments of a trainer that are looked at anew by every fit."""
+from .snapshot import Loaded
 
 
-class Run:
-    """The engine of a trainer, how far it is, and what it hears.
-
-    A callback finds here, as `trainer.run`, what only few of them need.
+class Recipe:
+    """What the arguments of a trainer decide: model, loss, optimizer, and engines.
 
     Args:
-        arguments: what the trainer was made from, checked, by name.
-        callbacks: those that may have a part in the compiled step.
+        arguments: checked, by name.
 
     Attributes:
         arguments: as given.
-        processes: all of them.
-        interrupts: what signals wait in until a fit can answer them.
-        hooks: those of the callbacks.
-        progress: how far the run is.
-        record: what is logged.
-        optimizer: with what callbacks have put around it.
-        dispatching: held while the state is given to a step, and by what other threads
-            make of it.
-        ahead: how many steps of the present dispatch have no hooks called yet.
-        looks_at: what of the trainer a caller's own loop uses between steps, "" if
-            nothing, None if that is not known yet.
-        is_fitting: whether `fit` is running.
-        doing: what callbacks were set up for and that still goes on; "" if nothing.
-        epoch_is_over: whether no batch of the epoch is left, while it is being ended.
-        padded_rows: what a checkpoint says of how batches were padded.
-        left_behind: callbacks of a checkpoint that was loaded, but not of the trainer.
-        pass_metrics: metrics over whole passes, by name.
         parts: the model as (trained leaves, other arrays, the rest), as it was given.
         several: the parts in the place of the optimizer, if there are some.
-        steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
-        num_val_batches: batches of a validation, None if not known.
-        planned: the compiled train step and its plan, once it was asked for.
+        pass_metrics: metrics over whole passes, by name.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
-        keep_programs()
+    def __init__(self, arguments: Mapping[str, Any]):
         self.arguments = arguments
         self.model, self.model_state = arguments["model"], arguments["state"]
         self.strategy: DataParallel = arguments["strategy"]
@@ -104,28 +77,6 @@ class Run:
         self.accumulate_grad_batches = int(arguments["accumulate_grad_batches"])
         self.steps_per_execution = arguments["steps_per_execution"]
 
-        # Beside the other processes.
-        self.processes = find_processes()
-        new_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
-        self._trainer_id = new_id  # which no checkpoint changes
-        self.interrupts = Interrupts(self.processes)
-        self.wishes = Pulse(self.processes, "whether to stop")
-        self.hooks = Hooks(callbacks)
-        self.progress = Progress()
-        self.record = Record(new_id, self.processes, self.progress)
-
-        # Where a fit is.
-        self.dispatching = threading.RLock()
-        self.ahead, self.doing = 0, ""
-        self.looks_at: str | None = None
-        self._is_with_caller = False
-        self.is_fitting = self.epoch_is_over = self.returns_when_preempted = False
-        self.padded_rows: Any = None
-        self.steps_per_epoch: int | None = None
-        self.left_behind = ""
-        self.num_val_batches: int | None = None
-
-        # What an engine is made of, once one is needed.
         several = self.several = checks.parts_of(arguments)
         trained = trained_by(several) if several else arguments["filter_spec"]
         self.parts = checks.split_model(self.model, trained)
@@ -136,47 +87,11 @@ class Run:
         choose = checks.choose_objective
         self._objective = several[0].objective if several else choose(arguments)
         self._precision = find_precision(arguments["precision"])
-        self._engine: Engine | None = None
-        self.planned: tuple[Any, Any] | None = None
+        self._description: dict[str, str] | None = None
 
-    @functools.cached_property
-    def description(self) -> dict[str, str]:
-        """What of the arguments decides the numbers, in words."""
-        return described(self)
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether the state was placed already."""
-        return self._engine is not None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, its state placed."""
-        if self._engine is None:
-            checks.check_has_arrays(self.model)
-            if jax.default_backend() == "cpu":
-                keep_freed_memory()
-            # Where a function of the user's is traced, values are computed all the
-            # same. Only there: what an optimizer starts from, zeros as large as the
-            # model, would be computed before it is part of the compiled `init`.
-            is_traced = isinstance(jax.device_put(0), Tracer)
-            eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
-            with eagerly:
-                self._engine = self.new_engine(self.as_asked(self.strategy))
-        return self._engine
-
-    def engine_for(self, batch: Batch) -> Engine:
-        """The engine, its loss decided: the first batch does it if nobody else has."""
-        if self.engine.programs.steps.objective is None:
-            self.engine.programs.infer(self._inferred(batch))
-        return self.engine
-
-    def objective_for(self, batch: Batch) -> Objective:
-        """The loss and metrics, for a step that is only looked at."""
-        known = self._engine and self._engine.programs.steps.objective
-        return known or self._objective or self._inferred(batch)
-
-    def new_engine(self, strategy: DataParallel, *, abstract: bool = False) -> Engine:
+    def new_engine(
+        self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
+    ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
         has_view = type(strategy).evaluated_state is not DataParallel.evaluated_state
         return Engine(
@@ -185,13 +100,13 @@ class Run:
             (StepsOfParts if self.several else Steps)(
                 self.parts[2],
                 self._objective,
-                self.optimizer_for(strategy),
-                self.hooks.inside_step(),
+                self.optimizer_for(strategy, hooks),
+                hooks.inside_step(),
                 remat=self.arguments["remat"],
                 precision=self._precision,
                 conjugate_complex=self.arguments["conjugate_complex"],
                 after_update=self._after_update,
-                after_step=self.hooks.after_step(),
+                after_step=hooks.after_step(),
                 parts=self.several,
                 ensemble=self.ensemble,
             ),
@@ -199,67 +114,47 @@ class Run:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
-            view=self.hooks.evaluated_state()
+            view=hooks.evaluated_state()
             or (strategy.evaluated_state if has_view else None),
             in_order=self.data == "global",
             abstract=abstract,
         )
 
-    def shapes(self) -> tuple[Any, Any, Any]:
-        """Trained leaves, other arrays and the model's state, as shapes.
-
-        With their shardings, before they are placed too, where the strategy tells.
-        """
-        try:
-            if self._engine is not None:
-                state = self._engine.held.shapes()
-            else:
-                strategy = self.as_asked(self.strategy)
-                state = self.new_engine(strategy, abstract=True).state
-        except NotImplementedError:  # a strategy of the user's, which does not
-            return *self.parts[:2], self.model_state
-        return state.params, state.buffers, state.model_state
-
-    def model_of(self, state: Any) -> Any:
-        """The model with the weights of a placed `state`, as `trainer.model` gives it.
-
-        `trainer.state` has the weights that are trained, which with `WeightAveraging`
-        are not those of `trainer.model`.
-        """
-        return self.engine.held.model_of(state)[0]
-
-    def inference_model(self, member: int | None) -> InferenceModel:
-        """`Trainer.inference_model`."""
-        self.check_callable("inference_model")
-        model_and_state = self.whole_model("`inference_model`")
-        if member is not None:
-            return InferenceModel(*self.member_of(model_and_state, member))
-        return InferenceModel(*model_and_state, is_ensemble=self.ensemble is not None)
-
-    def check_callable(self, method: str) -> None:
-        """Raises if the model can't be called on one example, as `method` does."""
-        if not callable(self.model):
-            name, part = type(self.model).__name__, ".generator"
-            if isinstance(self.model, dict | list | tuple):
-                part = "['generator']" if isinstance(self.model, dict) else "[0]"
-            raise TypeError(
-                f"`{method}` calls the model on one example, and {name} has no"
-                " __call__. Call a part of `trainer.model`, as in"
-                f" jax.vmap(trainer.model{part})(x); or give a class of yours one."
-            )
-
-    def member_of(self, model: Any, index: int) -> Any:
-        """One model of those that `model` holds."""
-        if self.ensemble is None:
-            raise ValueError("`member` needs a Trainer with `ensemble`; use `model`.")
-        return self.ensemble.member_of(model, index)
-
     def optimizer_for(
-        self, strategy: DataParallel
+        self, strategy: DataParallel, hooks: Hooks
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
         optimizer = strategy.wrap_optimizer(self._own_optimizer())
-        return optax.with_extra_args_support(self.hooks.wrap_optimizer(optimizer))
+        return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
+
+    def as_asked(self, strategy: DataParallel) -> DataParallel:
+        """`strategy` as the trainer's arguments want it to compile."""
+        if self.arguments["offload"]:
+            strategy = strategy.with_offload()
+        options = self.compiler_options
+        return strategy.with_compiler_options(options) if options else strategy
+
+    def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
+        """`engine`, whose loss the first batch decides if nobody else has."""
+        if engine.programs.steps.objective is None:
+            engine.programs.infer(self.objective_for(batch))
+        return engine
+
+    def objective_for(self, batch: Batch) -> Objective:
+        """The loss and metrics of steps over batches such as this."""
+        if self._objective is not None:
+            return self._objective
+        name, reason = losses.infer_loss(split_batch(shown(batch))[1])
+        say(f"`loss` is not given: {name!r}, as {reason}")
+        keeps = bool(self.pass_metrics)
+        loss = losses.LOSSES[name]
+        return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
+
+    def description(self, callbacks: Sequence[Callback]) -> dict[str, str]:
+        """What decides the numbers, in words, to compare later."""
+        if self._description is None:
+            self._description = described(self, callbacks)
+        return self._description
 
     def _own_optimizer(self) -> optax.GradientTransformation:
         """The optimizer as the arguments describe it."""
@@ -280,71 +175,39 @@ class Run:
         jax.eval_shape(change, *arrays, jax.random.key(0), jax.numpy.int32(1))
         return change
 
-    def as_asked(self, strategy: DataParallel) -> DataParallel:
-        """`strategy` as the trainer's arguments want it to compile."""
-        if self.arguments["offload"]:
-            strategy = strategy.with_offload()
-        options = self.compiler_options
-        return strategy.with_compiler_options(options) if options else strategy
 
-    def open(self, loader: Any, argument: str, kind: Kind) -> Source:
-        """What a user passed as `argument`, shared out to the processes.
+class Access:
+    """Who may use the state at this moment, while steps are taken of it.
 
-        None trains a `loss_fn` that takes no batch.
-        """
-        if self._engine is not None and not self.is_fitting:
-            self._engine.follow_settings()
-        has_own_loss = self.arguments["loss_fn"] is not None or self.several
-        if loader is None and kind == "train" and has_own_loss:
-            loader = NO_LOADER
-        source = open_loader(
-            loader,
-            argument,
-            self.seed,
-            self.share(kind),
-            in_order=kind != "train",
-            devices=lambda: self.engine.held.arrays[0].sharding.device_set,
-        )
-        if kind != "predict":
-            checks.check_first(loader, argument, needs_pairs=not has_own_loss)
-        return source
+    Args:
+        progress: knows whose thread takes the steps.
+        steps_per_execution: as the trainer was given it, for messages.
 
-    def share(self, kind: Kind) -> Share:
-        """What of all batches comes to this process."""
-        if self.processes.count == 1:
-            return ALL
-        if self.data == "local":
-            return LocalShare(self.processes)
-        return GlobalShare(self.processes, lambda: self.engine.packers[kind])
+    Attributes:
+        dispatching: held while the state is given to a step, and by what other threads
+            make of it.
+        ahead: how many steps of the present dispatch have no hooks called yet.
+        looks_at: what of the trainer a caller's own loop uses between steps, "" if
+            nothing, None if that is not known yet.
+    """
 
-    def whole_model(self, wanted: str) -> tuple[Any, Any]:
-        """The model as trained so far, and its `eqx.nn.State`: live copies."""
-        if not self.has_engine:
-            return self.model, self.model_state
-        engine = self.settled_engine(wanted)
-        with self.apart():
-            return engine.held.gather()
+    def __init__(self, progress: Progress, steps_per_execution: int | str):
+        self.dispatching = threading.RLock()
+        self.ahead = 0
+        self.looks_at: str | None = None
+        self._progress, self._asked_for = progress, steps_per_execution
+        self._is_with_caller = False
 
-    def settled_engine(self, wanted: str) -> Engine:
-        """The engine, whose state is that of the last step that hooks have seen.
+    def check(self, wanted: str) -> None:
+        """Raises in the middle of steps that run as one; notes who uses the trainer.
 
         Args:
             wanted: what it is wanted for, for messages: "`trainer.model`".
-
-        Raises:
-            RuntimeError: if steps that run as one are past that one already; or where
-                code has written into a state that it was handed.
         """
-        self.check_is_settled(wanted)
-        self.engine.held.check_handed_out()
-        return self.engine
-
-    def check_is_settled(self, wanted: str) -> None:
-        """Raises in the middle of steps that run as one; notes who uses the trainer."""
-        self.progress.note_look(wanted)
+        self._progress.note_look(wanted)
         if self._is_with_caller and self.looks_at is None:
             self.looks_at = wanted
-        while self.ahead and self.progress.is_elsewhere:
+        while self.ahead and self._progress.is_elsewhere:
             time.sleep(1e-3)  # the steps are taken by another thread
         if self.ahead:
             remedy = (
@@ -361,7 +224,7 @@ class Run:
                 )
             raise RuntimeError(
                 f"{wanted} was used between steps that run in one call"
-                f" (`steps_per_execution`={self.steps_per_execution}), when the"
+                f" (`steps_per_execution`={self._asked_for}), when the"
                 f" later ones are already done. {remedy}"
             )
 
@@ -379,47 +242,134 @@ class Run:
 
         A loader's thread may read ahead, and look at the model.
         """
-        return self.dispatching if self.progress.is_elsewhere else nullcontext()
+        return self.dispatching if self._progress.is_elsewhere else nullcontext()
 
-    def hyperparams(self) -> Mapping[str, Any]:
-        """`Trainer.hyperparams`."""
-        return hyperparams.values_of(self.settled_engine("`trainer.hyperparams`").state)
 
-    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
-        """`Trainer.set_hyperparams`."""
-        engine = self.settled_engine("`set_hyperparams`")
-        self.processes.same("values in `set_hyperparams`", values)
-        engine.held.write(hyperparams.to_set(engine.state, values))
+class Run:
+    """What a trainer works with, made when it is first needed.
 
-    def check_is_free(self, method: str) -> None:
-        """Raises if a fit is running, of which another one would know nothing."""
-        if self.is_fitting:
-            raise RuntimeError(
-                f"`{method}` was called while a fit of the same trainer is running,"
-                " from a callback perhaps; use a Trainer of its own."
-            )
-        self.check_is_settled(f"`{method}`")
+    Args:
+        arguments: what the trainer was made from, checked, by name.
+        callbacks: those that may have a part in the compiled step.
 
-    def check_may_be_set(self, name: str) -> None:
-        """Raises for an argument of the trainer that nothing would look at again."""
-        if name in self.arguments and name not in _LIVE:
-            raise AttributeError(
-                f"`trainer.{name}` can't be set: it is an argument of `Trainer`, and"
-                " steps are made of it. For another value make another Trainer, which"
-                " may `load` what this one saves."
-            )
+    Attributes:
+        arguments: as given.
+        recipe: what they decide.
+        processes: all of them.
+        interrupts: what signals wait in until a fit can answer them.
+        hooks: those of the callbacks.
+        progress: how far the run is.
+        record: what it logs.
+        access: whether the state may be used at this moment.
+        doing: what callbacks were set up for and that still goes on, such as "a fit";
+            "" if nothing.
+        loaded: what the next fit is to know of the checkpoint that it goes on from.
+    """
 
-    def renew_hooks(self, callbacks: Sequence[Callback]) -> None:
-        """Callbacks may have been added since the last time, or taken out."""
+    def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
+        keep_programs()
+        self.arguments, self.hooks = arguments, Hooks(callbacks)
+        self.recipe = recipe = Recipe(arguments)
+        self.processes = find_processes()
+        new_id = self.processes.first("a new trainer", lambda: uuid.uuid4().hex)
+        self._trainer_id = new_id  # which no checkpoint changes
+        self.interrupts = Interrupts(self.processes)
+        self.progress = Progress()
+        every = recipe.accumulate_grad_batches
+        self.record = Record(new_id, self.processes, self.progress, every)
+        self.access = Access(self.progress, recipe.steps_per_execution)
+        self.doing = ""
+        self.loaded: Loaded | None = None
+        self._engine: Engine | None = None
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer with what the strategy and callbacks have put around it."""
+        return self.recipe.optimizer_for(self.recipe.strategy, self.hooks)
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the state was placed already."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, its state placed."""
+        if self._engine is None:
+            recipe = self.recipe
+            checks.check_has_arrays(recipe.model)
+            if jax.default_backend() == "cpu":
+                keep_freed_memory()
+            # Where a function of the user's is traced, values are computed all the
+            # same. Only there: what an optimizer starts from, zeros as large as the
+            # model, would be computed before it is part of the compiled `init`.
+            is_traced = isinstance(jax.device_put(0), Tracer)
+            eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
+            with eagerly:
+                strategy = recipe.as_asked(recipe.strategy)
+                self._engine = recipe.new_engine(strategy, self.hooks)
+        return self._engine
+
+    def settled_engine(self, wanted: str) -> Engine:
+        """The engine, whose state is that of the last step that hooks have seen.
+
+        Args:
+            wanted: what it is wanted for, for messages: "`trainer.model`".
+
+        Raises:
+            RuntimeError: if steps that run as one are past that one already; or where
+                code has written into a state that it was handed.
+        """
+        self.access.check(wanted)
+        self.engine.held.check_handed_out()
+        return self.engine
+
+    def open(self, loader: Any, argument: str, kind: Kind) -> Source:
+        """What a user passed as `argument`, shared out to the processes.
+
+        None trains a `loss_fn` that takes no batch.
+        """
+        if self._engine is not None and self.doing != "a fit":
+            self._engine.follow_settings()
+        recipe = self.recipe
+        has_own_loss = self.arguments["loss_fn"] is not None or recipe.several
+        if loader is None and kind == "train" and has_own_loss:
+            loader = NO_LOADER
+        source = open_loader(
+            loader,
+            argument,
+            recipe.seed,
+            self.share(kind),
+            in_order=kind != "train",
+            devices=lambda: self.engine.held.arrays[0].sharding.device_set,
+        )
+        if kind != "predict":
+            checks.check_first(loader, argument, needs_pairs=not has_own_loss)
+        return source
+
+    def share(self, kind: Kind) -> Share:
+        """What of all batches comes to this process."""
+        if self.processes.count == 1:
+            return ALL
+        if self.recipe.data == "local":
+            return LocalShare(self.processes)
+        return GlobalShare(self.processes, lambda: self.engine.packers[kind])
+
+    def renew_hooks(
+        self, callbacks: Sequence[Callback], *, to_train: bool = False
+    ) -> None:
+        """Callbacks may have been added since the last time, or taken out.
+
+        Args:
+            callbacks: those of now.
+            to_train: whether their state is this trainer's from now on.
+        """
         checks.check_callbacks(callbacks, self.hooks.callbacks)
         self.hooks = self.hooks.renewed(callbacks)
+        if to_train:
+            take_over(callbacks, self._trainer_id)
 
-    def take_over(self, callbacks: Sequence[Callback]) -> None:
-        """Renews the hooks; from now on, the state of callbacks is this trainer's."""
-        self.renew_hooks(callbacks)
-        take_over(callbacks, self._trainer_id)
-
-    # For callbacks: what to set in `setup`, and what to ask for.
+    # For callbacks: see docs/callbacks.md.
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
         """Which signals end a fit at the next boundary, saved; for `Callback.setup`.
@@ -429,17 +379,14 @@ class Run:
             returns: whether `fit` returns then, instead of exiting with code 143.
         """
         self.interrupts.listen(signals)
-        self.returns_when_preempted = returns
+        self.interrupts.returns = returns
 
-    @property
-    def batch_idx(self) -> int:
-        """Optimizer steps done of the present epoch: the number of the next one."""
-        return -(-self.progress.done // self.accumulate_grad_batches)
-
-    @property
-    def program_digests(self) -> tuple[str, ...]:
-        """Digests of the programs compiled so far, in a job of several processes."""
-        return () if self._engine is None else self._engine.strategy.program_digests
+    def compiled_facts(self) -> tuple[dict[str, int], tuple[str, ...]]:
+        """The rows that batches of each kind are padded to, and digests of the programs
+        compiled so far, in a job of several processes."""
+        if self._engine is None:
+            return {}, ()
+        return self._engine.sizes, self._engine.strategy.program_digests
 
     def flops_per_example(self, batch: Batch) -> float:
         """Matrix operations per row of a training step: products and convolutions.
@@ -450,18 +397,19 @@ class Run:
         Args:
             batch: as `on_train_batch_start` has it.
         """
-        given = [batch] if self.accumulate_grad_batches == 1 else batch
+        given = [batch] if self.recipe.accumulate_grad_batches == 1 else batch
         window = [to_host(one) for one in given]
-        return self.engine_for(window[0]).flops_per_row(window)
+        return self.recipe.decide_loss(self.engine, window[0]).flops_per_row(window)
 
-    def compiled_train_step(self) -> jax.stages.Compiled | None:
-        """The compiled train step, or None before there is one."""
-        program = None if self._engine is None else self._engine.programs.of_training()
-        return None if program is None else program.compiled
+    def model_of(self, state: Any) -> Any:
+        """The model with the weights of a placed `state`, as `trainer.model` gives it.
 
-    def _inferred(self, batch: Batch) -> Objective:
-        name, reason = losses.infer_loss(split_batch(shown(batch))[1])
-        say(f"`loss` is not given: {name!r}, as {reason}")
-        keeps = bool(self.pass_metrics)
-        loss = losses.LOSSES[name]
-        return CriterionObjective(loss, self._criteria, keeps_outputs=keeps)
+        `trainer.state` has the weights that are trained, which with `WeightAveraging`
+        are not those of `trainer.model`.
+        """
+        return self.engine.held.model_of(state)[0]
+
+    def put_back(self, **parts: Any) -> None:
+        """Puts parts of an earlier state, as `strategy.fetch` gave them, into this."""
+        engine = self.engine
+        engine.state = engine.strategy.place(engine.state._replace(**parts))

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 _CONTAINERS: Final = (list, dict, set, collections.deque)
 
 
+class Loaded(NamedTuple):
+    """What a checkpoint tells the fit that goes on from it."""
+
+    padded_rows: Any
+    """How batches were padded: the steps of an epoch, sizes, batches of a step."""
+    left_behind: str
+    """The callbacks that it has, but the trainer has not."""
+
+
 def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint.Saving:
     """Begins to write the state of now, which the next step may overwrite."""
     run = trainer.run
@@ -31,7 +40,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
         run.hooks.on_save_checkpoint(trainer, path)
 
     with run.interrupts.uninterrupted():
-        run.take_over(trainer.callbacks)
+        run.renew_hooks(trainer.callbacks, to_train=True)
         held = run.settled_engine("`save`").held
         state = held.state
         run.record.settle()
@@ -44,11 +53,11 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
 
 def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
     """What a checkpoint has beside the state: JSON values."""
-    run = trainer.run
+    run, recipe = trainer.run, trainer.run.recipe
     return {
         "run_id": run.record.run_id,
         **run.progress.state_dict(run.share("train")),
-        "seed": run.seed,
+        "seed": recipe.seed,
         "history": trainer.history.state_dict(),
         "record": run.record.state_dict(),
         "callbacks": {
@@ -56,15 +65,15 @@ def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
             for name, callback in named(trainer.callbacks)
         },
         "identities": identities(trainer),
-        "padded_rows": run.padded_rows
+        "padded_rows": (run.loaded and run.loaded.padded_rows)
         or [
-            run.steps_per_epoch,
+            run.record.steps_per_epoch,
             run.engine.padding,
-            run.accumulate_grad_batches,
+            recipe.accumulate_grad_batches,
         ],
-        "arguments": run.description,
-        "strategy": repr(run.strategy),
-        "compiler_options": {k: str(v) for k, v in run.compiler_options.items()},
+        "arguments": recipe.description(run.hooks.callbacks),
+        "strategy": repr(recipe.strategy),
+        "compiler_options": {k: str(v) for k, v in recipe.compiler_options.items()},
         "devices": len(run.engine.state.step.sharding.device_set),
     }
 
@@ -93,18 +102,18 @@ def weights_at(
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run
-    run.check_is_settled("`load`")
+    run.access.check("`load`")
     with run.interrupts.uninterrupted():
         strategy = run.engine.strategy
         state, meta = checkpoint.restore(
             path,
             lambda shapes: strategy.as_saved(run.engine.state, shapes),
-            arguments=run.description,
+            arguments=run.recipe.description(run.hooks.callbacks),
         )
         state = strategy.place(state)
         # Of all that takes something up, users' callbacks alone may fail.
         with _as_before_if_it_fails(trainer.callbacks):
-            run.take_over(trainer.callbacks)
+            run.renew_hooks(trainer.callbacks, to_train=True)
             with checkpoint.all_or_none(run.processes, os.fspath(path)):
                 _load_callbacks(trainer, path, meta)
             text, left_behind = misfits(trainer, meta)
@@ -114,9 +123,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         run.progress.load_state_dict(meta, run.share("train"))
         trainer.history.load_state_dict(meta["history"])
         run.record.rewind(meta)
-        run.padded_rows = meta["padded_rows"]
-        run.epoch_is_over = False
-        run.left_behind = left_behind
+        run.loaded = Loaded(meta["padded_rows"], left_behind)
         _tell_differences(trainer, path, meta)
         if text:
             warn(f"`load`: {path} has {text}.")
@@ -160,13 +167,14 @@ def _tell_differences(
     trainer: "Trainer", path: str | os.PathLike[str], meta: dict[str, Any]
 ) -> None:
     """Says what decides the numbers, or their last bits, and is another one now."""
-    run = trainer.run
-    if meta["seed"] != run.seed:
+    recipe = trainer.run.recipe
+    if meta["seed"] != recipe.seed:
         warn(
             f"`load`: {path} was saved with `seed`={meta['seed']}, and this trainer"
-            f" has `seed`={run.seed}, which decides the order of data."
+            f" has `seed`={recipe.seed}, which decides the order of data."
         )
-    if changed := checkpoint.changed_arguments(meta, run.description):
+    described = recipe.description(trainer.run.hooks.callbacks)
+    if changed := checkpoint.changed_arguments(meta, described):
         lines = "\n".join(changed)
         if "inject_hyperparams(" in lines:
             lines += (
@@ -174,7 +182,7 @@ def _tell_differences(
                 " on as they were saved; `trainer.set_hyperparams` sets them."
             )
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
-    options = {name: str(value) for name, value in run.compiler_options.items()}
+    options = {name: str(value) for name, value in recipe.compiler_options.items()}
     if meta.get("compiler_options", {}) != options:
         say(
             f"{path} was saved with `compiler_options`="

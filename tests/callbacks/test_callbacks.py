@@ -289,7 +289,6 @@ def test_a_donated_leaf_that_is_not_overwritten_is_named():
             program = jax.jit(step, donate_argnums=0).lower(leaves, leaves[0])
             compiled = program.compile()
             trainer.compiled_train_step = lambda: compiled
-            trainer.run.engine.held.named_arrays = lambda: named
 
     donate = DonateBuffers()
     trainer = make_trainer(Grows(), donate)

@@ -13,7 +13,6 @@ from toys import on_one_device as make
 
 from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
-from jaxdp.callbacks.model_checkpoint import is_at_epoch_end
 from jaxdp.callbacks.states import saved_states
 
 DATA = batches(16, 16, 5)
@@ -27,7 +26,7 @@ class Kill(Callback):
         self.step = step
 
     def on_boundary(self, trainer):
-        if trainer.global_step == self.step and not is_at_epoch_end(trainer):
+        if trainer.global_step == self.step and not trainer.record.is_at_epoch_end:
             raise OSError("killed")
 
 

@@ -335,7 +335,7 @@ def test_a_state_handed_out_is_a_tree_like_any_other():
     params = jax.tree.map(np.zeros_like, state.params)
     mine = copy.deepcopy(state.opt_state)
     mine.inner_opt_state[1].hyperparams["learning_rate"] = 0.5
-    optimizer = trainer.run.optimizer_for(trainer.strategy)
+    optimizer = trainer.run.optimizer
     updates, _ = optimizer.update(params, mine, state.params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 

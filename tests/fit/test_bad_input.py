@@ -152,7 +152,7 @@ def test_a_fit_inside_a_fit_is_refused_and_changes_nothing(method):
     with pytest.raises(RuntimeError, match=f"`{method}` was called while a fit of the"):
         trainer.fit(batches(8, 8, 8), max_epochs=2)
     assert (trainer.global_step, trainer.num_training_batches) == (2, 3)
-    assert (trainer.max_epochs, trainer.run.batch_idx) == (2, 2)
+    assert (trainer.max_epochs, trainer.record.batch_idx) == (2, 2)
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "predict"])

@@ -21,14 +21,19 @@ pytestmark = [
 ]
 
 
+def new_engine(trainer, strategy):
+    run = trainer.run
+    return run.recipe.new_engine(strategy, run.hooks, abstract=True)
+
+
 def compiled_for_h100(trainer, data, folder):
     """The machine code, as PTX, of the three kinds of steps."""
-    options = {"xla_dump_to": str(folder), **trainer.run.compiler_options}
+    options = {"xla_dump_to": str(folder), **trainer.run.recipe.compiler_options}
     strategy = SingleDevice().with_compiler_options(options)
     there = strategy.on(topology("h100x1").devices)
-    engine = trainer.run.new_engine(there, abstract=True)
+    engine = new_engine(trainer, there)
     if engine.programs.steps.objective is None:
-        engine.programs.infer(trainer.run.objective_for(data))
+        engine.programs.infer(trainer.run.recipe.objective_for(data))
     (dispatch,) = engine.dispatches([[data]])
     engine.compiled_for("train", dispatch)
     engine.prepare("evaluate", data)
@@ -65,7 +70,7 @@ def test_compilations_say_once_what_products_are(precision, caplog):
     options = {"precision": precision, "enable_progress_bar": False}
     trainer = Trainer(model, strategy=SingleDevice(), loss="cross_entropy", **options)
     there = SingleDevice().on(topology("h100x1").devices)
-    engine = trainer.run.new_engine(there, abstract=True)
+    engine = new_engine(trainer, there)
     engine.programs._quiet = False  # as that of a fit
     engine.prepare("evaluate", data)
     engine.prepare("predict", data[0])
@@ -73,7 +78,7 @@ def test_compilations_say_once_what_products_are(precision, caplog):
 
     caplog.clear()
     with jax.default_matmul_precision("default"):
-        quiet_one = trainer.run.new_engine(there, abstract=True)
+        quiet_one = new_engine(trainer, there)
         quiet_one.programs._quiet = False
         quiet_one.prepare("predict", data[0])
     assert SAID not in caplog.text
@@ -108,6 +113,6 @@ def test_repeatable_runs_add_nothing_atomically(reproducible, tmp_path):
     )
     code = compiled_for_h100(trainer, data, tmp_path)["train"]
     assert ("atom." in code) == (reproducible is None)
-    assert DETERMINISTIC.items() <= trainer.run.compiler_options.items() or (
+    assert DETERMINISTIC.items() <= trainer.run.recipe.compiler_options.items() or (
         reproducible is None
     )

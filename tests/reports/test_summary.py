@@ -53,7 +53,7 @@ def test_what_a_device_holds_is_known_before_the_model_is_placed():
     trainer = quiet(Mlp(KEY), loss="cross_entropy", strategy=FSDP(min_size=1))
     before = trainer.summary()
     assert not trainer.run.has_engine
-    assert trainer.run.program_digests == ()
+    assert trainer.run.compiled_facts() == ({}, ())
 
     trainer.fit(batches(16))
     after = trainer.summary()

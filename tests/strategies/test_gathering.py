@@ -229,7 +229,7 @@ def test_memory_within_a_step_is_that_of_a_step_by_hand():
         _, trainer = losses(
             model, FSDP(gather=gather), epochs=1, remat="blocks.stacked"
         )
-        return trainer.run.compiled_train_step().memory_analysis().temp_size_in_bytes
+        return trainer.compiled_train_step().memory_analysis().temp_size_in_bytes
 
     assert ours("auto") <= 1.3 * by_hand
     assert ours("once") > 3 * by_hand  # or else this test says nothing
