@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -170,6 +170,7 @@ class Record:
             self._validation = row
         elif kind == "epoch":
             self.history.append(row.epoch, values)
+            self._done = self._last_row or {}
             self.read_rest()
             self._write_epoch(row)
         else:
@@ -188,7 +189,9 @@ class Record:
             metrics.add(self._before_a_row)
             self._before_a_row = {}
         while waiting and waiting[0][0] <= step:
-            self._read(waiting.popleft()[1])
+            done = waiting.popleft()[1]
+            self._done = done.values
+            self._read(done)
         row = Row("step", progress.epoch, step, metrics, batch_idx)
         waiting.append((step + metrics.steps_in_flight, row))
 
@@ -246,8 +249,9 @@ class Record:
         try:
             yield
         finally:
-            self._row = None
-            self._is_open, self._readers, self._sinks = outer
+            self._row, self._is_open = None, outer[0]
+            if self._is_open:  # else a save may yet read the last steps
+                _, self._readers, self._sinks = outer
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -310,23 +314,18 @@ class Record:
         _try_all([functools.partial(self._read, row) for row in rest])
 
     def _read(self, row: Row) -> None:
-        """Hands out the row of a step that the device is done with."""
-        self._done = row.values
-        if self._readers:
-            self._hand_out(row, self._readers)
-
-    def _hand_out(self, row: Row, readers: Mapping[Reader, int]) -> None:
-        """Gives a row to all, also where one of them fails."""
-        due = [
-            functools.partial(read, row)
-            for read, every in readers.items()
-            if row.step % every == 0
-        ]
+        """Hands out the row of a step."""
+        due = [read for read, every in self._readers.items() if row.step % every == 0]
         if due:
-            self.stopwatch.function("callbacks", _try_all)(due)
+            self._hand_out(row, due)
+
+    def _hand_out(self, row: Row, readers: Iterable[Reader]) -> None:
+        """Gives a row to all, also where one of them fails."""
+        calls = [functools.partial(read, row) for read in readers]
+        self.stopwatch.function("callbacks", _try_all)(calls)
 
     def _write(self, row: Row) -> None:
-        self._hand_out(row, {sink.write: 1 for sink in self._sinks})
+        self._hand_out(row, [sink.write for sink in self._sinks])
 
     def _write_validation(self) -> None:
         """Writes a validation in the middle of an epoch, which no epoch's row has."""

@@ -13,8 +13,8 @@ from . import checkpoint, losses
 from .callbacks import Callback
 from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, views
 from .fit import snapshot as snapshots
-from .fit.defaults import with_defaults
 from .fit.elsewhere import check_may_be_set, refuse
+from .fit.run import with_defaults
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
 from .strategies import DataParallel

@@ -1,10 +1,11 @@
 """The record of a run: what is read when, and who gets it."""
 
+import numpy as np
 import pytest
 from toys import batches, linear_trainer
 
 from jaxdp import Callback
-from jaxdp.callbacks import Logger
+from jaxdp.callbacks import Logger, NanGuard
 from jaxdp.step import IN_FLIGHT
 
 
@@ -113,3 +114,36 @@ def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path, is
     resumed.fit(*data, max_epochs=2, **options)
     assert second.rows[: len(first.rows)] == first.rows
     assert second.calls == [("rewind", 3), ("close",), ("close",)]
+
+
+def test_a_save_waits_for_no_step_that_nobody_reads(tmp_path):
+    waits = []
+
+    class Slow:
+        def __array__(self, dtype=None, copy=None):
+            waits.append(1)
+            return np.float32(0)
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, metrics, batch_idx):
+            metrics.means = Slow()
+
+        def on_boundary(self, trainer):
+            if trainer.global_step == 3:
+                return
+            trainer.save(tmp_path / str(trainer.global_step))
+            assert trainer.record.latest("loss") is None and not waits
+
+    linear_trainer(Saves()).fit(batches(*[8] * 3))
+
+
+def test_a_guard_has_looked_at_all_that_is_saved_in_an_own_loop_too(tmp_path):
+    guard = NanGuard("skip")
+    data = batches(*[8] * 3)
+    data[2][0][:] = np.nan
+    trainer = linear_trainer(guard)
+    for _ in trainer.steps(data):
+        pass
+    with pytest.warns(UserWarning, match="step 3 .*skipped"):
+        trainer.save(tmp_path / "saved")
+    assert guard.skipped_steps == [3]

@@ -5,6 +5,7 @@ from .csv_logger import CSVLogger
 from .donate_buffers import DonateBuffers
 from .early_stopping import EarlyStopping
 from .gradient_monitor import GradientMonitor
+from .hook_checks import check_hooks
 from .learning_rate_monitor import LearningRateMonitor
 from .live_plot import LivePlot
 from .lockstep import Lockstep

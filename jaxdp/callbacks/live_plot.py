@@ -78,12 +78,6 @@ class LivePlot(Logger):
     def close(self) -> None:
         self._draw()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # a picture begins anew where a run is resumed
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
     def _draw(self) -> None:
         start = time.monotonic()
         names = [n.removeprefix(EPOCH).removeprefix(VALIDATION) for n in self._columns]

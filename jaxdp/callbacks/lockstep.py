@@ -1,8 +1,11 @@
 """Keeps the processes of a job at the same place, and says who is where if not."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import jax
 
@@ -16,7 +19,6 @@ from ..step import IN_FLIGHT
 from .base import Callback, Trainer
 from .fingerprints import start_fingerprints
 from .monitor import is_fitting
-from .onlooker import Onlooker
 
 _ARGUMENTS = (
     "strategy",
@@ -31,6 +33,21 @@ _ARGUMENTS = (
     "offload",
 )
 """Those of the Trainer that a fit's numbers or its order of events depend on."""
+
+
+_PHASES: Final = {
+    "checkpoint.saving": "a checkpoint",
+    "checkpoint.restoring": "a checkpoint",
+    "checkpoint.folder": "a checkpoint",
+    "engine.engine": "the device (a step, or its compilation)",
+    "basics.coordination": "the other processes",
+    "distributed.meetings": "the other processes",
+    "distributed.agreement": "the other processes",
+    "strategies": "the device (a step, or its compilation)",
+    "step.metrics": "the device (a step whose result is read)",
+    "data": "the loader",
+}
+"""What a module of the package means, where the main thread is in it."""
 
 
 class Lockstep(Callback):
@@ -180,7 +197,7 @@ class Lockstep(Callback):
         where = f"the state after step {step - IN_FLIGHT}"
         self._meet(trainer, where, read())
 
-    def _watch(self, onlooker: Onlooker) -> None:
+    def _watch(self, onlooker: "Onlooker") -> None:
         patience = min(meetings.TELLS_AFTER, self.warn_after / 3)
         here = meetings.here()
         while onlooker.sleep(patience / 2):
@@ -218,3 +235,49 @@ def _shapes(tree: Any, axis: int = 0) -> str:
     return ", ".join(
         f"{leaf.dtype}{list(leaf.shape[axis:])}" for leaf in jax.tree.leaves(tree)
     )
+
+
+class Onlooker:
+    """A thread that watches the one it was started by.
+
+    Args:
+        name: the callback that starts it.
+        watch: runs in the thread, with this object as the argument.
+    """
+
+    def __init__(self, name: str, watch: Callable[["Onlooker"], None]):
+        self._watched = threading.get_ident()
+        self._end = threading.Event()
+        self._thread = threading.Thread(
+            target=watch, args=(self,), name=f"jaxdp {name}", daemon=True
+        )
+        self._thread.start()
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits, and says whether to go on."""
+        return not self._end.wait(seconds)
+
+    def sees(self) -> str:
+        """What the other thread waits for."""
+        return waits_for(sys._current_frames().get(self._watched))
+
+    def stop(self) -> None:
+        """Ends it, and waits until it has."""
+        self._end.set()
+        self._thread.join()
+
+
+def waits_for(frame: FrameType | None) -> str:
+    """What the innermost known function on a stack is busy with."""
+    package = __name__.split(".")[0]
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        parts = frame.f_globals.get("__name__", "").split(".")
+        if parts[0] == package:
+            for known in (".".join(parts[1:]), *parts[1:2]):
+                if known in _PHASES:
+                    return _PHASES[known]
+        if isinstance(owner, Callback):
+            return f"the callback {type(owner).__name__}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "something outside of the trainer"

@@ -462,8 +462,3 @@ class ModelCheckpoint(Callback):
     def _path_of(self, step: int) -> str:
         assert self.dirpath is not None
         return CheckpointDir(self.dirpath).path_of(step)
-
-
-def savers_of(trainer: Trainer) -> list[ModelCheckpoint]:
-    """The callbacks of a trainer that save checkpoints."""
-    return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]

@@ -18,16 +18,16 @@ def check_monitor(
 ) -> None:
     """Raises if a fit that starts will have no value of the name `monitor`, or, given
     its `metrics`, if an epoch that ends should have had one."""
-    record, names = trainer.record, trainer.record.names
+    names = trainer.record.names
     logged = names if metrics is None else tuple(metrics)
     is_of_validation = monitor.startswith("val_")
     if metrics is None:
         # A user's callback may log it, and a metric of a pass may have any values.
         roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
-        is_open = is_of_validation and not record.names_are_all
+        is_open = is_of_validation and not trainer.record.names_are_all
         may_come = is_open or bool(roots - {__name__.split(".")[0]})
     else:
-        is_next = is_of_validation and not record.validation
+        is_next = is_of_validation and not trainer.record.validation
         is_later = is_next and any(n.startswith("val_") for n in names)
         may_come = is_later or monitor in trainer.history
     if monitor in logged or may_come:

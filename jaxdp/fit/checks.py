@@ -15,8 +15,7 @@ from ..basics.arguments import check_choice, check_count, check_is_local, check_
 from ..basics.console import listed
 from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
-from ..callbacks.base import Callback
-from ..callbacks.hook_checks import check_hooks
+from ..callbacks import Callback, check_hooks
 from ..data import shown, to_host
 from ..distributed import find_processes
 from ..step import (

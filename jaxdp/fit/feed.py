@@ -95,7 +95,7 @@ class Feed:
     def _explain(self, refused: Exception) -> None:
         """Says which batch the engine refused, which does not come again."""
         refused.add_note(place(self._run))
-        self._run.progress.begin(self._run.accumulate_grad_batches)
+        self._run.progress.begin(self._run.recipe.accumulate_grad_batches)
 
     def _may_read_on(self, present: Dispatch) -> bool:
         """Whether what comes after a dispatch may be read before that is begun."""
@@ -106,7 +106,7 @@ class Feed:
             return False
         if run.engine.steps_per_execution == 1:
             return True
-        if limits is None and run.looks_at is None:
+        if limits is None and run.access.looks_at is None:
             return False  # whether the caller looks shows after the first step
         stop = self._hooks.next_stop(self._trainer)  # how many come then, it tells then
         return stop is None or stop > after
@@ -221,14 +221,14 @@ class Feed:
 
     def _caller_looks(self) -> bool:
         """Whether a caller's loop uses the trainer; a single first step shows it."""
-        access = self._run.access
-        if self._limits is None and access.looks_at is None:
+        run = self._run
+        if self._limits is None and run.access.looks_at is None:
             if not self._shows_one:
                 self._shows_one = True
                 return True
-            access.looks_at = ""
-        if self._limits is None and access.looks_at:
-            self._take_one_by_one(f"the loop uses {access.looks_at} between them")
+            run.access.looks_at = ""
+        if self._limits is None and run.access.looks_at:
+            self._take_one_by_one(f"the loop uses {run.access.looks_at} between them")
             return True
         return False
 

@@ -14,7 +14,7 @@ import jax
 from ..basics.arguments import check_count
 from ..basics.tracebacks import UsersFramesFirst
 from ..basics.tree import leaf_path
-from ..callbacks.csv_logger import CSVLogger
+from ..callbacks import CSVLogger
 from ..callbacks.run_facts import plain, run_facts
 from ..data import NO_LOADER, open_loader, rows_of, shown, windows
 from ..engine import Engine

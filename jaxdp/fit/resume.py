@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .. import checkpoint
 from ..basics.console import say, warn
 from ..basics.files import absolute
-from ..callbacks.model_checkpoint import ModelCheckpoint, savers_of
+from ..callbacks import ModelCheckpoint
 from ..callbacks.states import name_of, saved_state
 from ..checkpoint import CheckpointCorrupt
 
@@ -110,6 +110,11 @@ def how_to_go_on(trainer: "Trainer") -> str:
         f"{text}, and not saved, which a `ModelCheckpoint` would have done; while this"
         " process lives, `fit` resumes it and `trainer.save(path)` saves it"
     )
+
+
+def savers_of(trainer: "Trainer") -> list[ModelCheckpoint]:
+    """The callbacks of a trainer that save checkpoints."""
+    return [made for made in trainer.callbacks if isinstance(made, ModelCheckpoint)]
 
 
 def _paths(

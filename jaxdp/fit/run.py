@@ -3,7 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,8 +12,9 @@ import optax
 from jax.core import Tracer
 
 from .. import losses
-from ..basics.console import say
+from ..basics.console import say, warn
 from ..basics.process import keep_freed_memory, keep_programs
+from ..callbacks import Lockstep, ProgressBar
 from ..callbacks.base import Callback, Hooks
 from ..callbacks.states import take_over
 from ..data import (
@@ -27,7 +28,7 @@ from ..data import (
     shown,
     to_host,
 )
-from ..distributed import Interrupts, find_processes
+from ..distributed import Interrupts, find_processes, forgotten
 from ..engine import Engine, Kind
 from ..record import Record
 from ..step import (
@@ -413,3 +414,23 @@ class Run:
         """Puts parts of an earlier state, as `strategy.fetch` gave them, into this."""
         engine = self.engine
         engine.state = engine.strategy.place(engine.state._replace(**parts))
+
+
+def with_defaults(
+    callbacks: Iterable[Callback], *, progress_bar: bool
+) -> list[Callback]:
+    """The user's callbacks, and what they lack, with several processes too."""
+    complete, in_lockstep = list(callbacks), jax.process_count() > 1
+    if not in_lockstep and (warning := forgotten()):
+        warn(warning)
+    if progress_bar and not any(isinstance(own, ProgressBar) for own in complete):
+        # First, so that it has cleared its line before the others print.
+        complete.insert(0, ProgressBar())
+    if in_lockstep:
+        # Before the others, so that processes meet before anything happens at a hook.
+        guards = [callback for callback in complete if isinstance(callback, Lockstep)]
+        others = [
+            callback for callback in complete if not isinstance(callback, Lockstep)
+        ]
+        complete = (guards or [Lockstep()]) + others
+    return complete

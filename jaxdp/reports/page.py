@@ -1,7 +1,8 @@
 """What a run did, as one HTML page that opens anywhere; several runs on one page."""
 
 import os
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -12,7 +13,6 @@ from ..basics.figures import Curve, draw, metric_curves, to_svg
 from ..basics.files import write_whole
 from ..basics.stopwatch import PHASES
 from ..basics.units import in_seconds, in_words
-from .html import document, table
 from .runs import (
     Run,
     comparison,
@@ -28,6 +28,36 @@ _RATES: Final = {
 }
 _MOST_CURVES: Final = 16
 """In a chart of layers."""
+
+
+_PAGE: Final = string.Template("""\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>
+:root{color-scheme:light dark}
+body{font:14px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}
+h1{font-size:1.6em;margin:0;overflow-wrap:anywhere}
+h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid #8886}
+section{overflow-x:auto;background:
+linear-gradient(to right,Canvas 40%,transparent) 0/2em 100% local no-repeat,
+linear-gradient(to left,Canvas 40%,transparent) 100%/2em 100% local no-repeat,
+linear-gradient(to right,#888a,transparent) 0/.6em 100% scroll no-repeat,
+linear-gradient(to left,#888a,transparent) 100%/.6em 100% scroll no-repeat}
+svg{max-width:100%;height:auto}
+@media (max-width:700px){svg{max-width:none;width:700px}}
+table{border-collapse:collapse;font-size:.93em;margin:0 0 1em}
+th,td{text-align:left;padding:.22em 1em .22em 0;border-bottom:1px solid #8884;
+font-variant-numeric:tabular-nums;vertical-align:top;overflow-wrap:break-word}
+th,header p{color:#888;font-weight:normal}
+pre{line-height:1.3}
+@media (prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}
+</style></head><body>
+<header><h1>$title</h1><p>$subtitle</p></header>
+$body
+</body></html>
+""")
+"""Its style is inside, and what is too wide scrolls, with a shadow at that side."""
 
 
 def write_report(run: Run, path: str | os.PathLike[str], plan: Any = None) -> Path:
@@ -172,3 +202,25 @@ def _write(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, document(title, subtitle, sections))
     return path
+
+
+def document(title: str, subtitle: str, sections: Mapping[str, str]) -> str:
+    """A page, of the HTML of each section by its title; empty ones are left out."""
+    body = "\n".join(
+        f"<section><h2>{escape(name)}</h2>{html}</section>"
+        for name, html in sections.items()
+        if html
+    )
+    return _PAGE.substitute(title=escape(title), subtitle=escape(subtitle), body=body)
+
+
+def table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A table of texts; nothing without rows."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        shown = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{shown}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    head = line(header, "th") if header else ""
+    return f"<table>{head}{body}</table>" if body else ""

@@ -13,7 +13,7 @@ from toys import Recorder, batches
 
 from jaxdp import Callback, SingleDevice, Trainer
 from jaxdp.callbacks import ModelCheckpoint, NanGuard, StallWatch
-from jaxdp.callbacks.onlooker import waits_for
+from jaxdp.callbacks.lockstep import waits_for
 
 
 def make(*callbacks, lr=0.1, **options):

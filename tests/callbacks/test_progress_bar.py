@@ -269,11 +269,11 @@ bar = ProgressBar(file=out, refresh_per_second=1e9)
 trainer = SimpleNamespace(
     is_global_zero=True, current_epoch=0, max_epochs=1, max_steps=None,
     global_step=0, callbacks=[bar],
-    run=SimpleNamespace(
-        steps_per_epoch=3, num_val_batches=None, batch_idx=0, is_fitting=True,
-        progress=SimpleNamespace(examples=8),
+    run=SimpleNamespace(doing="a fit"),
+    record=SimpleNamespace(
+        steps_per_epoch=3, num_val_batches=None, batch_idx=0, examples=8,
+        latest=lambda name: 1.0,
     ),
-    record=SimpleNamespace(latest=lambda name: 1.0),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)

@@ -199,7 +199,7 @@ def sent(optimizer, wide):
     x = np.ones((16, 128), np.float32)
     trainer.fit([(x, x)])
     plan = trainer.running_plan()
-    compiled = trainer.run.compiled_train_step()
+    compiled = trainer.compiled_train_step()
     return plan.wire_bytes, compiled.cost_analysis()["flops"]
 
 
