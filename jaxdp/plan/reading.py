@@ -197,7 +197,8 @@ class Reading:
         """The parameters that modules gather when they are called, and not the step.
 
         Of a strategy that has such modules a step may gather all at once nevertheless,
-        where rows interact say. Then nothing is gathered in a pass of the model.
+        where it works on rows one by one say. Then nothing is gathered in a pass of the
+        model.
         """
         gatherers = getattr(strategy, "gatherers", None)
         places = [_place(moved.path) for moved in self.program.collectives]

@@ -284,12 +284,20 @@ def test_gradients_of_what_blocks_gather_are_shares(strategy, parts):
     assert plan.bounds[0].least == 2 * 7 / 8 * (IN_BLOCKS + OUTSIDE)
 
 
-def test_gradients_are_whole_where_rows_interact():
-    def loss_fn(model, x, y):
-        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
+def interacting(model, x, y):
+    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
 
+
+def one_by_one(model, x, y):
+    """Reads weights, too, so that all are gathered before the step."""
+    penalty = jnp.sum(model.blocks.stacked.weight**2)
+    return (jax.lax.map(model, x)[:, 0] - y) ** 2 + penalty
+
+
+@pytest.mark.parametrize(("loss_fn", "parts"), [(interacting, 8), (one_by_one, 1)])
+def test_gradients_are_whole_where_all_is_gathered_before_the_step(loss_fn, parts):
     plan = trainer(FSDP(), Deep(), loss=None, loss_fn=loss_fn).plan([batch()])
-    assert plan.memory.gradients == IN_BLOCKS + OUTSIDE
+    assert plan.memory.gradients == IN_BLOCKS // parts + OUTSIDE
 
 
 def test_time_is_the_roofline():
