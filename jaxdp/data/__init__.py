@@ -3,7 +3,6 @@
 from .arrays import Arrays
 from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken, windows
 from .conversion import check_targets, targeted, to_host, without_ignored
-from .limit import capped, check_limit
 from .opening import open_loader
 from .padding import Dispatch, Packer, Placed
 from .shares import GlobalShare, LocalShare, Share

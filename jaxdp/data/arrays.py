@@ -175,9 +175,9 @@ class ArraysSource(Source):
             batches = (Picked(np.asarray(rows, np.int32), table) for rows in lists)
         return Raw(batches, is_host=True, share=share)
 
-    def first(self, share: int | float) -> list[Batch]:
+    def first(self, count: int | None) -> list[Batch]:
         self._seed = ()
-        return super().first(share)
+        return super().first(count)
 
     def sample(self) -> Batch | None:
         return self.peek()

@@ -147,5 +147,5 @@ def _stacked(leaves: list[Any]) -> Any:
 
 
 def _strong(leaf: Any) -> Any:
-    """As NumPy's arrays are: what is weakly typed has results of other dtypes."""
+    """A leaf of a strong type, as NumPy's are: others have results of other dtypes."""
     return jax.lax.convert_element_type(leaf, leaf.dtype)

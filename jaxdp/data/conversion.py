@@ -292,8 +292,11 @@ def as_numpy(leaf: Any) -> np.ndarray | None:
 def with_key_data(tree: Any) -> Any:
     """The tree with typed PRNG keys as `to_host` has them."""
     leaves, treedef = jax.tree.flatten(tree)
-    numbered = enumerate(leaves)
-    keys = {i: _key_data(tree, i, leaf) for i, leaf in numbered if is_key(leaf)}
+    keys = {
+        index: _key_data(tree, index, leaf)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) and is_key(leaf)
+    }
     return _with_keys(treedef, leaves, keys)
 
 

@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from ..step import NOTHING, Batch
 from .conversion import to_host
-from .limit import capped
 from .loader_state import OwnState, checksum
 from .random_states import set_states, states_of
 from .shares import Share
@@ -224,9 +223,8 @@ class Source:
         """A place in the present epoch, not after batch `trained`, if known; JSON."""
         return None
 
-    def first(self, share: int | float) -> list[Batch]:
-        """The first batches, unshuffled: so many, or as a float such a share."""
-        count = capped("overfit_batches", share, self.num_batches)
+    def first(self, count: int | None) -> list[Batch]:
+        """The first batches, unshuffled: so many, or all."""
         with contextlib.closing(self):
             return list(itertools.islice(self.epoch(), count))
 

@@ -55,11 +55,11 @@ class _OfTorch(Source):
         super().__init__(loader, argument, share, seed)
         self._parts = Parts(loader)
 
-    def first(self, share: int | float) -> list[Batch]:
+    def first(self, count: int | None) -> list[Batch]:
         ordered = _unshuffled(self.loader)
         if ordered is None:
-            return super().first(share)
-        return torch_source(ordered, self.argument, self.share, self.seed).first(share)
+            return super().first(count)
+        return torch_source(ordered, self.argument, self.share, self.seed).first(count)
 
     def _set_epoch(self, epoch: int) -> None:
         for part in (*self._parts.samplers, self.loader.dataset):

@@ -11,10 +11,11 @@ import numpy as np
 from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Source, capped, inputs_of, shown
+from ..data import Source, inputs_of, shown
 from ..engine import Fetching
 from ..step import Whole, means_of
 from .endings import doing, noting
+from .limits import capped
 from .pass_metrics import add_pass_values
 from .resume import taken
 from .snapshot import weights_at

@@ -8,14 +8,14 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, read_only, shown
+from ..data import Dispatch, ListSource, Source, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
 from .endings import doing, noting
 from .feed import Feed, place
 from .instead import leave_if_asked
-from .limits import Limits, Wanted
+from .limits import Limits, Wanted, capped
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -78,7 +78,7 @@ class Loop:
             wanted = wanted.of_fast_dev_run(self.progress.epoch)
         if wanted.overfit_batches:
             train, *firsts = (
-                ListSource(source.first(wanted.overfit_batches), source.argument)
+                ListSource(source.first(_count(source, wanted)), source.argument)
                 for source in (train, *vals.values())
             )
             vals = dict(zip(vals, firsts, strict=True))
@@ -350,6 +350,11 @@ def _check_is_free(trainer: "Trainer", method: str) -> None:
             " callback perhaps; use a Trainer of its own."
         )
     trainer.run.access.check(f"`{method}`")
+
+
+def _count(source: Source, wanted: Wanted) -> int | None:
+    """How many batches `overfit_batches` takes of a source."""
+    return capped("overfit_batches", wanted.overfit_batches, source.num_batches)
 
 
 def set_up(trainer: "Trainer", hooks: Hooks) -> Hooks:
