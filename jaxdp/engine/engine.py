@@ -392,7 +392,10 @@ class Engine:
         for number, (x, dispatch, compiled) in enumerate(ready):
             with noted(f"in batch {number}"):
                 placed = self.placing.placed("predict", dispatch, compiled)
-                predictions.add(compiled(weights, placed.groups), x)
+                predicted = compiled(weights, placed.groups)
+            if placed.nbytes:
+                self.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
+            predictions.add(predicted, x)
         return predictions.rows()
 
     def fetching(self, kind: Kind, *, gather: bool = True) -> Fetching:

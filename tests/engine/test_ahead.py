@@ -152,6 +152,18 @@ def test_batches_that_a_callers_loop_may_decide_are_not_read_ahead():
         assert len(given) == number
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_passes_bound_it_too(ahead):
+    made, waited = trainer(ahead=ahead), []
+    made.fit(BATCHES)
+    flight = made.run.engine.in_flight
+    flight.most_bytes, flight.wait = 1, waited.append
+    made.validate(BATCHES)
+    made.predict(BATCHES)
+    # Of all but two dispatches the device is done; on CPUs eight are in flight.
+    assert len(waited) >= (2 * len(BATCHES) - 2) * ahead
+
+
 def test_what_is_in_flight_is_bounded_by_bytes():
     class Device:
         process_index = 0
