@@ -278,9 +278,11 @@ def _group(
 
 def _are_there(formed: list[tuple[Leaves, Any, Form]]) -> bool:
     """Whether any leaf of batches is not on the host."""
-    others = [entry[1] for entry in formed if entry[2].wholes]
-    leaves = itertools.chain(*[entry[0] for entry in formed], *others)
-    return any([type(leaf) is not np.ndarray for leaf in leaves])
+    for leaves, wholes, form in formed:  # a loop, as small steps wait for it
+        for leaf in (*leaves, *wholes) if form.wholes else leaves:
+            if type(leaf) is not np.ndarray:
+                return True
+    return False
 
 
 def _bytes_of(group: Group) -> int:
@@ -308,9 +310,12 @@ def _are_same(windows: list[list[Batch]]) -> bool:
 
 
 def _stacked(micros: list[Leaves]) -> Leaves:
-    if len(micros) == 1 and all([type(leaf) is np.ndarray for leaf in micros[0]]):
-        return [leaf[None] for leaf in micros[0]]  # no copy
-    return [stacked(leaves) for leaves in zip(*micros, strict=True)]
+    if len(micros) > 1:
+        return [stacked(leaves) for leaves in zip(*micros, strict=True)]
+    return [
+        leaf[None] if type(leaf) is np.ndarray else stacked([leaf])  # without a copy
+        for leaf in micros[0]
+    ]
 
 
 @functools.lru_cache

@@ -212,8 +212,9 @@ class Source:
 
     def let_go(self, count: int) -> None:
         """So many batches more are begun: an iterator does not give them again."""
-        for _ in range(min(count, len(self._given))):
+        while count and self._given:
             self._given.popleft()
+            count -= 1
 
     def go_on_from(self, other: "Source") -> None:
         """Gives first what another source has read of the same iterator too far."""
