@@ -7,71 +7,47 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toys import Mlp, NormNet, Recorder, batches, quiet
+from kinds_of_models import CASES, noise, wide
+from toys import Recorder, quiet
 
-from jaxdp import FSDP, Pmap, Sharded, SingleDevice, ZeRO
+from jaxdp import (
+    FSDP,
+    Bitwise,
+    Pipeline,
+    Pmap,
+    Sharded,
+    SingleDevice,
+    TensorParallel,
+    ZeRO,
+)
 
 slow = pytest.mark.slow
+rare = [slow, pytest.mark.kin]  # the quick ones show the same promise
 
 
-def noise(rows, count, seed=0):
-    """`count` batches of 64 floats, and labels that can only be learned by heart."""
-    generator = np.random.default_rng(seed)
-    x = generator.normal(size=(count, rows, 64)).astype(np.float32)
-    return [*zip(x, generator.integers(0, 10, (count, rows)), strict=True)]
-
-
-class Conv(eqx.Module):
-    first: eqx.nn.Conv2d
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.first = eqx.nn.Conv2d(1, 8, 3, key=keys[0])
-        self.last = eqx.nn.Linear(288, 10, key=keys[1])
-
-    def __call__(self, x):
-        x = jax.nn.relu(self.first(x.reshape(1, 8, 8)))
-        return self.last(x.ravel())
-
-
-class Attends(eqx.Module):
-    embed: eqx.nn.Linear
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.embed = eqx.nn.Linear(8, 16, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(2, 16, dropout_p=0.1, key=keys[1])
-        self.norm = eqx.nn.LayerNorm(16)
-        self.last = eqx.nn.Linear(16, 10, key=keys[2])
-
-    def __call__(self, x, *, key=None):
-        x = jax.vmap(self.embed)(x.reshape(8, 8))
-        x = jax.vmap(self.norm)(x + self.attention(x, x, x, key=key))
-        return self.last(x.mean(axis=0))
-
-
-def wide(key):
-    return eqx.nn.MLP(64, 10, 512, 4, key=key)
-
-
-MODELS = {
-    "wide": (wide, noise(128, 8)),
-    "dropout and a ragged batch": (Mlp, batches(*[16] * 7, 13)),
-    "BatchNorm": (eqx.nn.make_with_state(NormNet), batches(*[16] * 8)),
-    "convolution": (Conv, noise(24, 8)),
-    "attention with dropout": (Attends, noise(24, 8)),
-}
+DEVICES = 1, 2, 4, 8
 STRATEGIES = {
-    "sharded8": Sharded,
-    "fsdp8": lambda: FSDP(min_size=1),
-    "sharded2": lambda: Sharded(2),
-    "pmap8": Pmap,
-    "zero8": ZeRO,
+    "Sharded": Sharded,
+    "Pmap": Pmap,
+    "ZeRO": lambda count: ZeRO(devices=count),
+    "FSDP": lambda count: FSDP(devices=count, min_size=1),
+    "Bitwise": lambda count: Bitwise(Sharded(count)),
 }
+
+
+def strategies_for(case, name):
+    """Those of a name that fit a model, each on another number of devices."""
+    if name == "TensorParallel":
+        shapes = [(count // 2, 2) for count in DEVICES[1:]] if case.split else []
+        axes = [{"data": rows, "model": parts} for rows, parts in shapes]
+        return [
+            TensorParallel(mesh, [*case.split], devices=2 * mesh["data"])
+            for mesh in axes
+        ]
+    if name == "Pipeline":
+        counts = DEVICES[1:] if case.has_stack else []
+        return [Pipeline(2, 2, count) for count in counts]
+    return [STRATEGIES[name](count) for count in DEVICES]
 
 
 def keeping(optimizer):
@@ -87,14 +63,13 @@ def keeping(optimizer):
     return optax.GradientTransformation(init, update)
 
 
-def trained(make, strategy, recorder, **options):
-    model = make(jax.random.key(0))
+def trained(case, strategy, recorder):
+    model, options = case.make(jax.random.key(0)), dict(case.options)
     if isinstance(model, tuple):
         model, options["state"] = model
     return quiet(
         model,
         keeping(optax.adam(1e-3)),
-        loss="cross_entropy",
         strategy=strategy,
         callbacks=[recorder],
         **options,
@@ -104,16 +79,16 @@ def trained(make, strategy, recorder, **options):
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
     """By model: where it was saved, and loss and gradients of the step after that."""
-    found = {}
+    known = {}
 
     def of(name):
-        if name not in found:
-            make, data = MODELS[name]
-            trainer = trained(make, SingleDevice(), recorder := Recorder())
-            trainer.fit(data[:-1])
+        if name not in known:
+            case = CASES[name]
+            trainer = trained(case, SingleDevice(), recorder := Recorder())
+            trainer.fit(case.data[:-1])
             path = trainer.save(tmp_path_factory.mktemp("states") / "state")
-            found[name] = path, _step(trainer, recorder, data[-1:])
-        return found[name]
+            known[name] = path, _step(trainer, recorder, case.data[-1:])
+        return known[name]
 
     return of
 
@@ -125,22 +100,28 @@ def _step(trainer, recorder, data):
     return recorder.losses[-1], jax.tree.leaves(grads)
 
 
-@pytest.mark.slow_but("sharded8-dropout and a ragged batch", "sharded8-BatchNorm")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", [
-    pytest.param(name, marks=[] if name == "sharded8" else slow) for name in STRATEGIES
-])  # fmt: skip
+QUICK = [("small MLP, dropout, a ragged batch", "Sharded"), ("embeddings", "FSDP")]
+PAIRS = [
+    pytest.param(model, strategy, marks=[] if (model, strategy) in QUICK else rare)
+    for model, case in CASES.items()
+    for strategy in (*STRATEGIES, "TensorParallel", "Pipeline")
+    if strategy in STRATEGIES or (case.split if strategy[0] == "T" else case.has_stack)
+]
+
+
+@pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_a_step_from_the_same_state_is_that_of_one_device(model, strategy, one_device):
-    make, data = MODELS[model]
+    case = CASES[model]
     path, (loss, grads) = one_device(model)
-    trainer = trained(make, STRATEGIES[strategy](), recorder := Recorder())
-    trainer.load(path)
-    ours, our_grads = _step(trainer, recorder, data[-1:])
-    assert trainer.global_step == len(data)
-    np.testing.assert_allclose(ours, loss, rtol=1e-5)
     norm = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in grads))
-    for one, other in zip(grads, our_grads, strict=True):
-        assert np.abs(one - other).max() <= 1e-5 * norm
+    for there in strategies_for(case, strategy):
+        trainer = trained(case, there, recorder := Recorder())
+        trainer.load(path)
+        ours, our_grads = _step(trainer, recorder, case.data[-1:])
+        assert trainer.global_step == len(case.data)
+        np.testing.assert_allclose(ours, loss, rtol=1e-5, err_msg=repr(there))
+        for one, other in zip(grads, our_grads, strict=True):
+            assert np.abs(one - other).max() <= 1e-5 * norm, there
 
 
 def by_hand(model, optimizer, data, devices):

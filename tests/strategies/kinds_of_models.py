@@ -1,0 +1,278 @@
+"""A dozen models and one, of as many kinds, tiny, with batches and losses."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from toys import DeepBlock, Mlp, batches
+
+from jaxdp import Stack
+
+
+class Case(NamedTuple):
+    """A model, eight batches, and how it is trained."""
+
+    make: Callable[..., Any]
+    data: list[Any]
+    options: dict[str, Any] = {"loss": "cross_entropy"}
+    split: tuple[Any, ...] = ()
+    """Rules for `TensorParallel`."""
+    has_stack: bool = False
+    """Whether there is something for `Pipeline`."""
+
+
+def noise(rows, count, *, shape=(64,), seed=0):
+    """`count` batches of floats, and labels that can only be learned by heart."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, rows, *shape)).astype(np.float32)
+    return [*zip(x, generator.integers(0, 10, (count, rows)), strict=True)]
+
+
+def words(rows, count, length=16):
+    """`count` batches of numbers of words, and labels."""
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 50, (count, rows, length)).astype(np.int32)
+    return [*zip(x, generator.integers(0, 10, (count, rows)), strict=True)]
+
+
+def wide(key):
+    return eqx.nn.MLP(64, 10, 512, 4, key=key)
+
+
+class LeNet(eqx.Module):
+    convs: list[eqx.nn.Conv2d]
+    pool: eqx.nn.MaxPool2d
+    last: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.convs = [
+            eqx.nn.Conv2d(1, 6, 5, padding=2, key=keys[0]),
+            eqx.nn.Conv2d(6, 16, 3, padding=1, key=keys[1]),
+        ]
+        self.pool = eqx.nn.MaxPool2d(2, 2)
+        self.last = eqx.nn.MLP(64, 10, 32, 1, key=keys[2])
+
+    def __call__(self, x):
+        x = x.reshape(1, 8, 8)
+        for conv in self.convs:
+            x = self.pool(jax.nn.relu(conv(x)))
+        return self.last(x.ravel())
+
+
+class Block(eqx.Module):
+    """Causal attention and a perceptron, both behind a norm."""
+
+    norms: list[eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.norms = [eqx.nn.LayerNorm(16), eqx.nn.LayerNorm(16)]
+        self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[0])
+        self.mlp = eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        h = jax.vmap(self.norms[0])(x)
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        x = x + self.attention(h, h, h, mask=mask)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Gpt(eqx.Module):
+    embedding: eqx.nn.Embedding
+    places: jax.Array
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 7)
+        self.embedding = eqx.nn.Embedding(50, 16, key=keys[0])
+        self.places = 0.1 * jax.random.normal(keys[1], (16, 16))
+        self.blocks = Stack([Block(key) for key in keys[3:]])
+        self.last = eqx.nn.Linear(16, 50, key=keys[2])
+
+    def __call__(self, tokens, *, key=None):
+        x = jax.vmap(self.embedding)(tokens) + self.places
+        return jax.vmap(self.last)(self.blocks(x, key=key))
+
+
+def next_word(model, x, y):
+    """The mean loss of a row's words, of which each but the first is to be guessed."""
+
+    def of_row(tokens):
+        logs = jax.nn.log_softmax(model(tokens)[:-1])
+        return -jnp.take_along_axis(logs, tokens[1:, None], axis=1).mean()
+
+    return jax.vmap(of_row)(x)
+
+
+class ResNet(eqx.Module):
+    first: eqx.nn.Conv2d
+    convs: list[eqx.nn.Conv2d]
+    norms: list[eqx.nn.BatchNorm]
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        kernel = {"kernel_size": 3, "padding": 1, "use_bias": False}
+        self.first = eqx.nn.Conv2d(1, 8, **kernel, key=keys[0])
+        self.convs = [eqx.nn.Conv2d(8, 8, **kernel, key=key) for key in keys[1:3]]
+        self.norms = [eqx.nn.BatchNorm(8, "batch", mode="batch") for _ in keys[1:3]]
+        self.last = eqx.nn.Linear(8, 10, key=keys[3])
+
+    def __call__(self, x, state):
+        x = self.first(x.reshape(1, 8, 8))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            h, state = norm(conv(x), state)
+            x = x + jax.nn.relu(h)
+        return self.last(x.mean(axis=(1, 2))), state
+
+
+class Gru(eqx.Module):
+    cell: eqx.nn.GRUCell
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(8, 16, key=keys[0])
+        self.last = eqx.nn.Linear(16, 10, key=keys[1])
+
+    def __call__(self, x):
+        def step(hidden, at):
+            return self.cell(at, hidden), None
+
+        return self.last(jax.lax.scan(step, jnp.zeros(16), x.reshape(8, 8))[0])
+
+
+class NeuralOde(eqx.Module):
+    """A vector field followed by eight steps of the classical Runge-Kutta method."""
+
+    field: eqx.nn.MLP
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.field = eqx.nn.MLP(64, 64, 32, 2, jnp.tanh, key=keys[0])
+        self.last = eqx.nn.Linear(64, 10, key=keys[1])
+
+    def __call__(self, x):
+        def step(y, _):
+            size = 1 / 8
+            a = self.field(y)
+            b = self.field(y + size / 2 * a)
+            c = self.field(y + size / 2 * b)
+            d = self.field(y + size * c)
+            return y + size / 6 * (a + 2 * b + 2 * c + d), None
+
+        return self.last(jax.lax.scan(step, x, length=8)[0])
+
+
+class Autoencoder(eqx.Module):
+    encoder: eqx.nn.MLP
+    decoder: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.encoder = eqx.nn.MLP(64, 8, 32, 1, key=keys[0])
+        self.decoder = eqx.nn.MLP(8, 64, 32, 1, key=keys[1])
+
+    def __call__(self, x):
+        return self.decoder(self.encoder(x))
+
+
+def variational(model, x, y, *, key):
+    """A row's bound, with noise of its own in the code."""
+
+    def of_row(x, key):
+        code = model.encoder(x)
+        code = code + 0.1 * jax.random.normal(key, code.shape)
+        return ((model.decoder(code) - x) ** 2).mean() + 1e-3 * (code**2).sum()
+
+    return jax.vmap(of_row)(x, key)
+
+
+class Reads(eqx.Module):
+    """Embeddings, of which the largest of each word is taken."""
+
+    embedding: eqx.nn.Embedding
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.embedding = eqx.nn.Embedding(50, 16, key=keys[0])
+        self.last = eqx.nn.Linear(16, 10, key=keys[1])
+
+    def __call__(self, tokens):
+        return self.last(jax.vmap(self.embedding)(tokens).max(axis=0))
+
+
+class Attends(eqx.Module):
+    embed: eqx.nn.Linear
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.embed = eqx.nn.Linear(8, 16, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(2, 16, dropout_p=0.1, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(16)
+        self.last = eqx.nn.Linear(16, 10, key=keys[2])
+
+    def __call__(self, x, *, key=None):
+        x = jax.vmap(self.embed)(x.reshape(8, 8))
+        x = jax.vmap(self.norm)(x + self.attention(x, x, x, key=key))
+        return self.last(x.mean(axis=0))
+
+
+def contrastive(model, x, y):
+    """A scalar: each row is to be nearest to itself, a little moved."""
+    here, moved = (jax.vmap(model)(x * scale) for scale in (1.0, 1.1))
+    logits = here @ moved.T / 4
+    return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
+
+
+class DeepStack(eqx.Module):
+    first: eqx.nn.Linear
+    blocks: Stack
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 6)
+        self.first = eqx.nn.Linear(64, 16, key=keys[0])
+        self.blocks = Stack([DeepBlock(16, key) for key in keys[2:]])
+        self.last = eqx.nn.Linear(16, 10, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        return self.last(self.blocks(self.first(x), key=key))
+
+
+ROWS = P("model", None)
+CASES = {
+    "small MLP, dropout, a ragged batch": Case(Mlp, batches(*[16] * 7, 13)),
+    "wide MLP": Case(wide, noise(128, 8), split=(("layers[1].weight", ROWS),)),
+    "LeNet": Case(LeNet, noise(24, 8), split=(("last.layers[0].weight", ROWS),)),
+    "GPT": Case(Gpt, words(16, 8), {"loss_fn": next_word}, has_stack=True),
+    "ResNet with BatchNorm": Case(eqx.nn.make_with_state(ResNet), noise(24, 8)),
+    "GRU": Case(Gru, noise(24, 8), split=(("last.weight", P(None, "model")),)),
+    "neural ODE": Case(NeuralOde, noise(24, 8)),
+    "autoencoder": Case(
+        Autoencoder,
+        [(x, x) for x, _ in noise(24, 8)],
+        {"loss": "mse"},
+        split=(("encoder.layers[0].weight", ROWS),),
+    ),
+    "variational autoencoder": Case(
+        Autoencoder, noise(24, 8), {"loss_fn": variational}
+    ),
+    "embeddings": Case(Reads, words(24, 8)),
+    "attention with dropout": Case(Attends, noise(24, 8)),
+    "contrastive loss": Case(wide, noise(24, 8), {"loss_fn": contrastive}),
+    "residual blocks in a stack": Case(DeepStack, noise(16, 8), has_stack=True),
+}
