@@ -104,8 +104,9 @@ def _devices() -> Iterator[Finding]:
 def _libraries() -> str:
     """The versions of CUDA's libraries that JAX has loaded, where it tells them."""
     try:
-        from jax._src.lib import cuda_versions as told
+        import jax._src.lib
 
+        told: Any = jax._src.lib.cuda_versions
         driver, cudnn = told.cuda_driver_get_version(), told.cudnn_get_version()
     except Exception:  # not with this version, or not NVIDIA's
         return ""

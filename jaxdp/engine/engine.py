@@ -39,6 +39,7 @@ from .eager import Debugged, Debugging, debugging
 from .fetching import Fetching
 from .held_state import HeldState, placed_first, shapes_of_first
 from .in_flight import InFlight, most_bytes_in_flight
+from .out_of_memory import check_memory
 from .placing import Placing
 from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
 
@@ -318,7 +319,9 @@ class Engine:
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        arrays, (means, inside) = compiled(self.held.arrays, placed.groups)
+        arrays, (means, inside) = self._run(
+            "train", dispatch, compiled, self.held.arrays, placed.groups
+        )
         self.held.replace(arrays)
 
         # Not too many at once.
@@ -338,6 +341,18 @@ class Engine:
                 lambda: self._loops_well(dispatch),
             )
         return [Metrics(facts, means, inside)]
+
+    def _run(self, kind: Kind, dispatch: Dispatch, compiled: Any, *inputs: Any) -> Any:
+        """The only call of a compiled step."""
+        try:
+            return compiled(*inputs)
+        except jax.errors.JaxRuntimeError as error:
+            self._check_memory(kind, dispatch, compiled, error)
+            raise
+
+    def _check_memory(self, kind: Kind, dispatch: Dispatch, *of: Any) -> None:
+        batch = self.placing.bytes_per_device(dispatch), sum(dispatch.rows)
+        check_memory(f"the {WHAT[kind]} step", self.held.arrays, batch, *of)
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
@@ -367,9 +382,9 @@ class Engine:
         batch, dispatch, compiled = ready
         with noted(f"in batch {batch_idx}"):
             placed = self.placing.placed("evaluate", dispatch, compiled)
-            totals, means, *kept = compiled(
-                weights, totals, np.int32(batch_idx), placed.groups
-            )
+            number = np.int32(batch_idx)
+            inputs = weights, totals, number, placed.groups
+            totals, means, *kept = self._run("evaluate", dispatch, compiled, *inputs)
         self.in_flight.add(means, placed.nbytes, placed.checks)
         for values in kept:
             outputs.add(values, batch)
@@ -392,7 +407,8 @@ class Engine:
         for number, (x, dispatch, compiled) in enumerate(ready):
             with noted(f"in batch {number}"):
                 placed = self.placing.placed("predict", dispatch, compiled)
-                predicted = compiled(weights, placed.groups)
+                inputs = weights, placed.groups
+                predicted = self._run("predict", dispatch, compiled, *inputs)
             if placed.nbytes:
                 self.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
             predictions.add(predicted, x)
@@ -445,7 +461,10 @@ class Engine:
         held = self.held
         inputs = held.state if kind == "train" else held.evaluated.weights
         try:
-            return self.programs.compile(kind, dispatch, self._shapes(dispatch), inputs)
+            shapes = self._shapes(dispatch)
+            compiled = self.programs.compile(kind, dispatch, shapes, inputs)
+            self._check_memory(kind, dispatch, compiled)
+            return compiled
         except CallsPython:
             self._change(self._mode._replace(calls_python=True))
             if len(dispatch.rows) > 1:

@@ -194,7 +194,7 @@ def test_the_doctor_finds_this_machine_able(capsys):
         "random numbers are finite",
         "overwritten rightly, swapped",
         "a scatter-add of 40,960 rows takes",
-        "products are computed in float32",
+        "arrays are computed in float32",
         "pinned_host memory and back",
     ):
         assert what in out

@@ -1,0 +1,112 @@
+"""What is said where memory is short, and what is lost."""
+
+import types
+
+import jax
+import pytest
+from toys import batches, make_small
+
+from jaxdp import SingleDevice
+from jaxdp.engine.out_of_memory import explained, fits, limit_of, need_of
+
+SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
+REMEDIES = (
+    r"1\. a smaller `batch_size`.*2\. `accumulate_grad_batches=2`.*3\. `remat=True`"
+    r".*4\. `strategy=FSDP\(\)`.*largest_batch"
+)
+
+
+class Short(SingleDevice):
+    """Whose steps of one kind run out of memory, by hand."""
+
+    def __init__(self, results, text=SAID):
+        super().__init__()
+        self._results, self._text = results, text
+
+    def compile(self, step, arguments, roles, results, **options):
+        compiled = super().compile(step, arguments, roles, results, **options)
+
+        def fails(*given):
+            raise jax.errors.JaxRuntimeError(self._text)
+
+        return fails if results == self._results else compiled
+
+
+KINDS = {
+    "training": ("state", "replicated"),
+    "validation": ("replicated", "replicated"),
+    "prediction": "rows",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_run_out_of_memory_say_what_helps(kind):
+    trainer = make_small(strategy=Short(KINDS[kind]))
+    data = batches(8, 8)
+    act = {
+        "training": lambda: trainer.fit(data),
+        "validation": lambda: trainer.validate(data),
+        "prediction": lambda: trainer.predict(data),
+    }
+    text = f"the {kind} step does not fit.*asked for 12.50 GiB more.*{REMEDIES}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text) as caught:
+        act[kind]()
+    assert "the batch of 8 rows has" in str(caught.value)
+    assert "The state is as it was before the step." in str(caught.value)
+    assert str(caught.value.__cause__) == SAID
+    assert trainer.state.params.layers[0].weight.shape == (8, 4)  # still there
+
+
+def test_other_errors_of_a_step_stay_as_they_are():
+    trainer = make_small(strategy=Short(KINDS["training"], "INTERNAL: a bad day"))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="INTERNAL: a bad day"
+    ) as caught:
+        trainer.fit(batches(8, 8))
+    assert str(caught.value) == "INTERNAL: a bad day"
+
+
+def program(arguments, results, overwritten, temporary):
+    analysis = types.SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        output_size_in_bytes=results,
+        alias_size_in_bytes=overwritten,
+        temp_size_in_bytes=temporary,
+    )
+    return types.SimpleNamespace(memory_analysis=lambda: analysis)
+
+
+def on_cards(*limits):
+    """An array on cards that give programs so many bytes."""
+    devices = [
+        types.SimpleNamespace(
+            process_index=0, memory_stats=lambda limit=limit: {"bytes_limit": limit}
+        )
+        for limit in limits
+    ]
+    sharding = types.SimpleNamespace(device_set=devices)
+    return [types.SimpleNamespace(sharding=sharding, is_deleted=lambda: False)]
+
+
+def test_a_step_that_can_t_fit_is_known_before_it_runs():
+    step = program(40 * 10**9, 30 * 10**9, 29 * 10**9, 20 * 10**9)
+    need = need_of(step)
+    assert need.peak == 61 * 10**9
+    assert fits(step, on_cards(62 * 10**9, 70 * 10**9))
+    assert not fits(step, on_cards(60 * 10**9, 70 * 10**9))
+    assert fits(step, on_cards())  # devices that do not say it
+    assert fits(lambda: None, on_cards(1))  # programs that do not say it
+    assert limit_of(jax.devices()) is None
+
+    details = {"need": need, "limit": 60 * 10**9, "batch": (10**9, 256)}
+    text = str(explained("the training step", **details))
+    assert "gives programs 60 GB, by its plan the step needs 61 GB" in text
+    assert "of which 20 GB are temporary" in text
+    assert "the batch of 256 rows has 1 GB of it" in text
+    assert "Nothing was computed, and the state is as it was." in text
+
+
+def test_a_state_that_is_lost_is_said():
+    error = jax.errors.JaxRuntimeError(SAID)
+    text = str(explained("the training step", error=error, state_is_lost=True))
+    assert "The state is lost with the step: load the last checkpoint" in text
