@@ -187,14 +187,14 @@ class Autoencoder(eqx.Module):
 
 
 def variational(model, x, y, *, key):
-    """A row's bound, with noise of its own in the code."""
+    """A row's bound, with noise in the code: one key for all, so rows interact."""
 
     def of_row(x, key):
         code = model.encoder(x)
         code = code + 0.1 * jax.random.normal(key, code.shape)
         return ((model.decoder(code) - x) ** 2).mean() + 1e-3 * (code**2).sum()
 
-    return jax.vmap(of_row)(x, key)
+    return jax.vmap(of_row)(x, jax.random.split(key, len(x)))
 
 
 class Reads(eqx.Module):
