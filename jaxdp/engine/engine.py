@@ -382,9 +382,8 @@ class Engine:
         batch, dispatch, compiled = ready
         with noted(f"in batch {batch_idx}"):
             placed = self.placing.placed("evaluate", dispatch, compiled)
-            number = np.int32(batch_idx)
-            inputs = weights, totals, number, placed.groups
-            totals, means, *kept = self._run("evaluate", dispatch, compiled, *inputs)
+            given = weights, totals, np.int32(batch_idx), placed.groups
+            totals, means, *kept = self._run("evaluate", dispatch, compiled, *given)
         self.in_flight.add(means, placed.nbytes, placed.checks)
         for values in kept:
             outputs.add(values, batch)
@@ -407,8 +406,8 @@ class Engine:
         for number, (x, dispatch, compiled) in enumerate(ready):
             with noted(f"in batch {number}"):
                 placed = self.placing.placed("predict", dispatch, compiled)
-                inputs = weights, placed.groups
-                predicted = self._run("predict", dispatch, compiled, *inputs)
+                given = weights, placed.groups
+                predicted = self._run("predict", dispatch, compiled, *given)
             if placed.nbytes:
                 self.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
             predictions.add(predicted, x)

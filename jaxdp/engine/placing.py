@@ -94,10 +94,13 @@ class Placing:
                 groups = _moved(groups, compiled, all_of_them=self.puts_ahead)
         nbytes = 0
         if self.puts_ahead:
-            shards, blocks = self._strategy.num_shards, self._blocks
-            here = max(1, shards * len(blocks.own) // blocks.count)
-            nbytes = dispatch.nbytes // (here if dispatch.split else 1)
+            nbytes = self.bytes_per_device(dispatch)
         return Placed(compiled, groups, nbytes, checks)
+
+    def bytes_per_device(self, dispatch: Dispatch) -> int:
+        """Bytes of the rows that a device has of a dispatch."""
+        shards = self._strategy.num_shards * len(self._blocks.own) // self._blocks.count
+        return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
 
     def check_targets(self, kind: Kind, dispatch: Dispatch) -> tuple[Check, ...]:
         """Raises for wrong targets on the host; gives what checks those on devices."""
