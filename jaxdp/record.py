@@ -46,7 +46,7 @@ class Row(NamedTuple):
         }
 
 
-Reader = Callable[[Row], None]
+OnRow = Callable[[Row], None]
 
 
 class Sink(Protocol):
@@ -107,13 +107,13 @@ class Record:
         self._accumulate = accumulate
 
         # Who gets rows: of steps those whose number is divisible.
-        self._readers: dict[Reader, int] = {}
+        self._readers: dict[OnRow, int] = {}
         self._sinks: list[Sink] = []
         self._rewound_to: int | None = None
 
         # Steps that the device may not be done with, the newest one that it is done
         # with, and a validation that the row of its epoch may yet take up.
-        self._waiting: collections.deque[tuple[int, Row]] = collections.deque()
+        self._waiting: collections.deque[tuple[Any, ...]] = collections.deque()
         self._done: Mapping[str, Any] = {}
         self._validation: Row | None = None
 
@@ -189,11 +189,11 @@ class Record:
             metrics.add(self._before_a_row)
             self._before_a_row = {}
         while waiting and waiting[0][0] <= step:
-            done = waiting.popleft()[1]
-            self._done = done.values
-            self._read(done)
-        row = Row("step", progress.epoch, step, metrics, batch_idx)
-        waiting.append((step + metrics.steps_in_flight, row))
+            _, epoch, past, self._done, number = waiting.popleft()
+            if self._readers:
+                self._read(Row("step", epoch, past, self._done, number))
+        due = step + metrics.steps_in_flight
+        waiting.append((due, progress.epoch, step, metrics, batch_idx))
 
     def before_step(self) -> None:
         """From now on hooks are those before a step."""
@@ -296,7 +296,7 @@ class Record:
         self._sinks.append(sink)
         self._readers[sink.write] = every
 
-    def read_steps(self, function: Reader) -> None:
+    def read_steps(self, function: OnRow) -> None:
         """Has `function` called with the row of each step, once it can be read; for
         `Callback.setup`."""
         self._readers[function] = 1
@@ -309,9 +309,10 @@ class Record:
 
     def read_rest(self) -> None:
         """Hands out the rows of all steps so far; waits for the device."""
-        rest = [row for _, row in self._waiting]
+        rest = [Row("step", *step) for _, *step in self._waiting if self._readers]
         self._waiting.clear()  # the device may be what fails
-        _try_all([functools.partial(self._read, row) for row in rest])
+        if rest:
+            _try_all([functools.partial(self._read, row) for row in rest])
 
     def _read(self, row: Row) -> None:
         """Hands out the row of a step."""
@@ -319,7 +320,7 @@ class Record:
         if due:
             self._hand_out(row, due)
 
-    def _hand_out(self, row: Row, readers: Iterable[Reader]) -> None:
+    def _hand_out(self, row: Row, readers: Iterable[OnRow]) -> None:
         """Gives a row to all, also where one of them fails."""
         calls = [functools.partial(read, row) for read in readers]
         self.stopwatch.function("callbacks", _try_all)(calls)

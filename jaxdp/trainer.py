@@ -132,10 +132,10 @@ class Trainer:
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
         self.strategy: DataParallel = arguments["strategy"]
         self.run = Run(arguments, self.callbacks)
-        """The engine, the counters and what else few callbacks need."""
+        self.record = self.run.record  # what both have for callbacks: docs/callbacks.md
+        self.history = self.record.history
         self.log_every_n_steps = int(log_every_n_steps)
         self.default_root_dir = default_root_dir
-        self.record, self.history = self.run.record, self.run.record.history
         self.should_stop = False
         self.is_global_zero = self.run.processes.index == 0
         self.max_epochs: int | None = None
