@@ -246,7 +246,7 @@ OF_FIT = (
 QUICK = [
     ("a list", "validations inside epochs", "everywhere"),
     ("a list", "SingleDevice", "the second fit"),
-    ("a list", "a schedule", "the second epoch"),
+    ("a list", "a schedule", "the last step, before the validation"),
     ("a list", "a plateau", "after an epoch"),
     ("a list", "early stopping", "after an epoch"),
     ("Arrays", "Sharded", "inside an epoch"),
@@ -263,15 +263,10 @@ QUICK = [
     ("torchdata's", "SingleDevice", "the last step, before the validation"),
     ("an iterable", "SingleDevice", "the second epoch"),
     ("an iterable that tells", "accumulation", "the first step"),
-    ("a generator", "running statistics", "after an epoch"),
+    ("a generator", "running statistics", "the last step, before the validation"),
     ("an endless iterator", "SingleDevice", "inside an epoch"),
 ]
-LAST = "the last step, before the validation"
-LOST = [("a generator", "SingleDevice", LAST), ("a list", "a schedule", LAST)]
-"""What of a run that is resumed there is lost, still: the row of an epoch that a limit
-ends, of a loader without a length, and in the row what `LearningRateMonitor` logs."""
 SLOW = [
-    *LOST,
     *itertools.product(LOADERS, ["SingleDevice"], ["everywhere"]),
     *itertools.product(["a list"], WAYS, ["everywhere"]),
     *itertools.product(
@@ -289,10 +284,7 @@ SLOW = [
     [
         pytest.param(
             *case,
-            marks=[
-                *[pytest.mark.slow] * (case not in QUICK),
-                *[pytest.mark.xfail(strict=True)] * (case in LOST),
-            ],
+            marks=[pytest.mark.slow] * (case not in QUICK),
         )
         for case in dict.fromkeys([*QUICK, *SLOW])
     ],
@@ -322,8 +314,6 @@ def test_a_run_goes_on_as_its_twin(tmp_path, loader, way, moment):
             trainer.fit(batches, **settings, **more)
 
     which = MOMENTS[moment]
-    if which is None and (loader in ENDLESS or way == "a schedule"):
-        which = {1, 2, STEPS + 1, STEPS + 2}  # without LAST
     in_blocks = "steps_per_execution" in WAYS[way]()
     check_twins(tmp_path, make, fit, which, every_step=not in_blocks)
 

@@ -78,9 +78,14 @@ class LearningRateMonitor(Callback):
         return logged
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        for name, rate in trainer.callback_metrics.items():
-            if re.fullmatch(rf"{re.escape(self.name)}(/.*)?(\[\d+\])?", name):
-                trainer.log(name, rate)
+        pattern = rf"{re.escape(self.name)}(/.*)?(\[\d+\])?"
+        latest = trainer.callback_metrics.items()
+        rates = {name: rate for name, rate in latest if re.fullmatch(pattern, name)}
+        # Where a run goes on after the last step, none was taken since.
+        for name, rate in (
+            rates or self.inside_step(None, None, trainer.state)
+        ).items():
+            trainer.log(name, rate)
 
 
 def no_rate(trainer: Trainer, callback_name: str, remedy: str = "") -> ValueError:

@@ -8,7 +8,8 @@ from ..basics.console import Outlet, open_bar, warn
 from .conversion import to_host
 from .loader_state import checksum
 from .random_states import Generators, seed_of, set_states, states_of
-from .source import ALL, END, Position, Raw, Source
+from ..step import Batch
+from .source import ALL, END, START, Position, Raw, Source
 
 
 class ReplayingSource(Source):
@@ -18,6 +19,7 @@ class ReplayingSource(Source):
     """
 
     _goes_on = False  # whether it is an iterator, and is where the last epoch ended
+    _passed: Any = None  # the last batch that was passed over, of an iterator
 
     @property
     def replays(self) -> bool:
@@ -30,6 +32,13 @@ class ReplayingSource(Source):
                 " which is taken as a batch; if it gives single examples, wrap it:"
                 " torch.utils.data.DataLoader(dataset, batch_size)."
             )
+
+    def look(self, position: Position = START, count: int = 1) -> list[Batch]:
+        if not self.is_iterator:
+            return super().look(position, count)
+        # What an iterator gives next, it gives but once.
+        passed = [] if self._passed is None else [self._passed]
+        return list(self.share.of(iter(passed), None)) * count
 
     def _read(self, position: Position) -> Raw:
         return Raw(self._positioned(position), copy=True)
@@ -82,6 +91,8 @@ class ReplayingSource(Source):
         for _ in steps if bar is None else bar:
             if (batch := next(batches, END)) is END:
                 return
+        if self._goes_on:
+            self._passed = to_host(batch, copy=True)
         if expected not in (None, checksum(to_host(batch))):
             warn(
                 f"`{self.argument}`: after {count} batches were replayed, the next"

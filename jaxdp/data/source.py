@@ -232,10 +232,8 @@ class Source:
     def look(self, position: Position = START, count: int = 1) -> list[Batch]:
         """The next batches from a position on; the loader is left as it was.
 
-        None of an iterator that can't tell its position.
+        Of an iterator that can't tell its position, those that it has given last.
         """
-        if self.is_iterator and not self.tells:
-            return []
         begun, trained, before = self.begun, self.trained, self.present_state()
         self.trained = None
         try:

@@ -149,21 +149,20 @@ class Feed:
             engine.programs.tell(f"`steps_per_execution`: 1 at a time, because {why}")
 
     def _compile_at_end(self) -> bool:
-        """Compiles for an epoch that was saved between its last step and its end.
+        """Compiles for an epoch that was left between its last step and its end.
 
         Returns:
-            Whether it has a first batch to compile for.
+            Whether that was done, now or before; else there was no batch for it.
         """
         run, begun = self._run, self._source.begun
         assert begun is not None
         start = Position(begun.epoch, state=begun.state)
         window = self._source.look(start, run.recipe.accumulate_grad_batches)
-        if not window:
-            return False
-        engine = run.recipe.decide_loss(run.engine, window[0])
-        engine.prepare_training(*engine.dispatches([window]))
+        if window:
+            engine = run.recipe.decide_loss(run.engine, window[0])
+            engine.prepare_training(*engine.dispatches([window]))
         self._begun = iter(())
-        return True
+        return "train" in run.engine.facts
 
     def _begin_next_epoch(self) -> None:
         """An earlier fit stopped at the end of an epoch of unknown length, or this one
