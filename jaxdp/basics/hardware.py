@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
+import jax
+
 _PCIE4, _PCIE5 = 32e9, 64e9
 
 
@@ -147,14 +149,27 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
     return HARDWARE[hardware]
 
 
+def memory_of(device: Any) -> int | None:
+    """Bytes that a device gives programs; None if it does not say, as CPUs, or can't be
+    asked, as those of other processes and of plans."""
+    statistics = getattr(device, "memory_stats", None)
+    if statistics is None or device.process_index != jax.process_index():
+        return None
+    return (statistics() or {}).get("bytes_limit")
+
+
+def least_memory(devices: Iterable[Any]) -> int | None:
+    """That of the smallest device of those that say it, or None."""
+    return min(filter(None, map(memory_of, devices)), default=None)
+
+
 def hardware_of(device: Any) -> Hardware | None:
     """The profile of a device that is here, if it is a known one.
 
     With the memory that the device itself says it has, where it does.
     """
     profile = profile_of(device.device_kind)
-    has = getattr(device, "memory_stats", lambda: None)() or {}
-    limit = has.get("bytes_limit")
+    limit = memory_of(device)
     if profile is None or limit is None:
         return profile
     memory = limit / gpu_share() if profile.is_gpu else limit

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..basics.arguments import check_choice, check_count
 from ..basics.console import say
+from ..basics.hardware import least_memory
 from ..step import Batch, Picked, Table, as_given, with_rows
 from .conversion import as_numpy, to_host, with_key_data
 from .random_states import seed_of
@@ -118,7 +119,7 @@ class Arrays:
                 say("`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host")
                 self._is_told = True
             return None
-        if self.on_device == "auto" and nbytes > _SHARE * _bytes_of(devices):
+        if self.on_device == "auto" and nbytes > _SHARE * (least_memory(devices) or 0):
             return None
         if self._table is None:
             self._table = Table(to_host(self.tree))
@@ -190,13 +191,6 @@ def _on_host(leaf: Any) -> Any:
 def _ignores_rows(tree: Any) -> bool:
     """Whether rows have the weight 0. The trainer replaces those, on the host."""
     return isinstance(tree, list | tuple) and len(tree) == 3 and not np.all(tree[2])
-
-
-def _bytes_of(devices: Iterable[Any]) -> int:
-    """What the smallest of these devices has; 0 of those that do not tell."""
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    statistics = [device.memory_stats() or {} for device in here]
-    return min((stats.get("bytes_limit", 0) for stats in statistics), default=0)
 
 
 def _columns(tree: Any) -> tuple[list[np.ndarray], int]:

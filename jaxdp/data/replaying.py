@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..basics.console import Outlet, open_bar, warn
+from ..step import Batch
 from .conversion import to_host
 from .loader_state import checksum
 from .random_states import Generators, seed_of, set_states, states_of
-from ..step import Batch
 from .source import ALL, END, START, Position, Raw, Source
 
 

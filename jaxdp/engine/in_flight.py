@@ -5,9 +5,9 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-import jax
 from jaxtyping import Array
 
+from ..basics.hardware import least_memory
 from ..step import IN_FLIGHT
 
 BYTES_IN_FLIGHT: Final = 0.05
@@ -73,10 +73,8 @@ def most_bytes_in_flight(devices: Iterable[Any]) -> float:
 
     CPUs and other devices that do not tell how much they have are not bounded.
     """
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
-    known = [limit for limit in limits if limit]
-    return BYTES_IN_FLIGHT * min(known) if known else float("inf")
+    memory = least_memory(devices)
+    return float("inf") if memory is None else BYTES_IN_FLIGHT * memory
 
 
 def num_in_flight(nbytes: int, memory: float) -> int:

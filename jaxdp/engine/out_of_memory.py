@@ -1,11 +1,12 @@
 """What to do where a step needs more memory than a device has."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 
+from ..basics.hardware import least_memory
 from ..basics.units import in_bytes
 
 _MARK: Final = "RESOURCE_EXHAUSTED"
@@ -37,13 +38,6 @@ def need_of(compiled: Any) -> Need | None:
     return Need(arguments + results + temporary, arguments, temporary)
 
 
-def limit_of(devices: Iterable[Any]) -> int | None:
-    """Bytes that the smallest of the devices here gives programs, if they say it."""
-    here = (d for d in devices if d.process_index == jax.process_index())
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
-    return min((limit for limit in limits if limit), default=None)
-
-
 def fits(compiled: Any, arrays: Sequence[Any]) -> bool:
     """Whether a program's peak is within the memory of the devices, if both are known.
 
@@ -52,7 +46,7 @@ def fits(compiled: Any, arrays: Sequence[Any]) -> bool:
         arrays: the state, which is on the devices, or its shapes.
     """
     is_there = hasattr(arrays[0], "is_deleted")  # and not only planned
-    limit = limit_of(arrays[0].sharding.device_set) if is_there else None
+    limit = least_memory(arrays[0].sharding.device_set) if is_there else None
     need = None if limit is None else need_of(compiled)
     return limit is None or need is None or need.peak <= limit
 
@@ -79,7 +73,7 @@ def check_memory(
             what,
             error=error,
             need=need_of(compiled),
-            limit=limit_of(arrays[0].sharding.device_set),
+            limit=least_memory(arrays[0].sharding.device_set),
             batch=batch,
             state_is_lost=any(leaf.is_deleted() for leaf in arrays),
         ) from error

@@ -40,11 +40,6 @@ def here(devices: Sequence[Any]) -> Devices:
     return Devices(tuple(devices), name, platform, hardware_of(first), are_here=True)
 
 
-def memory_of(device: Any) -> int | None:
-    """Bytes that a device that is here gives a program, or None if it does not say."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 @functools.lru_cache(maxsize=8)
 def faked(count: int) -> Devices:
     """So many CPU devices, whatever this process was started with."""

@@ -10,7 +10,12 @@ import jax
 import numpy as np
 
 from ..basics.arguments import check_number
-from ..basics.hardware import find_hardware, float32_by_default, usable_memory
+from ..basics.hardware import (
+    find_hardware,
+    float32_by_default,
+    memory_of,
+    usable_memory,
+)
 from ..basics.units import in_bytes
 from ..step import BY_DEFAULT, TABLE, Batch, Picked, Table, map_rows
 from . import hardware as devices_of
@@ -76,7 +81,7 @@ class Planner:
         if memory is None:
             devices = self._devices(None)
             profile = self.hardware or devices.hardware
-            has = devices.are_here and devices_of.memory_of(devices.devices[0])
+            has = devices.are_here and memory_of(devices.devices[0])
             has = has or profile and usable_memory(profile)
             if not has:
                 raise ValueError(
@@ -215,9 +220,8 @@ def _named(products: dict[str, float], devices: Devices) -> dict[str, float]:
 def _memory_of(devices: Devices, profile: Hardware | None) -> int:
     """Bytes that JAX has of each device; 0 if that is not known."""
     if devices.are_here:
-        told = (devices.devices[0].memory_stats() or {}).get("bytes_limit")
-        if told:
-            return told
+        if memory := memory_of(devices.devices[0]):
+            return memory
     return 0 if profile is None else usable_memory(profile)
 
 

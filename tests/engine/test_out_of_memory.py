@@ -7,7 +7,8 @@ import pytest
 from toys import batches, make_small
 
 from jaxdp import SingleDevice
-from jaxdp.engine.out_of_memory import explained, fits, limit_of, need_of
+from jaxdp.basics.hardware import least_memory
+from jaxdp.engine.out_of_memory import explained, fits, need_of
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 REMEDIES = (
@@ -96,7 +97,7 @@ def test_a_step_that_can_t_fit_is_known_before_it_runs():
     assert not fits(step, on_cards(60 * 10**9, 70 * 10**9))
     assert fits(step, on_cards())  # devices that do not say it
     assert fits(lambda: None, on_cards(1))  # programs that do not say it
-    assert limit_of(jax.devices()) is None
+    assert least_memory(jax.devices()) is None
 
     details = {"need": need, "limit": 60 * 10**9, "batch": (10**9, 256)}
     text = str(explained("the training step", **details))
