@@ -348,8 +348,9 @@ def of_trainer(case: Case, layout: Layout, name: str) -> Any:
     class Keeping(layout.kind):
         """The same strategy, whose programs are kept."""
 
-        def build(self, *arguments: Any) -> Any:
-            programs.append(super().build(*arguments))
+        def compile(self, step: Any, arguments: Any, *others: Any, **how: Any) -> Any:
+            jitted = super().compile(step, arguments, *others, **how)
+            programs.append(jitted.trace(*arguments).lower().compile())
             return programs[-1]
 
     trainer = Trainer(

@@ -136,8 +136,9 @@ def _check_rows_that_interact(
         trainer.fit([largest, smallest], max_epochs=1)
         losses.append(run.losses)
     _same(
-        "where rows interact (`compile` must end with `self.build`, which finds it, and"
-        " then give the step whole batches), the loss of step",
+        "where rows interact (`compile` must return the jitted step, which the trainer"
+        " looks through, and give the step whole batches unless `rows` is 'apart'), the"
+        " loss of step",
         *losses,
     )
 

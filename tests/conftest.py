@@ -28,7 +28,7 @@ INSIDE = [
     "step.model_call",
     "step.objective",
     "step.precision",
-    "engine.programs",
+    "engine.step",
     "step.remat",
     "step.row_keys",
     "step.state",

@@ -86,7 +86,7 @@ class Deep(eqx.Module):
 class Apart(Pmap):
     """Gives each device its own rows, whatever the loss makes of them."""
 
-    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
         class Deaf(AxisCollectives):
             def need_all_rows(self):
                 pass
@@ -96,8 +96,9 @@ class Apart(Pmap):
                 collectives = Deaf("data", self.num_shards)
             return step(collectives, *rest)
 
+        rows = "apart" if rows == "together" else rows
         return super().compile(
-            deaf, arguments, roles, results, donate=donate, split=split
+            deaf, arguments, roles, results, donate=donate, rows=rows
         )
 
 

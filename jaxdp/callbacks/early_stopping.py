@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from ..basics.arguments import by_name_after_first, check_number
+from ..strategies.placing import fetch
 from .base import Trainer
 from .monitor import MetricCheck, announce, is_better
 
@@ -83,7 +84,7 @@ class EarlyStopping(MetricCheck):
         if not improved:
             self.wait_count += 1
         elif self.restore_best:
-            learned = trainer.strategy.fetch(_learned(trainer.state))
+            learned = fetch(_learned(trainer.state))
             self._best = trainer.global_step, learned
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)

@@ -186,7 +186,7 @@ class Lockstep(Callback):
     def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""
         (_, programs), noted = trainer.run.compiled_facts(), dict(facts)
-        if programs is not self._programs:
+        if programs != self._programs:
             self._programs = programs
             noted["the compiled programs"] = ", ".join(programs)
         meetings.here().note(where, noted)

@@ -66,12 +66,14 @@ class Forms:
         num_blocks: into which rows are cut.
 
     Attributes:
-        sizes: by the forms' texts; a checkpoint keeps them. That of "" is for the form
-            that comes first: earlier versions knew of one alone.
+        sizes: of batches that a step was taken on, by the forms' texts; a checkpoint
+            keeps them. That of "" is for the form that comes first: earlier versions
+            knew of one alone.
     """
 
     def __init__(self, what: str, num_shards: int, num_blocks: int):
         self.sizes: dict[str, int] = {}
+        self._grown: list[Form] = []  # those that no step has taken yet
         self._what = what
         self._num_shards, self._num_blocks = num_shards, num_blocks
         self._first: Key | None = None
@@ -98,7 +100,15 @@ class Forms:
 
     def size_of(self, key: Key) -> int:
         """The padded size of a form so far; 0 if it has none."""
+        if key in self._known:
+            return self._known[key].size
         return self.sizes.get(_text(key), self.sizes.get("", 0))
+
+    @property
+    def largest(self) -> int:
+        """The largest padded size so far."""
+        sizes = [form.size for form in self._known.values()]
+        return max((*self.sizes.values(), *sizes), default=0)
 
     def rounded(self, rows: int) -> int:
         """The size that so many rows need."""
@@ -107,13 +117,25 @@ class Forms:
     def grow(self, form: Form, rows: int) -> None:
         """From now on batches of this form get so many rows at least."""
         if rows > form.size:
-            size = form.size = self.sizes[form.text] = self.rounded(rows)
+            size = form.size = self.rounded(rows)
+            self._grown.append(form)
             form.full = (size // self._num_blocks,) * self._num_blocks
             form.if_full.clear()
+
+    def keep_sizes(self) -> None:
+        """A step is taken on the batches so far: their sizes stay."""
+        for form in self._grown:
+            self.sizes[form.text] = max(form.size, self.sizes.get(form.text, 0))
+        self._grown = []
 
     def start_from(self, sizes: Mapping[str, int]) -> None:
         """Pads as if these were the sizes so far."""
         self.sizes, self._known, self._key = dict(sizes), {}, None
+        self._grown = []
+
+    def refuse(self) -> None:
+        """Forgets the sizes of batches that no step was taken on."""
+        self.start_from(self.sizes)
 
     def forget(self) -> None:
         """Takes the next batch for the first."""

@@ -91,7 +91,7 @@ class Packer:
     @property
     def size(self) -> int:
         """Rows of the largest padded batch so far, of all processes."""
-        return max(self.forms.sizes.values(), default=0)
+        return self.forms.largest
 
     def pack(self, windows: list[list[Batch]], slots: int = 1) -> Dispatch:
         """Packs the batches of optimizer steps; see `can_stack` for more than one.

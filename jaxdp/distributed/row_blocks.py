@@ -56,6 +56,7 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
         raise ValueError(
             f"process {', '.join(map(str, without))} has none of the devices that"
             f" the strategy uses, and there are {jax.process_count()} processes;"
-            " each must have at least one. Leave `devices` out to use all."
+            " each must have at least one. Leave `devices` out to use all, with"
+            " Sharded() or another strategy that spans processes."
         )
     return RowBlocks(num_shards // size, tuple(own))

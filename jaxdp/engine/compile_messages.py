@@ -4,13 +4,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 
 from ..basics.console import say, some_of, warn
+from ..basics.hardware import note_on_kinds
 from ..data import Dispatch, leaf_name
-from ..step import joined, shapes_of_rows, with_rows
+from ..step import (
+    BY_DEFAULT,
+    Steps,
+    joined,
+    note_on_products,
+    shapes_of_rows,
+    with_rows,
+)
 
 _LONG: Final = 2.0
 """Seconds after which somebody at a screen wants to know what is going on."""
@@ -47,6 +55,7 @@ class Compilations:
         self._quiet = quiet
         self._say = (lambda _: None) if quiet else say
         self._forms: dict[str, list[_Form]] = {}
+        self._told: set[str] = set()
 
     @contextlib.contextmanager
     def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
@@ -74,6 +83,24 @@ class Compilations:
             self._say(f"{what} was compiled in {seconds:.1f} s")
         if is_new:
             before.append(form)
+
+    def tell_of_devices(self, devices: list[Any], program: Any, steps: Steps) -> None:
+        """Says what products are computed in, and that devices are of several kinds."""
+        if self._quiet:
+            return
+        kinds = note_on_kinds(devices)
+        if kinds is not None and kinds not in self._told:
+            self._told.add(kinds)
+            warn(kinds)
+        if program.products and program.products[BY_DEFAULT]:
+            if note := note_on_products(steps.precision, devices[0]):
+                self.tell(note)
+
+    def tell(self, note: str) -> None:
+        """Says it, unless it was said before."""
+        if note not in self._told and not self._quiet:
+            say(note)
+        self._told.add(note)
 
     def _say_why(
         self, kind: str, form: _Form, before: list[_Form], seconds: float

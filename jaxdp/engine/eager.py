@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 
 from ..basics.console import say
-from ..step import Collectives, TrainState
+from ..step import Collectives, RowsInteract, TrainState, values_mix_rows
 from ..strategies import DataParallel, SingleDevice
 
 
@@ -46,11 +46,9 @@ class Debugged(DataParallel):
         self.strategy, self.mode = strategy, mode
 
     def place(self, state: TrainState) -> TrainState:
-        try:
-            shardings = jax.tree.leaves(self.strategy.state_shardings(state))
-            self._device = min(shardings[0].device_set, key=lambda device: device.id)
-        except NotImplementedError:
-            self._device = jax.devices()[0]
+        mesh = getattr(self.strategy, "mesh", None)
+        devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
+        self._device = min(devices, key=lambda device: device.id)
         why, how = "jax_debug_nans or jax_debug_infs is set", "each waited for"
         if self.mode.without_jit:
             why, how = "jit is disabled", "operation by operation"
@@ -64,7 +62,8 @@ class Debugged(DataParallel):
         program = jax.jit(functools.partial(step, Collectives()))
         given = jax.device_put(arguments, self._device)
         if not self.mode.without_jit:
-            self.trace(program, given)  # do rows interact?
+            if values_mix_rows(program.trace(*given).jaxpr):
+                raise RowsInteract
         # It runs once at once, for what it has to tell. Its author should not meet it
         # twice for that.
         known = [(given, self._run(program, given))]

@@ -1,11 +1,11 @@
 """Compiled steps, taken on the placed state of a trainer."""
 
-import collections
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..basics.tracebacks import noted
-from ..data import (
-    Dispatch,
-    Packer,
-)
+from ..data import Dispatch, Packer
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -25,31 +21,28 @@ from ..step import (
     CallsPython,
     Group,
     Metrics,
+    Objective,
+    RowsInteract,
     Steps,
     TrainState,
     check_gradients,
     has_convolutions,
     matmul_flops,
     means_of,
+    opening,
     tells_of_gradients,
 )
 from ..strategies import DataParallel
+from ..strategies.base import rows_of_processes
+from ..strategies.placing import fetch
+from .compile_messages import Compilations
 from .dispatch_size import DispatchSize
 from .eager import Debugged, Debugging, debugging
-from .fetching import Fetching
-from .held_state import HeldState, placed_first, shapes_of_first
 from .in_flight import InFlight, most_bytes_in_flight
 from .out_of_memory import check_memory
 from .placing import Placing
-from .programs import WHAT, Kind, Program, Programs, StepOptions, rows_in
-
-
-class Ready(NamedTuple):
-    """A batch of a pass, packed, and the step that takes it."""
-
-    batch: Batch
-    dispatch: Dispatch
-    compiled: Program
+from .state import Model, State, first_of, placed_state, shapes_of_first
+from .step import WHAT, Kind, Program, Step, StepOptions, rows_in, traced
 
 
 class Engine:
@@ -58,27 +51,36 @@ class Engine:
     Args:
         parts: the model as (trained leaves, other arrays, the rest).
         model_state: its `eqx.nn.State`, or None.
-        steps: the pure steps.
-        strategy: places the state and compiles the steps.
+        pure: what the steps do.
+        strategy: places the state and lays the steps out.
         seed: decides all randomness inside the steps.
         micro_batches: how many batches a train step takes.
         steps_per_execution: train steps per dispatch, or "auto".
         view: from the state to the one whose weights are evaluated and handed out.
         in_order: whether the real rows of several processes' batches come first, and
             all padding last.
+        compiler_options: the user's, of XLA.
+        offload: whether large leaves of the optimizer's state are in host memory
+            between steps.
         abstract: whether there are only shapes: nothing is placed, no step can run.
 
     Attributes:
+        steps: each kind of step, with its programs.
+        tell: says something once.
         placing: how batches come to the devices, and when.
+        held: the present state.
+        options: how train steps are compiled from now on.
         one_by_one: whether a dispatch takes one step, whatever was asked for.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
+
+    held: State
 
     def __init__(
         self,
         parts: tuple[PyTree, PyTree, PyTree],
         model_state: PyTree,
-        steps: Steps,
+        pure: Steps,
         strategy: DataParallel,
         *,
         seed: int,
@@ -86,45 +88,76 @@ class Engine:
         steps_per_execution: int | str = 1,
         view: Callable[[TrainState], TrainState] | None = None,
         in_order: bool = True,
+        compiler_options: Mapping[str, Any] = MappingProxyType({}),
+        offload: bool = False,
         abstract: bool = False,
     ):
-        self._is_abstract = abstract
+        self._is_abstract, self._in_order = abstract, in_order
+        self._compiler_options, self._offloads = compiler_options, offload
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
         self.one_by_one = False
         self.steps_per_epoch: int | None = None
+        self.options = StepOptions()
         self._convolves: bool | None = None
-        self._as_asked = strategy, steps_per_execution, in_order
-        self._work(steps, debugging())
-        strategy = self.strategy
-        self.held = HeldState(parts, view)
-        if abstract:
-            with no_ambient_mesh():
-                self.state = shapes_of_first(parts, model_state, steps, strategy)
-        else:
-            self.state = placed_first(parts, model_state, steps, strategy, seed)
+        self._is_inferred = False
+        self._as_asked = strategy, steps_per_execution
+        self._work(pure, debugging())
+        own = jax.eval_shape(lambda *trees: trees, *parts[:2])
+        self._model = Model(
+            parts[2], own, view, lambda tree: self.strategy.gather(tree)
+        )
+        with no_ambient_mesh():
+            if abstract:
+                self.state = shapes_of_first(
+                    parts, model_state, pure, strategy, self._offloads
+                )
+            else:
+                self.state = self.place(first_of(parts, model_state, pure, seed))
         self._mind_platform()
         if not abstract:
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)
 
-    def _work(self, steps: Steps, mode: Debugging) -> None:
-        """Makes ready for `steps` from the start, as JAX's settings want it."""
-        strategy, steps_per_execution, in_order = self._as_asked
+    def _work(self, pure: Steps, mode: Debugging) -> None:
+        """Makes ready for `pure` from the start, as JAX's settings want it."""
+        strategy, steps_per_execution = self._as_asked
         abstract, self._mode = self._is_abstract, mode
         if any(mode) and not abstract:
             strategy, steps_per_execution = Debugged(strategy, mode), 1
         several = not abstract and jax.process_count() > 1
         # Where nothing is compiled for a size, nothing need be padded to one.
-        steps = steps._replace(rows_interact=mode.without_jit and not abstract)
+        self.pure = pure._replace(rows_interact=mode.without_jit and not abstract)
         self.strategy = strategy
-        self.programs = Programs(steps, strategy, quiet=abstract or mode.without_jit)
-        self.facts = self.programs.facts
+        self._compilations = Compilations(quiet=abstract or mode.without_jit)
+        self.tell = self._compilations.tell
         self._dispatch_size = DispatchSize(steps_per_execution)
-        self._blocks = strategy.row_blocks() if several else RowBlocks()
-        self.packers: dict[Kind, Packer] = {
-            kind: self._packer(what, in_order) for kind, what in WHAT.items()
+        self._blocks = rows_of_processes(strategy) if several else RowBlocks()
+        self.steps: dict[Kind, Step] = {
+            kind: Step(
+                kind, strategy, self._packer(what), self._compiler_options, self.tell
+            )
+            for kind, what in WHAT.items()
         }
-        self.placing = Placing(strategy, self.programs, self.packers, self._blocks)
+        self.placing = Placing(
+            strategy, self.steps, self._blocks, lambda: self.pure.objective
+        )
+
+    def set(self, **fields: Any) -> None:
+        """Replaces some fields of `pure`, for what is compiled from now on."""
+        self.pure = self.pure._replace(**fields)
+
+    def infer(self, objective: Objective) -> None:
+        """Takes the objective that the first batch shows to fit.
+
+        If that does not compile, the next batch may show another.
+        """
+        self.set(objective=objective)
+        self._is_inferred = True
+
+    def place(self, state: TrainState) -> TrainState:
+        """A state on the devices: the first one, or one that was saved."""
+        offloads = self._offloads and not isinstance(self.strategy, Debugged)
+        return placed_state(self.strategy, state, offloads)
 
     def follow_settings(self) -> None:
         """Goes on as JAX's settings for debugging are now; see `eager`."""
@@ -133,11 +166,10 @@ class Engine:
     def _change(self, mode: Debugging) -> None:
         if mode == self._mode:
             return
-        state, options = self.strategy.gather(self.state), self.programs.options
-        self._work(self.programs.steps, mode)
-        self.programs.options = options
+        state = self.strategy.gather(self.state)
+        self._work(self.pure, mode)
         with no_ambient_mesh():
-            self.state = self.strategy.place(state)
+            self.state = self.place(state)
         self._mind_platform()
 
     def as_settled(self) -> AbstractContextManager[Any]:
@@ -154,20 +186,24 @@ class Engine:
         is_cpu = self._platform == "cpu"
         self.placing.puts_ahead = not is_cpu and not self._is_abstract
         unroll = is_cpu and not self._mode.without_jit  # else loops are Python's
-        self.programs.set(unroll_convolutions=unroll)
+        self.set(unroll_convolutions=unroll)
 
     @property
     def state(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
-        return self.held.state
+        return self.held.tree
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self.held.put(state, self.strategy)
+        self.held = State.of(state, self._model)
+
+    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
+        """Sets leaves of the state, by their place in it, to others of their kind."""
+        self.held = self.held.with_leaves(leaves)
 
     @property
     def _devices(self) -> list[Any]:
-        return [*self.held.arrays[0].sharding.device_set]
+        return [*self.held.leaves[0].sharding.device_set]
 
     @property
     def _platform(self) -> str:
@@ -178,14 +214,15 @@ class Engine:
         """How many steps a dispatch takes at present."""
         return 1 if self.one_by_one else self._dispatch_size.steps
 
-    def _packer(self, what: str, in_order: bool) -> Packer:
+    def _packer(self, what: str) -> Packer:
         strategy = self.strategy
 
         def collect(leaves: list[Any]) -> list[np.ndarray]:
             (group,) = strategy.place_batch([Group(leaves, None)], split=True)
-            return strategy.fetch(group.batch)
+            return fetch(group.batch)
 
-        return Packer(strategy.num_shards, what, self._blocks, in_order, collect)
+        shards, blocks = strategy.num_shards, self._blocks
+        return Packer(shards, what, blocks, self._in_order, collect)
 
     def _shapes(self, dispatch: Dispatch) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
@@ -202,23 +239,22 @@ class Engine:
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
-        if options != self.programs.options:
-            self.programs.options = options
-            self.programs.set(skip_nonfinite=options.skip_nonfinite)
-            self.programs.forget_training()
+        if options != self.options:
+            self.options = options
+            self.set(skip_nonfinite=options.skip_nonfinite)
+            self.steps["train"].programs.clear()
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """How many rows batches of each kind are padded to, at most."""
-        return {kind: packer.size for kind, packer in self.packers.items()}
+    def train_program(self) -> Program | None:
+        """The first of the train steps that are in use."""
+        return next(iter(self.steps["train"].programs.values()), None)
 
     @property
     def padding(self) -> dict[str, int]:
         """How many rows batches are padded to, by `"<kind> <form>"`."""
         return {
             f"{kind} {form}": rows
-            for kind, packer in self.packers.items()
-            for form, rows in packer.forms.sizes.items()
+            for kind, step in self.steps.items()
+            for form, rows in step.packer.forms.sizes.items()
         }
 
     def pad_as(self, padding: Mapping[str, int]) -> None:
@@ -227,10 +263,9 @@ class Engine:
         Another size would be another program, whose sums may round differently.
         """
         named = [(*name.partition(" ")[::2], rows) for name, rows in padding.items()]
-        for kind, packer in self.packers.items():
+        for kind, step in self.steps.items():
             sizes = {form: rows for of, form, rows in named if of == kind and rows}
-            packer.forms.start_from(sizes)
-            self.placing.sizes_taken[kind] = sizes
+            step.packer.forms.start_from(sizes)
 
     def dispatches(self, windows: list[list[Batch]]) -> Iterator[Dispatch]:
         """The batches of some optimizer steps, packed as they are dispatched.
@@ -242,7 +277,7 @@ class Engine:
         if len(windows) == 1:
             yield self._single(windows[0])
             return
-        packer = self.packers["train"]
+        packer = self.steps["train"].packer
         for run in packer.alike(windows):
             together = (
                 packer.pack(run, self.micro_batches) if self._are_one(run) else None
@@ -253,14 +288,14 @@ class Engine:
                 yield together
 
     def _single(self, window: list[Batch]) -> Dispatch:
-        return self.packers["train"].pack([window], self.micro_batches)
+        return self.steps["train"].packer.pack([window], self.micro_batches)
 
     def _are_one(self, windows: list[list[Batch]]) -> bool:
         """Whether several steps, which are alike, are to be one dispatch."""
         steps = len(windows)
         if steps < 2 or not self._dispatch_size.is_worth_compiling(steps):
             return False
-        return self.packers["train"].can_stack(windows, self.micro_batches)
+        return self.steps["train"].packer.can_stack(windows, self.micro_batches)
 
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""
@@ -272,13 +307,13 @@ class Engine:
         except CallsPython:  # in several steps, of which each is now taken alone
             return self._one_by_one(dispatch)
 
-        packer = self.packers["train"]
-        if self.facts["train"].rows_interact and not packer.rows_interact:
+        step = self.steps["train"]
+        if step.facts.rows_interact and not step.packer.rows_interact:
             # Only tracing tells, and now they may not be padded.
-            packer.rows_interact = True
+            step.packer.rows_interact = True
             again = list(self.dispatches(dispatch.windows))
             if all(done_before.shape != dispatch.shape for done_before in again):
-                self.programs.forget_training()  # a program that nothing will run
+                step.programs.clear()  # of a program that nothing will run
             return again
         if self._has_wrong_targets(dispatch):
             return map(self._single, dispatch.windows)
@@ -292,7 +327,7 @@ class Engine:
     def _has_wrong_targets(self, dispatch: Dispatch) -> bool:
         """Whether a dispatch of several steps of one process will be refused."""
         several = len(dispatch.rows) > 1 and self._blocks.count == 1
-        if not several or "train" not in self.facts:
+        if not several or not self.steps["train"].facts.names:
             return False
         try:
             self.placing.check_targets("train", dispatch)
@@ -303,12 +338,13 @@ class Engine:
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
         # What must hold, before the state is given away.
-        compiled = self.programs.find("train", dispatch)
-        if is_new := compiled is None:
-            compiled = self.compiled_for("train", dispatch)
-        facts, steps = self.facts["train"], len(dispatch.rows)
-        placed = self.placing.placed("train", dispatch, compiled)
-        if is_new and facts.rows_interact > self.packers["train"].rows_interact:
+        step = self.steps["train"]
+        program = step.programs.get(dispatch.shape)
+        if is_new := program is None:
+            program = self.compiled_for("train", dispatch)
+        facts, steps = step.facts, len(dispatch.rows)
+        placed = self.placing.placed("train", dispatch, program)
+        if is_new and facts.rows_interact > step.packer.rows_interact:
             raise ValueError(
                 "in batches of this shape, values of a row depend on other rows."
                 " In batches of earlier shapes they did not, so those may have"
@@ -319,10 +355,10 @@ class Engine:
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        arrays, (means, inside) = self._run(
-            "train", dispatch, compiled, self.held.arrays, placed.groups
+        leaves, (means, inside) = self.run(
+            "train", dispatch, program, self.held.leaves, placed.groups
         )
-        self.held.replace(arrays)
+        self.held = self.held.after(leaves)
 
         # Not too many at once.
         checks = placed.checks
@@ -342,151 +378,115 @@ class Engine:
             )
         return [Metrics(facts, means, inside)]
 
-    def _run(self, kind: Kind, dispatch: Dispatch, compiled: Any, *inputs: Any) -> Any:
+    def run(self, kind: Kind, dispatch: Dispatch, of: Program, *inputs: Any) -> Any:
         """The only call of a compiled step."""
         try:
-            return compiled(*inputs)
+            return of.compiled(*inputs)
         except jax.errors.JaxRuntimeError as error:
-            self._check_memory(kind, dispatch, compiled, error)
+            self._check_memory(kind, dispatch, of, error)
             raise
 
-    def _check_memory(self, kind: Kind, dispatch: Dispatch, *of: Any) -> None:
+    def _check_memory(
+        self, kind: Kind, dispatch: Dispatch, of: Program, error: Any = None
+    ) -> None:
         batch = self.placing.bytes_per_device(dispatch), sum(dispatch.rows)
-        check_memory(f"the {WHAT[kind]} step", self.held.arrays, batch, *of)
+        what, leaves = f"the {WHAT[kind]} step", self.held.leaves
+        check_memory(what, leaves, batch, of.compiled, error)
 
     def start_epoch(self) -> None:
         """Sets the epoch's sums to zero."""
-        self.held.zero_totals()
+        self.held = self.held.with_zero_totals()
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""
         self.in_flight.check_all()
-        return means_of(self.held.fetch_totals(), self.facts["train"])
+        return means_of(self.held.fetch_totals(), self.steps["train"].facts)
 
     def weights(self) -> list[Array]:
         """The leaves that are evaluated, asked for once per pass: they may be many."""
         return self.held.weights()
 
-    def evaluate(
-        self,
-        weights: list[Array],
-        ready: Ready,
-        totals: Any,
-        batch_idx: int,
-        outputs: Fetching,
-    ) -> Any:
-        """`totals` with those of a batch added; start from `Steps.new_totals()`.
-
-        Predictions and targets, if they are kept, are added to `outputs`.
-        """
-        batch, dispatch, compiled = ready
-        with noted(f"in batch {batch_idx}"):
-            placed = self.placing.placed("evaluate", dispatch, compiled)
-            given = weights, totals, np.int32(batch_idx), placed.groups
-            totals, means, *kept = self._run("evaluate", dispatch, compiled, *given)
-        self.in_flight.add(means, placed.nbytes, placed.checks)
-        for values in kept:
-            outputs.add(values, batch)
-        return totals
-
-    def predict(
-        self,
-        inputs: Iterable[PyTree],
-        weights: list[Array] | None = None,
-        *,
-        gather: bool = True,
-    ) -> PyTree:
-        """Predictions of `inputs` as NumPy arrays, without padding; None if no batches.
-
-        With several processes of all their rows, or without `gather` of this one's.
-        """
-        predictions = self.fetching("predict", gather=gather)
-        weights = self.weights() if weights is None else weights
-        ready = self.ready("predict", inputs)
-        for number, (x, dispatch, compiled) in enumerate(ready):
-            with noted(f"in batch {number}"):
-                placed = self.placing.placed("predict", dispatch, compiled)
-                given = weights, placed.groups
-                predicted = self._run("predict", dispatch, compiled, *given)
-            if placed.nbytes:
-                self.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
-            predictions.add(predicted, x)
-        return predictions.rows()
-
-    def fetching(self, kind: Kind, *, gather: bool = True) -> Fetching:
-        """Takes what steps of a kind give for each row to the host."""
-        return Fetching(self.packers[kind], gather=gather)
-
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
-        packer = self.packers["train"]
+        packer = self.steps["train"].packer
         if self._blocks.count > 1:
             packer = Packer(1, packer.what)  # of the rows that are here
         dispatch = packer.pack([list(window)], self.micro_batches)
-        steps = self.programs.steps._replace(inside=(), remat=False)
-        jaxpr = self.programs.traced(steps, self.state, dispatch)
-        return matmul_flops(jaxpr) / rows_in(dispatch.groups)
+        pure = self.pure._replace(inside=(), remat=False)
+        return matmul_flops(self._traced(pure, dispatch)) / rows_in(dispatch.groups)
 
-    def ready(self, kind: Kind, batches: Iterable[Batch]) -> Iterator[Ready]:
-        """The batches of a pass, each packed and with its step; on accelerators once
-        the next one is on its way there."""
-        waiting: collections.deque[Ready] = collections.deque()
-        for number, batch in enumerate(batches):
-            with noted(f"in batch {number}"):
-                dispatch, compiled = self.prepare(kind, batch)
-            if self.placing.puts_ahead:
-                dispatch = self.placing.put(kind, dispatch)
-            waiting.append(Ready(batch, dispatch, compiled))
-            if len(waiting) > self.placing.puts_ahead:
-                yield waiting.popleft()
-        yield from waiting
-
-    def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
-        """`batch` packed, and the step for its shape, compiled if it is a new one."""
-        packer = self.packers[kind]
-        dispatch = packer.pack([[batch]])
-        compiled = self.compiled_for(kind, dispatch)
-        if kind in self.facts and self.facts[kind].rows_interact > packer.rows_interact:
-            packer.rows_interact = True
-            dispatch = packer.pack([[batch]])
-            compiled = self.compiled_for(kind, dispatch)
-        return dispatch, compiled
+    def _traced(self, pure: Steps, dispatch: Dispatch) -> Any:
+        """A train step for batches like those of a dispatch, as JAX sees it."""
+        groups = dispatch.groups
+        return traced(opening(pure.train, groups), self.state, groups)
 
     def compiled_for(self, kind: Kind, dispatch: Dispatch) -> Program:
         """The step for batches of this shape, compiled if it is a new one."""
-        compiled = self.programs.find(kind, dispatch)
-        if compiled is not None:
-            return compiled
-        held = self.held
-        inputs = held.state if kind == "train" else held.evaluated.weights
+        step = self.steps[kind]
+        if (program := step.programs.get(dispatch.shape)) is not None:
+            return program
+        inputs = self.held.tree if kind == "train" else self.held.evaluated.weights
+        donate = self.options.donate if kind == "train" else "none"
+        given = dispatch, self._shapes(dispatch), inputs, donate
         try:
-            shapes = self._shapes(dispatch)
-            compiled = self.programs.compile(kind, dispatch, shapes, inputs)
-            self._check_memory(kind, dispatch, compiled)
-            return compiled
+            with no_ambient_mesh(), self._compilations.timed(WHAT[kind], dispatch):
+                try:
+                    program = step.compile(self.pure, *given)
+                except RowsInteract:
+                    program = self._compiled_together(step, *given)
+            self._check_memory(kind, dispatch, program)
         except CallsPython:
             self._change(self._mode._replace(calls_python=True))
             if len(dispatch.rows) > 1:
                 raise
             return self.compiled_for(kind, dispatch)
         except Exception as error:
-            self.placing.unpad(kind)
-            forms = self.packers[kind].forms
-            if not self.programs.has(kind):
-                # The first batch did not fit the model; the next one may be another.
-                forms.forget()
-            for note in filter(None, map(forms.note, dispatch.groups)):
-                error.add_note(note)
+            self._explain(error, kind, dispatch)
             raise
+        for note in step.facts.notes:
+            self.tell(note)
+        self._compilations.tell_of_devices(self._devices, program, self.pure)
+        return program
+
+    def _compiled_together(self, step: Step, *given: Any) -> Program:
+        """A step whose rows interact, which only tracing tells."""
+        self.set(rows_interact=True)
+        try:
+            program = step.compile(self.pure, *given)
+        except RowsInteract:
+            raise ValueError(
+                f"`strategy`: {self.strategy!r} shows each device only its own rows,"
+                " but in this step rows interact (a scalar loss or metric, a model with"
+                " state, one `key` for all, or values that depend on other rows). Its"
+                " `compile` must give the step Collectives() unless `rows` is 'apart',"
+                " as Pmap does; or use Sharded()."
+            ) from None
+        say(
+            "the loss or a metric has values per row that depend on other"
+            " rows, as in a contrastive loss: batches are not padded and rows"
+            " are not computed separately, as if you had returned the mean"
+        )
+        return program
+
+    def _explain(self, error: Exception, kind: Kind, dispatch: Dispatch) -> None:
+        """Notes what may be wrong with batches that no step could be compiled for."""
+        step = self.steps[kind]
+        if self._is_inferred and not any(s.programs for s in self.steps.values()):
+            self.set(objective=None)
+        self.placing.unpad(kind)
+        forms = step.packer.forms
+        if not step.programs:
+            # The first batch did not fit the model; the next one may be another.
+            forms.forget()
+        for note in filter(None, map(forms.note, dispatch.groups)):
+            error.add_note(note)
 
     def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""
-        steps = self.programs.steps
-        if not steps.unroll_convolutions:
+        if not self.pure.unroll_convolutions:
             return True
         if self._convolves is None:
-            traced = self.programs.traced(steps, self.state, dispatch)
-            self._convolves = has_convolutions(traced)
+            self._convolves = has_convolutions(self._traced(self.pure, dispatch))
             if self._convolves:
                 say(
                     "`steps_per_execution`: 1 at a time, because XLA's"

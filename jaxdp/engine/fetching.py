@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ..data import Packer
 from ..step import IN_FLIGHT, Batch
-from ..strategies.base import replicated
+from ..strategies.placing import replicated
 
 
 class Fetching:

@@ -31,6 +31,7 @@ from ..step import (
     split_batch,
 )
 from ..strategies import DataParallel, Sharded
+from ..strategies.base import OwnState, check_offload, rows_of_processes
 from .pass_metrics import split_metrics
 
 
@@ -71,7 +72,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     # Those that have to do with each other.
     strategy = result["strategy"]
     if result["offload"]:
-        strategy = strategy.with_offload()  # each refuses now what it can't do
+        check_offload(strategy)
     check_processes(strategy, result["data"])
     if several:
         check_parts(result)
@@ -143,10 +144,10 @@ def check_parts(arguments: Mapping[str, Any]) -> None:
         choose_objective({**arguments, "loss_fn": part.loss_fn})
 
     # What they can't be combined with.
-    strategy = type(arguments["strategy"])
-    if strategy.wrap_optimizer is not DataParallel.wrap_optimizer:
+    strategy = arguments["strategy"]
+    if isinstance(strategy, OwnState):
         raise ValueError(
-            f"`strategy`: {strategy.__name__} keeps its state inside the state of"
+            f"`strategy`: {type(strategy).__name__} keeps its state inside the state of"
             " one optimizer, but `optimizer` is a list of parts; use another"
             " strategy."
         )
@@ -318,7 +319,7 @@ def check_processes(strategy: DataParallel, data: str) -> None:
     processes = find_processes()
     if processes.count == 1:
         return
-    blocks = strategy.row_blocks()
+    blocks = rows_of_processes(strategy)
     if data == "global":
         return
     if blocks.count != processes.count or blocks.own != (processes.index,):

@@ -13,7 +13,7 @@ from ..basics.console import some_of
 from ..basics.tree import leaf_path
 from ..callbacks.base import Callback, overrides
 from ..callbacks.run_facts import function_text, optimizer_text, plain
-from ..strategies import DataParallel
+from ..strategies.base import OwnState
 
 if TYPE_CHECKING:
     from .run import Recipe
@@ -38,8 +38,8 @@ def described(recipe: "Recipe", callbacks: Iterable[Callback]) -> dict[str, str]
     texts["filter_spec"] = _frozen(buffers)
     parts = map(_text_of, filter(_is_part, callbacks))
     texts["callbacks"] = ", ".join(parts) or "none that adds state"
-    wraps = type(recipe.strategy).wrap_optimizer is not DataParallel.wrap_optimizer
-    texts["strategy"] = repr(recipe.strategy) if wraps else "one that adds no state"
+    adds = isinstance(recipe.strategy, OwnState)
+    texts["strategy"] = repr(recipe.strategy) if adds else "one that adds no state"
     return {name: text for name, text in texts.items() if text not in ("", "None")} | (
         _model(rest)
     )

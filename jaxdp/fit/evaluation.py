@@ -12,7 +12,7 @@ from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
 from ..data import Source, inputs_of, shown
-from ..engine import Fetching
+from ..engine import Fetching, passes
 from ..step import Whole, means_of
 from .endings import doing, noting
 from .limits import capped
@@ -91,7 +91,7 @@ def evaluate(
                 weights,
             )
 
-    metrics, facts = {}, run.engine.facts["evaluate"]
+    metrics, facts = {}, run.engine.steps["evaluate"].facts
     for prefix, (sums, outputs) in totals.items():
         means = means_of(np.asarray(sums), facts)  # waits for the device
         if of_passes := run.recipe.pass_metrics:
@@ -114,7 +114,7 @@ def _totals(
 ) -> tuple[Any, Fetching]:
     """The sums over a pass, and what is kept of its rows."""
     run, batch_idx = trainer.run, -1
-    totals = run.engine.programs.steps.new_totals()
+    totals = run.engine.pure.new_totals()
     with (
         source.a_pass(),
         run.access.apart(),
@@ -123,12 +123,12 @@ def _totals(
     ):
         engine = run.engine
         weights = engine.weights() if weights is None else weights
-        outputs = engine.fetching("evaluate")
+        outputs = passes.fetching(engine, "evaluate")
         batches = _pass(trainer, source, prefix, limit)
         decide = run.recipe.decide_loss
         batches = (batch for batch in batches if decide(engine, batch))
-        for batch_idx, ready in enumerate(engine.ready("evaluate", batches)):
-            totals = engine.evaluate(weights, ready, totals, batch_idx, outputs)
+        for batch_idx, ready in enumerate(passes.ready(engine, "evaluate", batches)):
+            totals = passes.evaluate(engine, weights, ready, totals, batch_idx, outputs)
             after_batch()
         engine.in_flight.check_all()
 
@@ -260,7 +260,7 @@ def _predictions(
         run.engine.as_settled(),
     ):
         try:
-            return run.engine.predict(inputs(), weights, gather=gather)
+            return passes.predict(run.engine, inputs(), weights, gather=gather)
         except Exception as error:
             batch = shown(given[0]) if given else ()
             beside = batch[1:] if isinstance(batch, tuple) else ()
@@ -277,7 +277,7 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     for source in sources.values():
         if (sample := source.sample()) is not None:
             with noted(f"in the first batch of `{source.argument}`"):
-                trainer.run.engine.prepare("evaluate", sample)
+                passes.prepare(trainer.run.engine, "evaluate", sample)
 
 
 def _pass(

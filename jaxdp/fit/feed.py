@@ -114,7 +114,7 @@ class Feed:
     def _set_up_engine(self) -> None:
         """Has the engine compile what the callbacks of this fit need."""
         engine, limits = self._run.engine, self._limits
-        engine.held.check_state()
+        engine.held.check()
         engine.in_flight.wait = self._run.record.stopwatch.function("device", wait)
         engine.set_options(self._hooks.step_options())
         engine.steps_per_epoch = self._steps_per_epoch()
@@ -146,7 +146,7 @@ class Feed:
         engine = self._run.engine
         engine.one_by_one = True
         if self._run.recipe.steps_per_execution != 1:
-            engine.programs.tell(f"`steps_per_execution`: 1 at a time, because {why}")
+            engine.tell(f"`steps_per_execution`: 1 at a time, because {why}")
 
     def _compile_at_end(self) -> bool:
         """Compiles for an epoch that was left between its last step and its end.
@@ -162,7 +162,7 @@ class Feed:
             engine = run.recipe.decide_loss(run.engine, window[0])
             engine.prepare_training(*engine.dispatches([window]))
         self._begun = iter(())
-        return "train" in run.engine.facts
+        return bool(run.engine.steps["train"].facts.names)
 
     def _begin_next_epoch(self) -> None:
         """An earlier fit stopped at the end of an epoch of unknown length, or this one

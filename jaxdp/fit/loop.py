@@ -152,7 +152,7 @@ class Loop:
         evaluation.compile_ahead(trainer, self.vals)
         run.interrupts.check()
 
-        self._record.step_names = names = run.engine.facts["train"].names
+        self._record.step_names = names = run.engine.steps["train"].facts.names
         self._record.names = names + evaluation.names_of(self.vals, names)
         self._record.names_are_all = not run.recipe.pass_metrics
         self.hooks.on_fit_start(trainer)

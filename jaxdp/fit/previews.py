@@ -68,20 +68,19 @@ def plan(
         batch = source.peek()
     run.renew_hooks(trainer.callbacks)
     options = run.hooks.step_options()
-    known = run.engine.programs.steps.objective if run.has_engine else None
+    known = run.engine.pure.objective if run.has_engine else None
     objective = known or recipe.objective_for(batch)
 
     def engine_on(strategy: DataParallel) -> Engine:
         engine = recipe.new_engine(strategy, run.hooks, abstract=True)
-        engine.programs.set(objective=objective)
+        engine.set(objective=objective)
         engine.set_options(options)
         return engine
 
     with UsersFramesFirst():
         window = [batch] * recipe.accumulate_grad_batches
-        strategy = recipe.as_asked(recipe.strategy)
         planner = _extra("plan").Planner(
-            engine_on, strategy, window, topology, hardware
+            engine_on, recipe.strategy, window, topology, hardware
         )
         if hosts is not None:
             check_count("hosts", hosts)
@@ -126,9 +125,9 @@ def compare(
         start = engine_here.strategy.gather(engine_here.state)
 
         def trace(strategy: DataParallel) -> "jaxdp.comparison.Trace":
-            engine = recipe.new_engine(recipe.as_asked(strategy), run.hooks)
-            engine.programs.steps = engine_here.programs.steps._replace(inside=())
-            engine.state = engine.strategy.place(start)
+            engine = recipe.new_engine(strategy, run.hooks)
+            engine.pure = engine_here.pure._replace(inside=())
+            engine.state = engine.place(start)
             return comparison.trace(engine, strategy, first)
 
         traces = [trace(other) for other in strategies or (SingleDevice(),)]

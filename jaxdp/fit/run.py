@@ -30,6 +30,7 @@ from ..data import (
 )
 from ..distributed import Interrupts, find_processes, forgotten
 from ..engine import Engine, Kind
+from ..engine.xla_options import DETERMINISTIC, spelled_here
 from ..record import Record
 from ..step import (
     AfterUpdate,
@@ -45,7 +46,7 @@ from ..step import (
     trained_by,
 )
 from ..strategies import DataParallel
-from ..strategies.compiler_options import DETERMINISTIC, spelled_here
+from ..strategies.base import OwnState
 from . import checks
 from .description import described
 from .pass_metrics import split_metrics
@@ -94,7 +95,7 @@ class Recipe:
         self, strategy: DataParallel, hooks: Hooks, *, abstract: bool = False
     ) -> Engine:
         """Another engine, with the state of a trainer that has not been trained."""
-        has_view = type(strategy).evaluated_state is not DataParallel.evaluated_state
+        own_view = strategy.evaluated_state if isinstance(strategy, OwnState) else None
         return Engine(
             self.parts,
             self.model_state,
@@ -115,9 +116,10 @@ class Recipe:
             seed=self.seed,
             micro_batches=self.accumulate_grad_batches,
             steps_per_execution=1 if abstract else self.steps_per_execution,
-            view=hooks.evaluated_state()
-            or (strategy.evaluated_state if has_view else None),
+            view=hooks.evaluated_state() or own_view,
             in_order=self.data == "global",
+            compiler_options=self.compiler_options,
+            offload=bool(self.arguments["offload"]),
             abstract=abstract,
         )
 
@@ -125,20 +127,15 @@ class Recipe:
         self, strategy: DataParallel, hooks: Hooks
     ) -> optax.GradientTransformationExtraArgs:
         """The optimizer with what the strategy, and then callbacks, add to it."""
-        optimizer = strategy.wrap_optimizer(self._own_optimizer())
+        optimizer = self._own_optimizer()
+        if isinstance(strategy, OwnState):
+            optimizer = strategy.wrap_optimizer(optimizer)
         return optax.with_extra_args_support(hooks.wrap_optimizer(optimizer))
-
-    def as_asked(self, strategy: DataParallel) -> DataParallel:
-        """`strategy` as the trainer's arguments want it to compile."""
-        if self.arguments["offload"]:
-            strategy = strategy.with_offload()
-        options = self.compiler_options
-        return strategy.with_compiler_options(options) if options else strategy
 
     def decide_loss(self, engine: Engine, batch: Batch) -> Engine:
         """`engine`, whose loss the first batch decides if nobody else has."""
-        if engine.programs.steps.objective is None:
-            engine.programs.infer(self.objective_for(batch))
+        if engine.pure.objective is None:
+            engine.infer(self.objective_for(batch))
         return engine
 
     def objective_for(self, batch: Batch) -> Objective:
@@ -307,7 +304,7 @@ class Run:
             is_traced = isinstance(jax.device_put(0), Tracer)
             eagerly = jax.ensure_compile_time_eval() if is_traced else nullcontext()
             with eagerly:
-                strategy = recipe.as_asked(recipe.strategy)
+                strategy = recipe.strategy
                 self._engine = recipe.new_engine(strategy, self.hooks)
         return self._engine
 
@@ -342,7 +339,7 @@ class Run:
             recipe.seed,
             self.share(kind),
             in_order=kind != "train",
-            devices=lambda: self.engine.held.arrays[0].sharding.device_set,
+            devices=lambda: self.engine.held.leaves[0].sharding.device_set,
         )
         if kind != "predict":
             checks.check_first(loader, argument, needs_pairs=not has_own_loss)
@@ -354,7 +351,7 @@ class Run:
             return ALL
         if self.recipe.data == "local":
             return LocalShare(self.processes)
-        return GlobalShare(self.processes, lambda: self.engine.packers[kind])
+        return GlobalShare(self.processes, lambda: self.engine.steps[kind].packer)
 
     def renew_hooks(
         self, callbacks: Sequence[Callback], *, to_train: bool = False
@@ -387,7 +384,9 @@ class Run:
         compiled so far, in a job of several processes."""
         if self._engine is None:
             return {}, ()
-        return self._engine.sizes, self._engine.strategy.program_digests
+        steps = self._engine.steps.items()
+        sizes = {kind: step.packer.size for kind, step in steps}
+        return sizes, tuple(digest for _, step in steps for digest in step.digests)
 
     def flops_per_example(self, batch: Batch) -> float:
         """Matrix operations per row of a training step: products and convolutions.
@@ -411,9 +410,9 @@ class Run:
         return self.engine.held.model_of(state)[0]
 
     def put_back(self, **parts: Any) -> None:
-        """Puts parts of an earlier state, as `strategy.fetch` gave them, into this."""
+        """Puts parts of an earlier state, as `fetch` gave them, into this."""
         engine = self.engine
-        engine.state = engine.strategy.place(engine.state._replace(**parts))
+        engine.state = engine.place(engine.state._replace(**parts))
 
 
 def with_defaults(

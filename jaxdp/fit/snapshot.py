@@ -4,7 +4,7 @@ import collections
 import contextlib
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks import Callback
 from ..callbacks.states import identities, misfits, named, saved_states
+from ..strategies.base import OwnState
 from .checks import check_json
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
     with run.interrupts.uninterrupted():
         run.renew_hooks(trainer.callbacks, to_train=True)
         held = run.settled_engine("`save`").held
-        state = held.state
+        state = held.tree
         run.record.settle()
         meta = all_but_arrays(trainer)
         with _waiting(run):
@@ -95,7 +96,7 @@ def weights_at(
     """
     held = trainer.run.engine.held
     with trainer.run.interrupts.uninterrupted():
-        state, meta = checkpoint.restore(path, lambda _: held.state, evaluated=True)
+        state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
         return meta["global_step"], jax.tree.leaves(state.weights)
 
 
@@ -103,14 +104,19 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run
     run.access.check("`load`")
+
+    def like(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        strategy, state = run.engine.strategy, run.engine.state
+        is_own = isinstance(strategy, OwnState)
+        return strategy.as_saved(state, shapes) if is_own else state
+
     with run.interrupts.uninterrupted():
-        strategy = run.engine.strategy
         state, meta = checkpoint.restore(
             path,
-            lambda shapes: strategy.as_saved(run.engine.state, shapes),
+            like,
             arguments=run.recipe.description(run.hooks.callbacks),
         )
-        state = strategy.place(state)
+        state = run.engine.place(state)
         # Of all that takes something up, users' callbacks alone may fail.
         with _as_before_if_it_fails(trainer.callbacks):
             run.renew_hooks(trainer.callbacks, to_train=True)

@@ -62,7 +62,7 @@ def shapes_of(run: "Run") -> tuple[Any, Any, Any]:
         if run.has_engine:
             state = run.engine.held.shapes()
         else:
-            strategy = recipe.as_asked(recipe.strategy)
+            strategy = recipe.strategy
             state = recipe.new_engine(strategy, run.hooks, abstract=True).state
     except NotImplementedError:  # a strategy of the user's, which does not
         return *recipe.parts[:2], recipe.model_state
@@ -78,10 +78,10 @@ def set_values(run: "Run", values: Mapping[str, Any]) -> None:
     """`Trainer.set_hyperparams`."""
     engine = run.settled_engine("`set_hyperparams`")
     run.processes.same("values in `set_hyperparams`", values)
-    engine.held.write(hyperparams.to_set(engine.state, values))
+    engine.write(hyperparams.to_set(engine.state, values))
 
 
 def compiled_train_step(run: "Run") -> "jax.stages.Compiled | None":
     """`Trainer.compiled_train_step`."""
-    program = run.engine.programs.of_training() if run.has_engine else None
+    program = run.engine.train_program() if run.has_engine else None
     return None if program is None else program.compiled

@@ -18,6 +18,7 @@ from ..basics.hardware import (
 )
 from ..basics.units import in_bytes
 from ..step import BY_DEFAULT, TABLE, Batch, Picked, Table, map_rows
+from ..strategies import Pipeline
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
 from .plan import Plan
@@ -114,12 +115,12 @@ class Planner:
             warnings.filterwarnings("ignore", "Error reading persistent compilation")
             (dispatch,) = engine.dispatches([window])
             (dispatch,) = engine.prepare_training(dispatch)
-        compiled = engine.compiled_for("train", dispatch)
+        compiled = engine.compiled_for("train", dispatch).compiled
         if not isinstance(compiled, jax.stages.Compiled):
             raise TypeError(
                 "`plan` reads the compiled step, and `compile` of"
                 f" {type(strategy).__name__} returned a {type(compiled).__name__}."
-                " Return what `build` returns."
+                " Return what jax.jit returns."
             )
 
         per_host = self.devices_per_host
@@ -152,7 +153,7 @@ def of_running(engine: Any) -> Plan | None:
     Returns:
         None before there is a step, and for a step that is not XLA's.
     """
-    runs = engine.programs.of_training()
+    runs = engine.train_program()
     if getattr(runs and runs.compiled, "memory_analysis", lambda: None)() is None:
         return None
     mesh = getattr(engine.strategy, "mesh", None)
@@ -177,11 +178,12 @@ def _planned(
         profile: what the devices can do, if it is known.
         planner: whose plan it is.
     """
-    runs, count = engine.programs.of_training(), len(hosts)
+    runs, count = engine.train_program(), len(hosts)
     memory = None if devices.platform == "cpu" else _memory_of(devices, profile)
     reading = Reading(engine, hosts, memory)
 
-    products = reading.products
+    products, strategy = reading.products, engine.strategy
+    bubble = strategy.bubble if isinstance(strategy, Pipeline) else 0.0
     return Plan(
         planner=planner,
         device=devices.name,
@@ -196,14 +198,14 @@ def _planned(
         memory=reading.memory(),
         flops=None if products is None else sum(products.values()),
         products=None if products is None else _named(products, devices),
-        bubble=engine.strategy.bubble,
+        bubble=bubble,
         traffic=reading.traffic,
         leaves=tuple(reading.leaves),
         bounds=reading.bounds(),
         not_overwritten=reading.not_overwritten,
         estimate=profile and estimate(profile, reading),
-        trace_seconds=runs.built and runs.built.trace_seconds,
-        compile_seconds=runs.built.compile_seconds if runs.built else runs.seconds,
+        trace_seconds=runs.trace_seconds,
+        compile_seconds=runs.compile_seconds or runs.seconds,
         notes=_notes(reading, devices, profile),
     )
 

@@ -13,6 +13,7 @@ from ..basics.hardware import Hardware, usable_memory
 from ..basics.tree import leaf_path
 from ..engine import num_in_flight
 from ..step import LONG_IN_FLIGHT, TABLE
+from ..strategies import LocalSGD
 from . import hlo
 from .leaves import leaves_of
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Traffic
@@ -38,13 +39,13 @@ class Reading:
     """
 
     def __init__(self, engine: Any, hosts: Sequence[int], memory: int | None = None):
-        strategy, runs = engine.strategy, engine.programs.of_training()
+        strategy, runs = engine.strategy, engine.train_program()
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.hosts = hosts
         self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
         self.num_shards: int = strategy.num_shards
-        self.branch_every: int = strategy.branch_every
+        self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
         if set(self.row_axes) <= set(self.mesh):
             self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
 
@@ -53,7 +54,7 @@ class Reading:
         self.rows = runs.rows // runs.steps
         self.micro_batches = runs.micro_batches // runs.steps
         self.donated: bool = runs.donated
-        counted = None if runs.built is None else runs.built.products
+        counted = runs.products
         self.products: dict[str, float] | None = None
         if counted is not None:
             self.products = {name: n / runs.steps for name, n in counted.items()}

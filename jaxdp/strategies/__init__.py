@@ -1,25 +1,28 @@
 """Strategies: where arrays live and how the step is compiled."""
 
-from ..step import Collectives
-from .base import DataParallel
+from ..step import AxisCollectives, Collectives, Group
+from .base import DataParallel, Layout, OwnState
 from .bitwise import Bitwise
 from .fsdp import FSDP, ZeRO
 from .local_sgd import LocalSGD
 from .members import Members
 from .pipeline import Pipeline
 from .pmap import Pmap
-from .sharded import Layout, Sharded
+from .sharded import Sharded
 from .single_device import SingleDevice
 from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [
     "FSDP",
+    "AxisCollectives",
     "Bitwise",
     "Collectives",
     "DataParallel",
+    "Group",
     "Layout",
     "LocalSGD",
     "Members",
+    "OwnState",
     "Pipeline",
     "Pmap",
     "Sharded",

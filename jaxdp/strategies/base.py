@@ -1,38 +1,23 @@
 """The contract between the training loop and the devices."""
 
-import abc
-import contextlib
 import copy
 import functools
-import hashlib
-import time
-import weakref
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from ..basics.host_memory import HOST, on_device
-from ..basics.tree import is_key
-from ..distributed import RowBlocks, put
-from ..step import (
-    CallsPython,
-    Group,
-    Products,
-    RowsInteract,
-    TrainState,
-    calls_python,
-    products,
-    values_mix_rows,
-)
-from .cpu_options import options_for
-from .in_use import compiled_once
+from ..basics.tree import leaf_path, map_nodes
+from ..distributed import RowBlocks, row_blocks
+from ..step import DATA, Collectives, Group, TrainState
+from .offload import jitted
+from .placing import fetch, place_copy, put_rows
 
 Devices = int | Sequence[Any] | None
 """Which devices: the first so many, the `jax.Device`s listed, or all."""
@@ -45,106 +30,96 @@ Role = Literal["state", "groups", "rows", "replicated"]
 predictions, split by rows. `"replicated"`: small values that every device holds.
 """
 
+Rows = Literal["apart", "together", "whole"]
+"""How the devices work on the rows of a step's batches.
+
+`"apart"`: rows are split over the devices, and a value of a row depends on that row
+alone, as far as is known: each device may work on its own. `"together"`: they are split
+and interact, as in a scalar loss or BatchNorm, so the step must see all of them.
+`"whole"`: they interact, and the devices do not divide their number, so every device is
+given all rows and must not sum over devices.
+"""
 
 Strategy = TypeVar("Strategy", bound="DataParallel")
 
 
-class Built(NamedTuple):
-    """What `DataParallel.build` has found of a program while it made it."""
+class Layout(NamedTuple):
+    """How a leaf is split over the devices, and why."""
 
-    products: Products | None
-    """Matrix operations of all devices, as traced; None if a part can't be counted."""
-    trace_seconds: float
-    compile_seconds: float
+    spec: PartitionSpec
+    reason: str
 
 
-_BUILT: Final[weakref.WeakKeyDictionary[Any, Built]] = weakref.WeakKeyDictionary()
+class DataParallel:
+    """Where arrays live and how devices share the rows of a step.
 
-
-def found_of(compiled: Any) -> Built | None:
-    """What `build` has found of a program, or None if another function made it."""
-    return _BUILT.get(compiled) if isinstance(compiled, jax.stages.Compiled) else None
-
-
-class DataParallel(abc.ABC):
-    """Where arrays live and how a step is compiled. The base of all strategies.
-
-    A strategy answers four questions: into how many parts rows are split
-    (`num_shards`), where the state lives (`place`), how a step becomes a program
-    (`compile`), and how to get whole arrays back (`gather`). It never sees a loss,
-    an optimizer or a loop. `SingleDevice` is the shortest complete answer.
+    The base of all strategies. It never sees a loss, an optimizer or a loop. All that
+    it does follows from a `mesh` and how leaves are split over it: a subclass gives
+    those and leaves the rest as it is, as `Sharded` does. An engine of one's own
+    overrides `place` and `compile` instead, and needs no mesh. `SingleDevice` is the
+    shortest complete strategy.
     """
 
+    mesh: Mesh
+    """The devices, along named axes of type Auto."""
+
+    row_axes: tuple[str, ...] = (DATA,)
+    """The axes of the mesh that rows are split over."""
+
     num_shards: int = 1
-    """A batch is split into this many equal parts. The trainer pads batches to a
-    multiple of it, or asks `compile` for a step with whole batches everywhere."""
+    """A batch is split into this many equal parts: batches are padded to a multiple of
+    it, or are whole on every device."""
 
-    bubble: float = 0.0
-    """The share of the time in split layers that devices spend waiting for each other,
-    by the strategy's schedule. `Trainer.plan` reports it."""
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a leaf of the model is split; its optimizer state follows.
 
-    branch_every: int = 1
-    """Every how many steps the collectives in a branch of the program run.
-    `Trainer.plan` divides their bytes by it."""
+        Over an axis that rows are split over too, a parameter is split between steps
+        and gathered for each.
 
-    program_digests: tuple[str, ...] = ()
-    """Digests of the programs built so far, in a job of several processes."""
-
-    compiler_options: Mapping[str, Any] = MappingProxyType({})
-    """More options of XLA for `build`; see `Trainer(compiler_options=...)`."""
-
-    def with_compiler_options(self, options: Mapping[str, Any]) -> "DataParallel":
-        """A copy of this strategy that compiles programs with these options of XLA."""
-        return changed(self, compiler_options=options)
-
-    offloads: bool = False
-    """Whether large leaves of the optimizer's state wait in host memory for a step."""
-
-    def with_offload(self) -> "DataParallel":
-        """A copy of this strategy that keeps optimizer state on the host between steps.
-
-        Raises:
-            ValueError: if the strategy cannot do that.
+        Args:
+            path: as a user writes it, `layers[0].weight`.
+            leaf: the array, or its shape and dtype.
         """
-        raise ValueError(
-            "`offload`='optimizer' needs a strategy that says where each leaf of the"
-            f" state is held, as SingleDevice and Sharded do; `strategy` is {self!r}."
-            " Take one of those, or leave `offload` out."
+        return PartitionSpec()
+
+    def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a parameter's gradient and optimizer state are split: as itself is.
+
+        Elsewhere than the parameter, over an axis that rows are split over: each device
+        updates a shard of a parameter that all of them then hold whole.
+        """
+        return self.param_spec(path, leaf)
+
+    def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        """How a leaf of a batch, shaped `(rows, ...)`, is split."""
+        return PartitionSpec(self.row_axes)
+
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
+        """What a step reaches other devices with, and works on its rows by.
+
+        Its `over_rows(function, inputs, groups, results)` runs the part of a step that
+        looks at rows. In the base that is the function itself: the step sees all rows,
+        and XLA inserts what has to be sent.
+
+        Args:
+            groups: the batches, or their shapes.
+            rows: how they are worked on.
+        """
+        return Collectives()
+
+    def on(self: Strategy, devices: Sequence[Any]) -> Strategy:
+        """This strategy on other devices: more, fewer, or some that are not here."""
+        raise NotImplementedError(
+            f"`{type(self).__name__}` can't be planned for other devices: it has no"
+            " `on(devices)` that returns the same strategy for them."
         )
 
-    def check(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027
+    def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises for arguments of `Trainer`, by name, that it can't train with.
 
         Called with all of them, in `Trainer(...)`, after each was checked by itself.
         """
 
-    def wrap_optimizer(
-        self, optimizer: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """The optimizer, or one whose state also has what this strategy needs."""
-        return optimizer
-
-    def evaluated_state(self, state: TrainState) -> TrainState:
-        """The state whose weights are evaluated and returned as `trainer.model`."""
-        return state
-
-    def as_held(self, state: TrainState) -> TrainState:
-        """`state` in the shapes that it has once `place` has placed it."""
-        return state
-
-    def as_saved(
-        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TrainState:
-        """`state` in the shapes of a checkpoint, if `place` can start from those.
-
-        Args:
-            state: a placed state.
-            shapes: shapes of the checkpoint's leaves by name, such as
-                `opt_state: 0.mu.weight`.
-        """
-        return state
-
-    @abc.abstractmethod
     def place(self, state: TrainState) -> TrainState:
         """Copies `state` to the devices, in this strategy's layout.
 
@@ -152,8 +127,27 @@ class DataParallel(abc.ABC):
         arrays passed in belong to the user. They may come from host memory or from any
         other layout. Leaves that are None stay None.
         """
+        return place_copy(state, state_shardings(self, state))
 
-    @abc.abstractmethod
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        """Prepares batches for compiled steps. On one process it returns them as is.
+
+        Host arrays go straight into the compiled step, which places them faster than
+        `jax.device_put`. With several processes, `groups` have the rows of this
+        process's own blocks, and become arrays of the rows of all.
+        """
+        if jax.process_count() == 1 or not self.mesh.is_multi_process:
+            return groups
+        shardings = functools.partial(self._group_shardings, split=split)
+        return put_rows(groups, rows_of_processes(self), shardings, split=split)
+
+    def gather(self, tree: PyTree) -> PyTree:
+        """Returns new whole arrays, on the default device, from arrays in this layout.
+
+        If anything is split between processes, all of them must call it.
+        """
+        return jax.tree.map(jnp.asarray, fetch(tree))
+
     def compile(
         self,
         step: Callable[..., Any],
@@ -162,9 +156,9 @@ class DataParallel(abc.ABC):
         results: Role | tuple[Role, ...],
         *,
         donate: tuple[int, ...] = (),
-        split: bool = True,
-    ) -> jax.stages.Compiled:
-        """Compiles `step(collectives, *arguments)` for arguments like these.
+        rows: Rows = "apart",
+    ) -> Any:
+        """Makes a jitted function of `step(collectives, *arguments)`.
 
         Args:
             step: a pure function. Its first argument is the `Collectives` that fit how
@@ -175,128 +169,216 @@ class DataParallel(abc.ABC):
             results: what each result is, or the only result. A result `"state"` has
                 the layout of the argument `"state"`.
             donate: positions of arguments whose memory the step may overwrite.
-            split: whether rows are split over the devices. False if rows interact and
-                the devices do not divide their number: then every device works on the
-                whole batch, and must not sum over devices. If it is True, rows may
-                still interact: with `AxisCollectives` the step then raises
-                `RowsInteract`, and must be compiled with `Collectives()`.
+            rows: how rows are worked on. If they turn out to interact while a step for
+                rows `"apart"` is traced, this is called again for rows `"together"`.
 
         Returns:
-            A callable that takes the arguments of `step` without the first. Return what
-            `build` returns, so that plans and the checks of donation can read what the
-            step does.
+            What `jax.jit` returns, which the trainer then traces, looks through and
+            compiles once. An attribute `compiler_options` of it is instead of the
+            options of XLA that are fast. Any other callable that takes the arguments of
+            `step` without the first is called as it is, and tells plans nothing.
         """
-
-    def build(
-        self,
-        program: Any,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any] | None = None,
-    ) -> jax.stages.Compiled:
-        """The last step of `compile`: compiles a jitted program for its arguments.
-
-        Call it from `compile`: it finds rows that interact (see `trace`), and keeps
-        what was traced for plans. `options` are XLA's; by default those that are fast
-        on the hardware.
-
-        Raises:
-            CallsPython: if the program calls Python that may raise. An error that
-                leaves it would strand the other devices (with several faked ones, jax
-                0.10.2 aborts the process), so the engine takes one device.
-        """
-        started = time.perf_counter()
-        traced = self.trace(program, arguments)
-        is_to_run = any(isinstance(x, jax.Array) for x in jax.tree.leaves(arguments))
-        if is_to_run and jax.process_count() == 1 and calls_python(traced.jaxpr):
-            raise CallsPython("a step calls Python that may raise")
-        options = options_for(traced.jaxpr, arguments, options, self.compiler_options)
-        lowered = self.lower(traced)
-
-        begun = time.perf_counter()
-        compiled = compiled_once(traced, lowered, options, _devices_of(arguments))
-        ended = time.perf_counter()
-        if compiled in _BUILT:  # by another trainer
-            return compiled
-
-        counted = None
-        with contextlib.suppress(KeyError):  # JAX has renamed something
-            counted = products(traced.jaxpr)
-        _BUILT[compiled] = Built(counted, begun - started, ended - begun)
-        return compiled
-
-    def trace(self, program: Any, arguments: tuple[Any, ...]) -> Any:
-        """A jitted program traced for its arguments.
-
-        Raises:
-            RowsInteract: if values that must depend on one row depend on others.
-        """
-        traced = program.trace(*arguments)
-        if values_mix_rows(traced.jaxpr):
-            raise RowsInteract
-        return traced
-
-    def lower(self, traced: Any) -> Any:
-        """Lowers a program. With several processes, each notes a digest of its text for
-        `Lockstep` to compare."""
-        lowered = traced.lower()
-        self.rewrite(lowered)
-        if jax.process_count() > 1:
-            text = lowered.as_text().encode()
-            digest = hashlib.blake2b(text, digest_size=6).hexdigest()
-            self.program_digests = (*self.program_digests, digest)
-        return lowered
-
-    def rewrite(self, lowered: Any) -> None:  # noqa: B027
-        """Changes a program in place before it is compiled. The base does nothing."""
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """The sharding that `place` gives each leaf of `state`, from shapes alone.
-
-        Only `Trainer.plan` needs this and `on`; without them a strategy can't be
-        planned.
-        """
-        raise NotImplementedError(
-            f"`{type(self).__name__}` can't be planned: it has no"
-            " `state_shardings(state)` that says, from shapes alone, where each leaf is"
-            " held."
+        state = arguments[roles.index("state")]
+        layouts = {
+            "state": jax.tree.map(lambda leaf: leaf.sharding, state),
+            "rows": self._replicated if rows == "whole" else self._by_rows,
+            "replicated": self._replicated,
+        }
+        in_shardings, out_shardings = laid_out(
+            arguments,
+            roles,
+            results,
+            layouts.__getitem__,
+            lambda group: self._group_shardings(group, split=rows != "whole"),
+        )
+        groups = arguments[roles.index("groups")]
+        return jitted(
+            functools.partial(step, self.collectives(groups, rows)),
+            arguments,
+            roles,
+            results,
+            in_shardings,
+            out_shardings,
+            donate,
         )
 
-    def on(self, devices: Sequence[Any]) -> "DataParallel":
-        """This strategy on other devices: more, fewer, or some that are not here."""
-        raise NotImplementedError(
-            f"`{type(self).__name__}` can't be planned for other devices: it has no"
-            " `on(devices)` that returns the same strategy for them."
+    @property
+    def _by_rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def _group_shardings(self, group: Group, split: bool) -> Group:
+        def leaf_sharding(leaf: Any) -> NamedSharding:
+            if not split:
+                return self._replicated
+            spec = PartitionSpec(None, *self.batch_spec(one_batch(leaf)))
+            return NamedSharding(self.mesh, spec)
+
+        batch = jax.tree.map(leaf_sharding, group.batch)
+        return Group(batch, self._replicated, self._replicated)
+
+    def _state_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        """How a leaf of the optimizer state is split that belongs to no parameter."""
+        return PartitionSpec()
+
+    def _reason(self, path: str, leaf: Array) -> str:
+        """Why a leaf of the model is held as it is."""
+        return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
+
+    def _layouts(self, state: TrainState) -> TrainState:
+        """A `Layout` for every leaf of the state.
+
+        A leaf of the optimizer state belongs to the parameter whose path its own path
+        ends with, if it has that parameter's shape too, or a stack of such; Adam's
+        `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
+        """
+        params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
+
+        def own(path: tuple[Any, ...], leaf: Any) -> Layout:
+            name = leaf_path(path)
+            return Layout(self._held(name, leaf), self._reason(name, leaf))
+
+        def updated(path: tuple[Any, ...], leaf: Any) -> None:
+            name = leaf_path(path)
+            layout = Layout(self._updated(name, leaf), f"as its parameter {name}")
+            params[tuple(map(str, path))] = leaf.shape, layout
+
+        def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
+            # The longest path of a parameter that this one ends with.
+            keys = tuple(map(str, path))
+            for start in range(len(keys) + 1):
+                shape, layout = params.get(keys[start:], (None, None))
+                if shape is None or layout is None:
+                    continue
+                stacked = leaf.ndim - len(shape)
+                if stacked >= 0 and leaf.shape[stacked:] == shape:
+                    spec = PartitionSpec(*[None] * stacked, *layout.spec)
+                    return layout._replace(spec=spec)
+            name = leaf_path(path)
+            spec = self._state_spec(name, leaf)
+            self._check_spec("`state_spec`", spec, name, leaf)
+            split = ", split by its own shape" if any(spec) else ", whole"
+            return Layout(spec, f"like no parameter{split}")
+
+        # Parameters first: the others follow them.
+        with_path = jax.tree_util.tree_map_with_path
+        with_path(updated, state.params)
+        whole = Layout(PartitionSpec(), "replicated")
+        return jax.tree.map(lambda _: whole, state)._replace(
+            params=with_path(own, state.params),
+            buffers=with_path(own, state.buffers),
+            opt_state=with_path(inherited, state.opt_state),
         )
 
-    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
-        """Prepares batches for compiled steps. On one process it returns them as is.
+    def _held(self, path: str, leaf: Any) -> PartitionSpec:
+        return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
 
-        Host arrays go straight into the compiled step, which places them faster than
-        `jax.device_put`. With several processes, `groups` have the rows of this
-        process's own blocks, and become arrays of the rows of all.
+    def _updated(self, path: str, leaf: Any) -> PartitionSpec:
+        spec = self.update_spec(path, leaf)
+        return self._check_spec("`update_spec`", spec, path, leaf)
+
+    def _check_spec(
+        self, origin: str, spec: PartitionSpec, path: str, leaf: Any
+    ) -> PartitionSpec:
+        """`spec`, which came from `origin`, if it fits the leaf."""
+        what = f"{origin} gave {spec} for {path} of shape {leaf.shape}"
+        if len(spec) > leaf.ndim:
+            raise ValueError(f"{what}: more entries than the array has axes.")
+        for axis, entry in enumerate(spec):
+            for name in names_of(entry):
+                if name not in self.mesh.shape:
+                    raise ValueError(
+                        f"{what}: the mesh has no axis {name!r}, only"
+                        f" {self.mesh.axis_names}."
+                    )
+            parts = math.prod(self.mesh.shape[name] for name in names_of(entry))
+            if leaf.shape[axis] % parts:
+                raise ValueError(
+                    f"{what}: axis {axis} of size {leaf.shape[axis]} is not divisible"
+                    f" by {parts}. Give PartitionSpec() for leaves that do not divide."
+                )
+        return spec
+
+
+class OwnState(DataParallel):
+    """A strategy whose state is held otherwise than that of one model is.
+
+    For those that change what is trained and not only where, as `LocalSGD` does, whose
+    optimizer has a replica for each device in its state.
+    """
+
+    def wrap_optimizer(
+        self, optimizer: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """The optimizer with what this strategy needs in its state."""
+        return optimizer
+
+    def evaluated_state(self, state: TrainState) -> TrainState:
+        """The state whose weights are evaluated and returned as `trainer.model`."""
+        return state
+
+    def as_held(self, state: TrainState) -> TrainState:
+        """`state` in the shapes in which `place` is given it.
+
+        Args:
+            state: a first one, of the wrapped optimizer, or one that was saved; or
+                while it is traced.
         """
-        return groups
+        return state
 
-    def row_blocks(self) -> RowBlocks:
-        """Which rows of a batch this process loads, if there are several processes."""
-        if jax.process_count() == 1:
-            return RowBlocks()
+    def as_saved(
+        self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TrainState:
+        """`state` in the shapes of a checkpoint, if `as_held` can start from those.
+
+        Args:
+            state: a placed state.
+            shapes: shapes of the checkpoint's leaves by name, such as
+                `opt_state: 0.mu.weight`.
+        """
+        return state
+
+
+def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
+    """The sharding of each leaf of `state`, from its shape and the strategy's specs."""
+    if not hasattr(strategy, "mesh"):
+        raise NotImplementedError(
+            f"`{type(strategy).__name__}` can't be planned: it has no `mesh`, over"
+            " which `param_spec` and `update_spec` say how each leaf is held."
+        )
+
+    def held(layout: Layout) -> NamedSharding:
+        return NamedSharding(strategy.mesh, layout.spec)
+
+    return map_nodes(Layout, held, strategy._layouts(state))
+
+
+def rows_of_processes(strategy: DataParallel) -> RowBlocks:
+    """Which rows of a batch this process loads, if there are several processes."""
+    if jax.process_count() == 1:
+        return RowBlocks()
+    if not hasattr(strategy, "mesh"):
         raise ValueError(
-            f"`strategy`: {self!r} can't train with {jax.process_count()} processes: it"
-            " has no `row_blocks()` that says which rows each of them loads. Use"
+            f"`strategy`: {strategy!r} can't train with {jax.process_count()}"
+            " processes: it has no `mesh` that says which rows each of them loads. Use"
             " Sharded() or another strategy that spans them."
         )
+    return _row_blocks(strategy.mesh, strategy.row_axes, strategy.num_shards)
 
-    def gather(self, tree: PyTree) -> PyTree:
-        """Returns new whole arrays, on the default device, from arrays in this layout.
 
-        If anything is split between processes, all of them must call it.
-        """
-        return jax.tree.map(jnp.asarray, self.fetch(tree))
-
-    def fetch(self, tree: PyTree) -> PyTree:
-        """Like `gather`, but returns NumPy arrays, and typed PRNG keys unchanged."""
-        return jax.tree.map(_fetch_leaf, tree)
+def check_offload(strategy: DataParallel) -> None:
+    """Raises unless the strategy's state may be held in host memory, too."""
+    is_told = type(strategy).place is DataParallel.place and hasattr(strategy, "mesh")
+    if not is_told:
+        raise ValueError(
+            "`offload`='optimizer' needs a strategy that says where each leaf of the"
+            " state is held, by a mesh and `param_spec`, and does not `place` it"
+            " otherwise, as SingleDevice and Sharded do; `strategy` is"
+            f" {strategy!r}. Take one of those, or leave `offload` out."
+        )
 
 
 def changed(strategy: Strategy, **attributes: Any) -> Strategy:
@@ -304,15 +386,6 @@ def changed(strategy: Strategy, **attributes: Any) -> Strategy:
     other = copy.copy(strategy)
     vars(other).update(attributes)
     return other
-
-
-def _devices_of(arguments: tuple[Any, ...]) -> list[Any]:
-    """What a program runs on that takes these, in its order."""
-    leaves = jax.tree.leaves(arguments)
-    sharding = next(leaf.sharding for leaf in leaves if hasattr(leaf, "sharding"))
-    if isinstance(sharding, NamedSharding):
-        return np.asarray(sharding.mesh.devices).ravel().tolist()
-    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def find_devices(devices: Devices) -> list[Any]:
@@ -360,55 +433,6 @@ def draws_by_row() -> bool:
     return jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
 
 
-def with_auto_axes(tree: PyTree) -> PyTree:
-    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
-
-    def auto(leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return leaf
-        mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
-        return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
-
-    return jax.tree.map(auto, tree)
-
-
-def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
-    """New buffers for every leaf of `tree`, laid out by `shardings`.
-
-    Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
-    would then delete, even with `may_alias=False`.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    layouts = treedef.flatten_up_to(shardings)
-    here = [
-        i
-        for i, layout_of_leaf in enumerate(layouts)
-        if layout_of_leaf.memory_kind != HOST
-    ]
-    copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
-
-    placed = dict(zip(here, copied, strict=True))
-    for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
-        if i not in placed:  # one by one: devices may not have room for all of them
-            moved = put(on_device(leaf), layout.with_memory_kind("device"))
-            placed[i] = _identity(layout)(moved)
-    return treedef.unflatten(placed[i] for i in range(len(leaves)))
-
-
-def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
-    if all(leaf_layout.is_fully_addressable for leaf_layout in layouts):
-        moved = jax.device_put(leaves, layouts)
-    else:
-        moved = jax.tree.map(put, leaves, layouts)
-    # JAX keeps the program of a function that stays, for the next trainer.
-    return jax.jit(_copied, out_shardings=layouts)(moved)
-
-
-def _copied(leaves: list[Any]) -> list[Any]:
-    return [jnp.copy(leaf) for leaf in leaves]
-
-
 def laid_out(
     arguments: Sequence[Any],
     roles: Sequence[Role],
@@ -426,67 +450,26 @@ def laid_out(
     return layouts, layout(results)
 
 
-def put_rows(
-    groups: Sequence[Group],
-    blocks: RowBlocks,
-    shardings: Callable[[Group], Group],
-    *,
-    split: bool,
-    axis: int = 1,
-) -> list[Group]:
-    """Batches of which each process has the rows of its blocks, as global arrays.
-
-    Without `split` every process has all rows, which are along `axis`. `shardings` are
-    those of a group, from the shapes of the whole one.
-    """
-    blocks = blocks if split else RowBlocks()
-
-    def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
-        size = shape.shape[axis] // blocks.count
-
-        def part(index: Any) -> Any:
-            start, stop, _ = index[axis].indices(shape.shape[axis])
-            if blocks.count > 1:
-                here = blocks.own.index(start // size) * size
-                start, stop = here + start % size, here + start % size + stop - start
-            return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
-
-        return jax.make_array_from_callback(shape.shape, sharding, part)
-
-    # Each batch, all its leaves.
-    placed = []
-    for group in groups:
-        shapes = blocks.whole(group, axis) if split else group
-        layouts = shardings(shapes).batch
-        batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
-        placed.append(group._replace(batch=batch))
-    return placed
-
-
-def replicated(tree: PyTree) -> PyTree:
-    """Arrays that are split between processes, whole on all their devices.
-
-    All processes must call it. Others are as they are.
-    """
-
-    def whole(leaf: Any) -> Any:
-        is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-        if is_here or leaf.is_fully_replicated:
-            return leaf
-        sharding: Any = leaf.sharding
-        return _identity(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
-
-    return jax.tree.map(whole, tree)
+def names_of(names: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a `PartitionSpec`."""
+    if names is None:
+        return ()
+    return names if isinstance(names, tuple) else (names,)
 
 
 @functools.lru_cache
-def _identity(sharding: Any) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=sharding)
+def _row_blocks(mesh: Mesh, row_axes: tuple[str, ...], num_shards: int) -> RowBlocks:
+    sizes = [mesh.shape[name] for name in row_axes]
+    places = [mesh.axis_names.index(name) for name in row_axes]
+    parts = math.prod(sizes)
+    shards = [
+        (turn * parts + int(np.ravel_multi_index([index[i] for i in places], sizes)), d)
+        for turn in range(num_shards // parts)  # one, unless devices have several
+        for index, d in np.ndenumerate(mesh.devices)
+    ]
+    return row_blocks(shards, num_shards)
 
 
-def _fetch_leaf(leaf: Any) -> Any:
-    if is_key(leaf):
-        data = _fetch_leaf(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    # np.array waits for the device, and copies: later steps overwrite the buffer.
-    return np.array(replicated(leaf))
+def one_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A leaf of one micro-batch, of those stacked in a group."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

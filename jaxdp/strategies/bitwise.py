@@ -9,7 +9,7 @@ device computes whole.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from ..basics.console import say
-from ..distributed import RowBlocks, row_blocks
-from ..step import Collectives, Group, ResultKind, RowsInteract, TrainState, repeated
-from .base import DataParallel, Role, laid_out, put_rows
-from .compiler_options import DETERMINISTIC
+from ..distributed import row_blocks
+from ..step import Collectives, Group, ResultKind, RowsInteract, repeated
+from .base import DataParallel, Role, Rows, laid_out
 from .offload import jitted
+from .placing import put_rows
 from .pmap import Pmap
 from .sharded import Sharded, shardings_of
 from .single_device import SingleDevice
@@ -58,15 +58,12 @@ class Bitwise(DataParallel):
     row_axes = (_AXIS,)
 
     def __init__(self, strategy: DataParallel):
-        if isinstance(strategy, SingleDevice):
-            devices = np.array([strategy.device])  # on the host
-        elif type(strategy) in (Sharded, Pmap):
-            devices = np.asarray(strategy.mesh.devices).ravel()  # pyright: ignore
-        else:
+        if type(strategy) not in (SingleDevice, Sharded, Pmap):
             raise ValueError(
                 "`Bitwise` needs the state whole on every device, as SingleDevice,"
                 f" Sharded and Pmap hold it; got {strategy!r}. Take one of those."
             )
+        devices = np.asarray(strategy.mesh.devices).ravel()
         if SHARDS % devices.size:
             raise ValueError(
                 f"`Bitwise` cuts each batch into {SHARDS} virtual shards and gives"
@@ -92,27 +89,8 @@ class Bitwise(DataParallel):
                 " where every process is given the same loader."
             )
 
-    def with_offload(self) -> "Bitwise":
-        return Bitwise(self.strategy.with_offload())
-
-    def place(self, state: TrainState) -> TrainState:
-        return self.strategy.place(state)
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        return self.strategy.state_shardings(state)
-
     def on(self, devices: Sequence[Any]) -> "Bitwise":
         return Bitwise(self.strategy.on(devices))
-
-    def gather(self, tree: PyTree) -> PyTree:
-        return self.strategy.gather(tree)
-
-    def fetch(self, tree: PyTree) -> PyTree:
-        return self.strategy.fetch(tree)
-
-    def row_blocks(self) -> RowBlocks:
-        turns = SHARDS // self.mesh.size
-        return row_blocks(enumerate([*self.mesh.devices] * turns), SHARDS)
 
     def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
         if not self.mesh.is_multi_process:
@@ -138,12 +116,12 @@ class Bitwise(DataParallel):
         results: Role | tuple[Role, ...],
         *,
         donate: tuple[int, ...] = (),
-        split: bool = True,
-    ) -> jax.stages.Compiled:
-        whole, rows = PartitionSpec(), PartitionSpec(None, _AXIS)
+        rows: Rows = "apart",
+    ) -> Any:
+        whole, by_rows = PartitionSpec(), PartitionSpec(None, _AXIS)
         group_spec = Group(whole, whole, whole)
         collectives = Collectives()
-        if split:
+        if split := rows != "whole":
             group_spec = Group(PartitionSpec(None, None, _AXIS), whole, whole)
             collectives = VirtualShards(self.mesh.size)
             *others, groups = arguments
@@ -153,7 +131,7 @@ class Bitwise(DataParallel):
             arguments,
             roles,
             results,
-            lambda role: rows if split and role == "rows" else whole,
+            lambda role: by_rows if split and role == "rows" else whole,
             lambda _: group_spec,
         )
         mapped = jax.shard_map(
@@ -182,10 +160,7 @@ class Bitwise(DataParallel):
             everywhere if isinstance(results, str) else (everywhere,) * len(results),
             donate,
         )
-        return self.build(made, arguments, _options_on(self.mesh.devices.flat[0]))
-
-    def rewrite(self, lowered: Any) -> None:
-        _merge_equal_operations(lowered)
+        return _Merged(made, arguments, _options_on(self.mesh.devices.flat[0]))
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:
         """Rows as (turns, devices, rows of a shard): no bytes are moved for it.
@@ -416,19 +391,42 @@ def _of_rows(
 
 def _options_on(device: Any) -> dict[str, Any]:
     """What XLA is told so that equal work has equal bits on a device."""
-    return _OPTIONS | (DETERMINISTIC if device.platform == "gpu" else {})
+    return _OPTIONS | (
+        {"xla_gpu_deterministic_ops": True} if device.platform == "gpu" else {}
+    )
 
 
-def _merge_equal_operations(lowered: jax.stages.Lowered) -> None:
-    """What Shardy, which places the parts of programs for several devices, begins with.
+class _Merged(NamedTuple):
+    """A jitted step whose equal operations are one before XLA is given it.
 
-    No option keeps it from that, and it decides what XLA makes of the rest: a number
-    that two arrays are divided by is inverted first if it is one number, not two equal
-    ones. So the program for one device gets it too.
+    What Shardy, which places the parts of programs for several devices, begins with. No
+    option keeps it from that, and it decides what XLA makes of the rest: a number that
+    two arrays are divided by is inverted first if it is one number, not two equal ones.
+    So the program for one device gets it too.
     """
-    module: Any = lowered.compiler_ir()
-    with module.context:
-        PassManager.parse("builtin.module(cse)").run(module.operation)
+
+    step: Any
+    arguments: tuple[Any, ...]
+    """As the step is given them, in the place of those that the trainer has."""
+    compiler_options: dict[str, Any]
+
+    def trace(self, *_: Any) -> "_MergedTrace":
+        return _MergedTrace(self.step.trace(*self.arguments))
+
+
+class _MergedTrace(NamedTuple):
+    traced: jax.stages.Traced
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.traced.jaxpr
+
+    def lower(self) -> jax.stages.Lowered:
+        lowered = self.traced.lower()
+        module: Any = lowered.compiler_ir()
+        with module.context:
+            PassManager.parse("builtin.module(cse)").run(module.operation)
+        return lowered
 
 
 def _stack(leaf: Array) -> Array:

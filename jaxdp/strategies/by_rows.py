@@ -22,7 +22,7 @@ from ..step import (
     RowsInteract,
     Weights,
 )
-from .base import draws_by_row
+from .base import draws_by_row, names_of
 from .gathering import Gatherers, check_alike, check_divided
 
 NO_GATHERERS: Final = Gatherers()
@@ -57,6 +57,7 @@ class ByRows(Collectives):
         held: how parameters are split between steps.
         updated: how their gradients and optimizer states are.
         apart: whether rows may be worked on apart at all.
+        interact: whether that is because they are known to interact.
         find_gatherers: of a model's arrays, which modules gather their own parameters.
             All others are gathered before.
         tell: called with how these are gathered, `IN_CALLS` or another; and whether
@@ -71,6 +72,7 @@ class ByRows(Collectives):
         updated: Spec,
         *,
         apart: bool,
+        interact: bool = False,
         find_gatherers: Callable[[PyTree], Gatherers] = lambda _: NO_GATHERERS,
         tell: Callable[[str, bool], None] = lambda *_: None,
     ):
@@ -78,7 +80,7 @@ class ByRows(Collectives):
         self.row_axes = row_axes
         self.held = held
         self.updated = updated
-        self.apart = apart
+        self.apart, self.interact = apart, interact
         self.find_gatherers = find_gatherers
         self.tell = tell
         # Of the step at hand.
@@ -95,6 +97,8 @@ class ByRows(Collectives):
         this_step = self._knowing(inputs)
         together = functools.partial(function, this_step)
         if not self.apart or not draws_by_row():
+            if self.interact:
+                self.tell(TOGETHER, "gradients" in results)
             return together(inputs, groups)
         try:
             return this_step._mapped(function, inputs, groups, results)
@@ -393,10 +397,3 @@ def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
     """`spec`, where it splits over `axes`."""
     kept = (tuple(n for n in names_of(names) if n in axes) for names in spec)
     return PartitionSpec(*(names or None for names in kept))
-
-
-def names_of(names: Any) -> tuple[str, ...]:
-    """The mesh axes in an entry of a `PartitionSpec`."""
-    if names is None:
-        return ()
-    return names if isinstance(names, tuple) else (names,)

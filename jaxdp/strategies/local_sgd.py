@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -29,9 +30,9 @@ from ..step import (
     init_each,
     update_each,
 )
-from .base import Devices, Role
+from .base import Devices, Layout, OwnState, Rows
 from .by_rows import ByRows
-from .sharded import Layout, Sharded
+from .sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)
 _STACK: Final = object()
@@ -54,7 +55,7 @@ class LocalState(NamedTuple):
     """int32 `()`. Steps since the first."""
 
 
-class LocalSGD(Sharded):
+class LocalSGD(Sharded, OwnState):
     """A replica of the model per device; an outer step joins them every few steps.
 
     Each replica takes `every` steps of the trainer's optimizer on its own rows. Then
@@ -110,13 +111,8 @@ class LocalSGD(Sharded):
                 f" optax.sgd(1.0); got {outer!r} of type {type(outer).__name__}."
             )
         super().__init__(devices)
-        self.branch_every = int(every)
+        self.every = int(every)
         self.outer = outer
-
-    @property
-    def every(self) -> int:
-        """How many steps replicas take by themselves."""
-        return self.branch_every
 
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
@@ -176,18 +172,17 @@ class LocalSGD(Sharded):
         return state._replace(params=means(state.params, local.replicas))
 
     def as_held(self, state: TrainState) -> TrainState:
-        return _map_stacks(lambda leaf: _spread(leaf, self.num_shards), state)
-
-    def place(self, state: TrainState) -> TrainState:
         split = NamedSharding(self.mesh, _SPLIT)
         spread = jax.jit(_spread, static_argnums=1, out_shardings=split)
 
-        def placed(leaf: Any) -> Any:  # made where it is to be: it may be large
+        def held(leaf: Any) -> Any:  # made where it is to be: it may be large
             if len(leaf) == self.num_shards:
                 return leaf
-            return spread(put(leaf, self._whole), self.num_shards)
+            if not isinstance(leaf, Tracer):
+                leaf = put(leaf, self._replicated)
+            return spread(leaf, self.num_shards)
 
-        return super().place(_map_stacks(placed, state))
+        return _map_stacks(held, state)
 
     def as_saved(
         self, state: TrainState, shapes: Mapping[str, tuple[int, ...]]
@@ -196,7 +191,7 @@ class LocalSGD(Sharded):
             shape = shapes.get(f"opt_state: {leaf_path(path)}", leaf.shape)
             if shape[1:] != leaf.shape[1:] or shape[:1] == leaf.shape[:1]:
                 return leaf
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._whole)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._replicated)
 
         with_path = jax.tree_util.tree_map_with_path
         return state._replace(opt_state=with_path(saved, state.opt_state))
@@ -218,11 +213,9 @@ class LocalSGD(Sharded):
         marked = _map_stacks(lambda _: _STACK, state).opt_state
         return usual._replace(opt_state=jax.tree.map(layout, marked, usual.opt_state))
 
-    def _collectives(
-        self, arguments: tuple[Any, ...], roles: tuple[Role, ...], split: bool
-    ) -> Collectives:
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         given = self.mesh, self.row_axes, self._held, self._updated
-        return _ByReplica(self.every, *given, apart=split)
+        return _ByReplica(self.every, *given, apart=rows != "whole")
 
     def __repr__(self) -> str:
         return f"LocalSGD(every={self.every}, replicas={self.num_shards})"

@@ -7,10 +7,9 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ..distributed import RowBlocks
 from ..step import TrainState
-from .base import Devices, changed, find_devices, mesh_on
-from .sharded import Layout, Sharded
+from .base import Devices, Layout, changed, find_devices, mesh_on
+from .sharded import Sharded
 
 MEMBERS: Final = "members"
 """Name of the axis that members are split over."""
@@ -56,9 +55,6 @@ class Members(Sharded):
 
     def reason(self, path: str, leaf: Array) -> str:
         return "by members"
-
-    def row_blocks(self) -> RowBlocks:
-        return RowBlocks()
 
     def on(self, devices: Sequence[Any]) -> "Members":
         return changed(self, mesh=mesh_on(devices, {MEMBERS: len(devices)}))

@@ -1,7 +1,7 @@
 """Layers split over the devices in stages, which work on parts of a batch in turn."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,8 +12,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
-from ..step import DATA, Collectives, TrainState
-from .base import Devices, find_devices
+from ..step import DATA, Collectives, Group, TrainState
+from .base import Devices, Rows, find_devices
 from .sharded import Sharded
 from .stack import Stack, in_turn, stacks_in
 
@@ -93,7 +93,7 @@ class Pipeline(Sharded):
         self._stacks = tuple(f"{path}.stacked".lstrip(".") for path in blocks)
         return super()._layouts(state)
 
-    def _collectives(self, *_: Any) -> Collectives:
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return _Stages(self.mesh, self.microbatches)
 
     def __repr__(self) -> str:

@@ -1,15 +1,14 @@
 """Data parallelism by the per-device view: each device runs the step on its share."""
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from ..step import DATA, AxisCollectives, Collectives, Group, RowsInteract
-from .base import Devices, Role, draws_by_row, laid_out
+from ..step import DATA, AxisCollectives, Collectives, Group
+from .base import Devices, Role, Rows, draws_by_row, laid_out
 from .offload import jitted
 from .sharded import Sharded, shardings_of
 
@@ -43,23 +42,19 @@ class Pmap(Sharded):
         results: Role | tuple[Role, ...],
         *,
         donate: tuple[int, ...] = (),
-        split: bool = True,
-    ) -> jax.stages.Compiled:
-        def on_whole_batches() -> jax.stages.Compiled:
-            return super(Pmap, self).compile(
-                step, arguments, roles, results, donate=donate, split=split
+        rows: Rows = "apart",
+    ) -> Any:
+        if rows != "apart" or not draws_by_row():
+            return super().compile(
+                step, arguments, roles, results, donate=donate, rows=rows
             )
-
-        if not split or not draws_by_row():
-            return on_whole_batches()
-
-        whole, rows = PartitionSpec(), PartitionSpec(DATA)
+        everywhere, by_rows = PartitionSpec(), PartitionSpec(DATA)
         in_specs, out_specs = laid_out(
             arguments,
             roles,
             results,
-            lambda role: rows if role == "rows" else whole,
-            lambda _: Group(PartitionSpec(None, DATA), whole, whole),
+            lambda role: by_rows if role == "rows" else everywhere,
+            lambda _: Group(PartitionSpec(None, DATA), everywhere, everywhere),
         )
 
         # check_vma=False is pmap's rule: gradients are of this device's rows only.
@@ -70,8 +65,7 @@ class Pmap(Sharded):
             out_specs=out_specs,
             check_vma=False,
         )
-
-        program = jitted(
+        return jitted(
             per_device,
             arguments,
             roles,
@@ -80,11 +74,8 @@ class Pmap(Sharded):
             shardings_of(self.mesh, out_specs),
             donate,
         )
-        with contextlib.suppress(RowsInteract):
-            return self.build(program, arguments)
-        return on_whole_batches()
 
-    def _collectives(self, *_: Any) -> Collectives:
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return Collectives()  # where rows interact, XLA takes the whole step apart
 
     def __repr__(self) -> str:

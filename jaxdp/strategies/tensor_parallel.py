@@ -13,8 +13,7 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState
-from .base import Devices, find_devices
-from .by_rows import names_of
+from .base import Devices, find_devices, names_of
 from .fsdp import split_axis
 from .sharded import Sharded
 from .stack import Stack

@@ -311,7 +311,7 @@ def test_files_are_saved_and_refused_together(parts):
         assert "CheckpointCorrupt" in found["damaged"]
         assert found["two folders at once"] == [8, 8]
         assert found["due"] == [".lock", *"12345678"]
-        assert "row_blocks" in found["SingleDevice"]
+        assert "none of the devices" in found["SingleDevice"]
         assert "Leave `devices` out" in found["one process's devices"]
         assert "data='global'" in found["local, bitwise"]
         assert "data='global'" in found["local, across"]

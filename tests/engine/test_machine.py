@@ -110,7 +110,7 @@ x = random.normal(size=(16, 1, 28, 28)).astype(np.float32)
 y = random.normal(size=(16, 20)).astype(np.float32)
 trainer = jaxdp.Trainer(model, optax.sgd(0.1), enable_progress_bar=False)
 history = trainer.fit([(x, y)] * 5, [(x, y)])
-program = trainer.run.engine.programs.of_training().compiled.as_text()
+program = trainer.compiled_train_step().as_text()
 entry = program.split("ENTRY")[1]
 print(json.dumps({
     "convolutions": len(re.findall(r"= \\S+ convolution\\(", entry)),

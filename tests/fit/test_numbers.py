@@ -108,7 +108,7 @@ def test_batches_are_not_padded_to_one_that_was_refused():
             with pytest.raises(ValueError, match="labels must be 0 to"):
                 trainer.validate(data)
         trainer.fit(batches(8, 8), batches(8), max_epochs=2)
-        return recorder.losses, trainer.history["val_loss"], trainer.run.engine.sizes
+        return recorder.losses, trainer.history["val_loss"], trainer.run.engine.padding
 
     ((x, y),) = batches(64)
     assert losses([(x, y + 100)]) == losses()
@@ -127,7 +127,7 @@ def test_batches_are_not_padded_to_one_that_does_not_compile():
     trainer.fit([(few, few)])
     with pytest.raises(ValueError, match="too many rows"):
         trainer.fit([(many, many)], max_epochs=2)
-    assert trainer.run.engine.sizes["train"] == 8
+    assert trainer.run.engine.steps["train"].packer.size == 8
     trainer.fit([(few, few)], max_epochs=2)
 
 

@@ -50,9 +50,9 @@ def test_larger_batches_after_a_save_leave_no_trace_in_what_is_resumed(tmp_path)
     used.fit(DATA, DATA, max_epochs=1)
     used.save(tmp_path / "saved")
     used.fit(batches(64, 64), batches(64), max_epochs=2)
-    assert used.run.engine.sizes["train"] == used.run.engine.sizes["evaluate"] == 64
+    assert {*used.run.engine.padding.values()} == {64}
     used.fit(DATA, DATA, max_epochs=3, ckpt_path=str(tmp_path / "saved"))
-    assert used.run.engine.sizes == expected.run.engine.sizes
+    assert used.run.engine.padding == expected.run.engine.padding
     assert_same(used, expected)
 
 

@@ -8,8 +8,9 @@ import pytest
 from planned import installed
 
 from jaxdp import SingleDevice, Trainer
+from jaxdp.engine import passes
+from jaxdp.engine.xla_options import DETERMINISTIC
 from jaxdp.plan.hardware import topology
-from jaxdp.strategies.compiler_options import DETERMINISTIC
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,16 +29,15 @@ def new_engine(trainer, strategy):
 
 def compiled_for_h100(trainer, data, folder):
     """The machine code, as PTX, of the three kinds of steps."""
-    options = {"xla_dump_to": str(folder), **trainer.run.recipe.compiler_options}
-    strategy = SingleDevice().with_compiler_options(options)
-    there = strategy.on(topology("h100x1").devices)
+    trainer.run.recipe.compiler_options |= {"xla_dump_to": str(folder)}
+    there = SingleDevice().on(topology("h100x1").devices)
     engine = new_engine(trainer, there)
-    if engine.programs.steps.objective is None:
-        engine.programs.infer(trainer.run.recipe.objective_for(data))
+    if engine.pure.objective is None:
+        engine.infer(trainer.run.recipe.objective_for(data))
     (dispatch,) = engine.dispatches([[data]])
     engine.compiled_for("train", dispatch)
-    engine.prepare("evaluate", data)
-    engine.prepare("predict", data[0])
+    passes.prepare(engine, "evaluate", data)
+    passes.prepare(engine, "predict", data[0])
     code = {}
     for kind in ("train", "evaluate", "predict"):
         files = [*folder.glob(f"*.jit_{kind}.*.ptx")]
@@ -71,16 +71,16 @@ def test_compilations_say_once_what_products_are(precision, caplog):
     trainer = Trainer(model, strategy=SingleDevice(), loss="cross_entropy", **options)
     there = SingleDevice().on(topology("h100x1").devices)
     engine = new_engine(trainer, there)
-    engine.programs._quiet = False  # as that of a fit
-    engine.prepare("evaluate", data)
-    engine.prepare("predict", data[0])
+    engine._compilations._quiet = False  # as that of a fit
+    passes.prepare(engine, "evaluate", data)
+    passes.prepare(engine, "predict", data[0])
     assert caplog.text.count(SAID) == (precision == "32-true")
 
     caplog.clear()
     with jax.default_matmul_precision("default"):
         quiet_one = new_engine(trainer, there)
-        quiet_one.programs._quiet = False
-        quiet_one.prepare("predict", data[0])
+        quiet_one._compilations._quiet = False
+        passes.prepare(quiet_one, "predict", data[0])
     assert SAID not in caplog.text
 
 

@@ -166,19 +166,18 @@ class Own(DataParallel):
     def place(self, state):
         return SingleDevice().place(state)
 
-    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
         return SingleDevice().compile(
-            step, arguments, roles, results, donate=donate, split=split
+            step, arguments, roles, results, donate=donate, rows=rows
         )
 
 
 def test_a_strategy_of_ones_own_says_what_it_lacks():
-    with pytest.raises(NotImplementedError, match="no `state_shardings"):
+    with pytest.raises(NotImplementedError, match="no `mesh`"):
         trainer(Own()).plan([batch()])
 
     class Placed(Own):
-        def state_shardings(self, state):
-            return SingleDevice().state_shardings(state)
+        mesh = SingleDevice().mesh
 
     plan = trainer(Placed()).plan([batch()])
     assert plan.memory.parameters == PARAMS
@@ -187,9 +186,9 @@ def test_a_strategy_of_ones_own_says_what_it_lacks():
         trainer(Placed()).plan([batch()], devices=4)
 
     class Compiled(Placed):
-        """Without `build`, which says what was traced."""
+        """Whose step the trainer does not see traced."""
 
-        def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
             program = functools.partial(step, Collectives())
             jitted = jax.jit(program, donate_argnums=donate)
             return jitted.trace(*arguments).lower().compile()

@@ -140,18 +140,17 @@ def test_a_leaf_that_is_donated_and_copied_is_named():
     class Widening(Sharded):
         """Hands back its state in another layout than it takes it in."""
 
-        def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+        def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
             def whole(collectives, leaves, *rest):
                 new, metrics = step(collectives, leaves, *rest)
                 return [*new[:2], jnp.tile(new[2], 2), *new[3:]], metrics
 
             everywhere = jax.sharding.NamedSharding(self.mesh, P())
-            program = jax.jit(
+            return jax.jit(
                 lambda *arguments: whole(Collectives(), *arguments),
                 out_shardings=everywhere,
                 donate_argnums=donate,
             )
-            return self.build(program, arguments)
 
     # The third leaf is the weights in the middle.
     model = eqx.nn.MLP(16, 8, 64, 2, key=jax.random.key(0))

@@ -8,7 +8,7 @@ import optax
 import pytest
 from toys import Mlp, NormNet, batches, make_small, quiet
 
-from jaxdp import FSDP, Members, Part, Sharded, SingleDevice
+from jaxdp import FSDP, DataParallel, Members, Part, Sharded, SingleDevice
 
 KEY = jax.random.key(0)
 
@@ -115,9 +115,8 @@ def test_a_model_of_shapes_and_a_strategy_that_does_not_tell_its_layout():
     shapes = eqx.filter_eval_shape(Mlp, KEY)
     assert quiet(shapes).summary().bytes == 538
 
-    class Own(Sharded):
-        def state_shardings(self, state):
-            raise NotImplementedError
+    class Own(DataParallel):
+        """One that has no mesh."""
 
     assert quiet(Mlp(KEY), strategy=Own()).summary().bytes == 538
 

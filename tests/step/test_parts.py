@@ -174,7 +174,7 @@ def test_parts_have_the_numbers_of_a_loop_by_hand(options):
     for leaf, same in zip(arrays(trainer.model), arrays(gan), strict=True):
         np.testing.assert_allclose(leaf, same, rtol=20 * rtol, atol=1e-6)
     assert float(trainer.model.scale) == 1
-    assert len(trainer.run.engine.programs._of_training) == 1
+    assert len(trainer.run.engine.steps["train"].programs) == 1
 
 
 def test_a_part_may_follow_on_what_another_has_learned_of_all_rows():
@@ -182,8 +182,8 @@ def test_a_part_may_follow_on_what_another_has_learned_of_all_rows():
     ragged, seen = [*DATA[:3], (DATA[3][0][:5],)], Values()
     trainer = fit(parts(every=1), seen, data=ragged, strategy=Sharded(8))
 
-    assert not trainer.run.engine.facts["train"].rows_interact
-    assert len(trainer.run.engine.programs._of_training) == 1
+    assert not trainer.run.engine.steps["train"].facts.rows_interact
+    assert len(trainer.run.engine.steps["train"].programs) == 1
     expected = [step["loss"] for step in by_hand(ragged, 2, 1)[1]]
     np.testing.assert_allclose(seen.of("loss"), expected, rtol=1e-5)
 
@@ -198,7 +198,7 @@ def test_rows_that_interact_are_found_in_a_part_that_not_every_step_trains():
         Part("critic", by_all, CRITIC, every=2),
     ]
     trainer = fit(of_parts, data=[(x[:5],) for (x,) in DATA], strategy=Sharded(8))
-    assert trainer.run.engine.facts["train"].rows_interact
+    assert trainer.run.engine.steps["train"].facts.rows_interact
 
 
 def test_validation_runs_every_part_on_every_row():

@@ -11,8 +11,8 @@ from toys import Deep, batches, quiet
 
 from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks.run_facts import run_facts
+from jaxdp.engine import passes
 from jaxdp.step import BY_DEFAULT, find_precision, float32_products, note_on_products
-from jaxdp.strategies.base import found_of
 
 DATA = batches(16, 16)
 H100 = types.SimpleNamespace(
@@ -34,9 +34,11 @@ def products_of(trainer):
     engine, (x, y) = trainer.run.engine, DATA[0]
     (train,) = engine.dispatches([[(x, y)]])
     programs = [engine.compiled_for("train", train)]
-    programs += [engine.prepare("evaluate", (x, y))[1], engine.prepare("predict", x)[1]]
-    found = [found_of(program) for program in programs]
-    return [{name for name, n in built.products.items() if n} for built in found]
+    programs += [
+        passes.prepare(engine, "evaluate", (x, y))[1],
+        passes.prepare(engine, "predict", x)[1],
+    ]
+    return [{name for name, n in one.products.items() if n} for one in programs]
 
 
 @pytest.mark.slow_cases("Pmap", "FSDP", "SingleDevice")

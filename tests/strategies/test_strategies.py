@@ -22,7 +22,7 @@ from jaxdp import (
     Trainer,
     ZeRO,
 )
-from jaxdp.strategies.base import place_copy
+from jaxdp.strategies.placing import place_copy
 from jaxdp.testing import check_strategy
 
 
@@ -45,16 +45,15 @@ class Threads(DataParallel):
     def place(self, state):
         return place_copy(state, jax.tree.map(lambda _: self.whole, state))
 
-    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
         from jaxdp.step.collectives import Collectives
 
-        program = jax.jit(
+        return jax.jit(
             functools.partial(step, Collectives()),
             in_shardings=self.whole,
             out_shardings=self.whole,
             donate_argnums=donate,
         )
-        return self.build(program, arguments)
 
 
 RULES = [
@@ -93,8 +92,8 @@ class Wrapped(Sharded):
     """Its steps are plain functions, which tell nothing of layouts."""
 
     def compile(self, *arguments, **options):
-        compiled = super().compile(*arguments, **options)
-        return lambda *rest: compiled(*rest)
+        program = super().compile(*arguments, **options)
+        return lambda *rest: program(*rest)
 
 
 def fit_on(strategy, wrap=lambda data: data):
@@ -113,20 +112,20 @@ def test_a_step_may_be_any_callable_but_for_plans(monkeypatch):
     x = np.zeros((16, 4), np.float32)
     trainer = Trainer(eqx.nn.Linear(4, 4, key=jax.random.key(0)), strategy=Wrapped())
     with pytest.raises(
-        TypeError, match="`plan`.*of Wrapped returned a function.*build"
+        TypeError, match="`plan`.*of Wrapped returned a function.*jax.jit"
     ):
         trainer.plan([(x, x)])
 
 
 class Stale(SingleDevice):
     def place(self, state):
-        return jax.device_put(state, self.device)
+        return jax.device_put(state, self.mesh.devices.flat[0])
 
 
 class Unmasked(Pmap):
     """Forgets to sum over the devices."""
 
-    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
         from jaxdp.step.collectives import AxisCollectives
 
         class Forgetful(AxisCollectives):
@@ -135,14 +134,15 @@ class Unmasked(Pmap):
 
         return super().compile(
             lambda collectives, *rest: step(Forgetful("data", 8), *rest),
-            arguments, roles, results, donate=donate, split=split,
+            arguments, roles, results, donate=donate, rows=rows,
         )  # fmt: skip
 
 
 class Unread(SingleDevice):
     """Its programs are compiled before anybody looks for rows that interact."""
 
-    def build(self, program, arguments, options=None):
+    def compile(self, step, arguments, *others, **options):
+        program = super().compile(step, arguments, *others, **options)
         return program.trace(*arguments).lower().compile()
 
 
@@ -164,7 +164,7 @@ def test_check_strategy_finds_broken_promises(strategy, promise):
 class OwnRowsOnly(Pmap):
     """An engine that never compiles a step for whole batches."""
 
-    def compile(self, step, arguments, roles, results, *, donate=(), split=True):
+    def compile(self, step, arguments, roles, results, *, donate=(), rows="apart"):
         from jaxdp.step.collectives import AxisCollectives, RowsInteract
 
         def of_own_rows(collectives, *rest):
@@ -173,7 +173,7 @@ class OwnRowsOnly(Pmap):
             return step(collectives, *rest)
 
         return super().compile(
-            of_own_rows, arguments, roles, results, donate=donate, split=split
+            of_own_rows, arguments, roles, results, donate=donate, rows=rows
         )
 
 

@@ -93,7 +93,7 @@ REFUSED = {
         (lambda: fit(Placeless()), TypeError,
          "Placeless.place returned a NoneType; it must return the TrainSta"),
         (lambda: fit(Stepless()), TypeError,
-         "Stepless.compile returned a NoneType; it must return the compiled"),
+         "Stepless.compile returned a NoneType; it must return the jitted"),
         (lambda: make_small(offload="parameters"), ValueError,
          "`offload` must be one of None, 'optimizer'"),
         (lambda: make_small(offload="optimizer", strategy=Own()), ValueError,

@@ -1,4 +1,4 @@
-"""The state between steps: a flat list of its leaves, and what users see of it.
+"""The state between steps: a flat list of its leaves, and how users see it.
 
 It crosses into the compiled step like this, because to flatten a model's tree in Python
 costs more than a small step.
@@ -6,8 +6,7 @@ costs more than a small step.
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,46 +19,65 @@ from ..basics.tree import leaf_path
 from ..distributed import put
 from ..step import Steps, TrainState, as_own, as_stored, first_state
 from ..strategies import DataParallel
-from ..strategies.base import with_auto_axes
+from ..strategies.base import OwnState, state_shardings
+from ..strategies.offload import optimizer_on_host
+from ..strategies.placing import fetch, place_copy, with_auto_axes
 
 
-class HeldState:
-    """A placed `TrainState`, which every step overwrites.
+class Model(NamedTuple):
+    """What of a model its state does not tell, and how it is seen."""
+
+    static: PyTree
+    """The leaves that are not arrays."""
+    own: PyTree
+    """Shapes of its trained leaves and other arrays, before they were placed."""
+    view: Callable[[TrainState], TrainState] | None
+    """From the state to the one whose weights are evaluated and handed out."""
+    gather: Callable[[PyTree], PyTree]
+    """The strategy's."""
+
+
+class State:
+    """A placed `TrainState` as a flat list of leaves; replaced, never changed.
 
     What is made of it for others (the whole tree, the model, what is evaluated) is made
-    when it is asked for, once per step.
+    when it is asked for.
 
-    Args:
-        model: as (trained leaves, other arrays, the rest), before it was placed.
-        view: from the state to the one whose weights are evaluated and handed out.
+    Attributes:
+        leaves: which cross into the compiled step, and are overwritten by it.
+        treedef: how they make a `TrainState`.
     """
 
-    arrays: list[Array]
-    """The leaves of the state, which cross into the compiled step."""
-    treedef: Any
-    """How they make a `TrainState`."""
+    __slots__ = ("_made", "_of", "leaves")
 
-    def __init__(
-        self,
-        model: tuple[PyTree, PyTree, PyTree],
-        view: Callable[[TrainState], TrainState] | None,
-    ):
-        self._static = model[2]
-        self._own = jax.eval_shape(lambda *trees: trees, *model[:2])
-        self._view = view
-        self._strategy: DataParallel
+    def __init__(self, leaves: list[Array], of: "_Kind"):
+        self.leaves, self._of = leaves, of
         self._made: dict[str, Any] = {}
-        """What was made of `arrays`; of the state handed out, its leaves besides."""
 
-    def put(self, state: TrainState, strategy: DataParallel) -> None:
-        """Takes up a state that `strategy` has placed."""
-        totals, self._strategy = state.totals, strategy
-        self.arrays, self.treedef = jax.tree.flatten(state)
-        self._totals = next(i for i, x in enumerate(self.arrays) if x is totals)
-        places = self.treedef.unflatten(range(len(self.arrays)))
-        self._weights = jax.tree.leaves(places.weights)
-        self._zeros = _zeros(totals.shape, totals.dtype, totals.sharding)
-        self._made = {"state": state}
+    @classmethod
+    def of(cls, tree: TrainState, model: Model) -> "State":
+        """A state that a strategy has placed."""
+        leaves, treedef = jax.tree.flatten(tree)
+        totals = tree.totals
+        places = treedef.unflatten(range(len(leaves)))
+        kind = _Kind(
+            treedef,
+            next(i for i, leaf in enumerate(leaves) if leaf is totals),
+            jax.tree.leaves(places.weights),
+            _zeros(totals.shape, totals.dtype, totals.sharding),
+            model,
+        )
+        state = cls(leaves, kind)
+        state._made["tree"] = tree
+        return state
+
+    @property
+    def treedef(self) -> Any:
+        return self._of.treedef
+
+    def after(self, leaves: list[Array]) -> "State":
+        """What a step has made of this one."""
+        return State(leaves, self._of)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -69,17 +87,17 @@ class HeldState:
         return self._made[name]
 
     @property
-    def state(self) -> TrainState:
+    def tree(self) -> TrainState:
         """The placed state. The next step overwrites its arrays: copy what you keep."""
-        self.check_state()
-        return self._once("state", lambda: self.treedef.unflatten(self.arrays))
+        self.check()
+        return self._once("tree", lambda: self.treedef.unflatten(self.leaves))
 
     def hand_out(self) -> TrainState:
-        """`state` for a user, who may keep it until the next step but not change it."""
+        """`tree` for a user, who may keep it until the next step but not change it."""
         self.check_handed_out()
 
         def given() -> tuple[TrainState, list[Any]]:
-            leaves, treedef = jax.tree.flatten(self.state)
+            leaves, treedef = jax.tree.flatten(self.tree)
             return treedef.unflatten(leaves), leaves
 
         return self._once("handed out", given)[0]
@@ -102,9 +120,9 @@ class HeldState:
             " whole state."
         )
 
-    def check_state(self) -> None:
+    def check(self) -> None:
         """Raises where a step that failed has taken the state along."""
-        arrays = [held for held in self.arrays if isinstance(held, jax.Array)]
+        arrays = [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
         if any(array.is_deleted() for array in arrays):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
@@ -113,56 +131,54 @@ class HeldState:
                 " leaves the state as it was."
             )
 
-    def replace(self, arrays: list[Array]) -> None:
-        """Takes up what a step has made of `arrays`."""
-        self.arrays, self._made = arrays, {}
+    def with_leaves(self, changes: Mapping[int, np.ndarray]) -> "State":
+        """The same with other leaves of the same kind, by their places."""
+        leaves = list(self.leaves)
+        with self._changing():
+            for place, leaf in changes.items():
+                leaves[place] = put(leaf, leaves[place].sharding)
+        return self.after(leaves)
 
-    def write(self, leaves: Mapping[int, np.ndarray]) -> None:
-        """Sets leaves of the state, by their place in it, to others of their kind."""
-        with self._written():
-            for place, leaf in leaves.items():
-                self.arrays[place] = put(leaf, self.arrays[place].sharding)
+    def with_zero_totals(self) -> "State":
+        """The same with the epoch's sums at zero, made where it takes least time."""
+        leaves = list(self.leaves)
+        with self._changing():
+            leaves[self._of.totals] = self._of.zeros()
+        return self.after(leaves)
 
-    def zero_totals(self) -> None:
-        """Sets the epoch's sums to zero: on the devices, where it takes least time."""
-        with self._written():
-            self.arrays[self._totals] = self._zeros()
+    def _changing(self) -> Any:
+        self.check_handed_out()
+        return no_ambient_mesh()
 
     def fetch_totals(self) -> np.ndarray:
         """The epoch's sums. Waits for the device."""
-        return np.asarray(self.arrays[self._totals])  # waits for the device
+        return np.asarray(self.leaves[self._of.totals])  # waits for the device
 
-    def _written(self) -> AbstractContextManager[Any]:
-        """Around what changes `arrays`."""
-        self.check_handed_out()
-        self.arrays, self._made = list(self.arrays), {}
-        return no_ambient_mesh()
-
-    def named_arrays(self) -> dict[str, Array]:
+    def named_leaves(self) -> dict[str, Array]:
         """The leaves of the state by their paths."""
         paths = jax.tree_util.tree_leaves_with_path(
-            self.treedef.unflatten(range(len(self.arrays)))
+            self.treedef.unflatten(range(len(self.leaves)))
         )
         names = [leaf_path(path) for path, _ in paths]
-        return dict(zip(names, self.arrays, strict=True))
+        return dict(zip(names, self.leaves, strict=True))
 
     @property
     def evaluated(self) -> TrainState:
-        """The state whose weights are evaluated; looked for once per step."""
-        view = self._view
+        """The state whose weights are evaluated."""
+        view = self._of.model.view
         if view is None:
-            return self.state
-        return self._once("evaluated", lambda: view(self.state))
+            return self.tree
+        return self._once("evaluated", lambda: view(self.tree))
 
     def weights(self) -> list[Array]:
-        """The leaves that are evaluated of `state`, without making a tree of them."""
-        if self._view is not None:
+        """The leaves that are evaluated, without making a tree of them."""
+        if self._of.model.view is not None:
             return jax.tree.leaves(self.evaluated.weights)
-        self.check_state()
-        return [self.arrays[place] for place in self._weights]
+        self.check()
+        return [self.leaves[place] for place in self._of.weights]
 
     def gather(self) -> tuple[PyTree, PyTree]:
-        """The model and its state, whole and live; gathered once per step."""
+        """The model and its state, whole and live."""
         return self._once("model", self._gathered)
 
     def _gathered(self) -> tuple[PyTree, PyTree]:
@@ -181,24 +197,37 @@ class HeldState:
         state = self.evaluated
         parts = state.params, state.buffers, state.model_state
         if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(parts)):
-            self._made["fetched"] = self._strategy.fetch(parts)
+            self._made["fetched"] = fetch(parts)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model and its state as `state` has them, whole and live."""
         parts = state.params, state.buffers, state.model_state
-        return self._as_model(self._strategy.gather(parts))
+        return self._as_model(self._of.model.gather(parts))
 
     def _as_model(self, parts: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         params, buffers, model_state = parts
-        params, buffers = as_own((params, buffers), self._own)
-        return eqx.combine(params, buffers, self._static), model_state
+        model = self._of.model
+        params, buffers = as_own((params, buffers), model.own)
+        return eqx.combine(params, buffers, model.static), model_state
 
     def shapes(self) -> TrainState:
         """The state without its values: nothing is looked at on the devices."""
         return self.treedef.unflatten(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for leaf in self.arrays
+            for leaf in self.leaves
         )
+
+
+class _Kind(NamedTuple):
+    """What all states of a run have in common."""
+
+    treedef: Any
+    totals: int
+    """The place of the epoch's sums among the leaves."""
+    weights: list[int]
+    """The places of what is evaluated."""
+    zeros: Callable[[], Array]
+    model: Model
 
 
 @functools.lru_cache
@@ -215,19 +244,23 @@ def _written_to(state: PyTree, leaves: list[Any]) -> str | None:
     return None if len(now) == len(leaves) else "a leaf that was added or removed"
 
 
-def placed_first(
-    model: tuple[PyTree, PyTree, PyTree],
-    model_state: PyTree,
-    steps: Steps,
-    strategy: DataParallel,
-    seed: int,
+def first_of(
+    parts: tuple[PyTree, PyTree, PyTree], model_state: PyTree, steps: Steps, seed: int
 ) -> TrainState:
-    """The state before the first step, placed by `strategy`."""
-    params, buffers, _ = as_stored(with_auto_axes(model), steps.precision)
-    model_state = with_auto_axes(model_state)
-    with no_ambient_mesh():
-        state = first_state(params, buffers, model_state, steps, seed)
-        placed = strategy.place(state)
+    """The state before the first step, to be placed."""
+    params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
+    return first_state(params, buffers, with_auto_axes(model_state), steps, seed)
+
+
+def placed_state(
+    strategy: DataParallel, state: TrainState, offloads: bool
+) -> TrainState:
+    """A state on the devices, its optimizer's part on the host if it `offloads`."""
+    if isinstance(strategy, OwnState):
+        state = strategy.as_held(state)
+    if offloads:
+        return place_copy(state, _layout(strategy, state, offloads))
+    placed = strategy.place(state)
     if not isinstance(placed, TrainState):
         raise TypeError(
             f"`strategy`: {type(strategy).__name__}.place returned a"
@@ -237,24 +270,31 @@ def placed_first(
     return placed
 
 
+def _layout(strategy: DataParallel, state: TrainState, offloads: bool) -> TrainState:
+    """The sharding of each leaf of a state."""
+    shardings = state_shardings(strategy, state)
+    return optimizer_on_host(shardings, state) if offloads else shardings
+
+
 def shapes_of_first(
-    model: tuple[PyTree, PyTree, PyTree],
+    parts: tuple[PyTree, PyTree, PyTree],
     model_state: PyTree,
     steps: Steps,
     strategy: DataParallel,
+    offloads: bool,
 ) -> TrainState:
     """The first state as shapes and shardings; nothing is computed or moved."""
 
     def first(params: PyTree, buffers: PyTree, model_state: PyTree) -> TrainState:
         params, buffers = as_stored((params, buffers), steps.precision)
         state = first_state(params, buffers, model_state, steps, seed=0)
-        return strategy.as_held(state)
+        return strategy.as_held(state) if isinstance(strategy, OwnState) else state
 
-    state = jax.eval_shape(first, model[0], model[1], model_state)
+    state = jax.eval_shape(first, parts[0], parts[1], model_state)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
         state,
-        strategy.state_shardings(state),
+        _layout(strategy, state, offloads),
     )

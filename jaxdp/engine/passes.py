@@ -1,0 +1,104 @@
+"""Passes over data that train nothing: validation and prediction."""
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ..basics.tracebacks import noted
+from ..data import Dispatch
+from ..step import Batch
+from .engine import Engine
+from .fetching import Fetching
+from .step import Kind, Program
+
+
+class Ready(NamedTuple):
+    """A batch of a pass, packed, and the step that takes it."""
+
+    batch: Batch
+    dispatch: Dispatch
+    program: Program
+
+
+def ready(engine: Engine, kind: Kind, batches: Iterable[Batch]) -> Iterator[Ready]:
+    """The batches of a pass, each packed and with its step; on accelerators once
+    the next one is on its way there."""
+    waiting: collections.deque[Ready] = collections.deque()
+    for number, batch in enumerate(batches):
+        with noted(f"in batch {number}"):
+            dispatch, program = prepare(engine, kind, batch)
+        if engine.placing.puts_ahead:
+            dispatch = engine.placing.put(kind, dispatch)
+        waiting.append(Ready(batch, dispatch, program))
+        if len(waiting) > engine.placing.puts_ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def prepare(engine: Engine, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
+    """`batch` packed, and the step for its shape, compiled if it is a new one."""
+    step = engine.steps[kind]
+    dispatch = step.packer.pack([[batch]])
+    program = engine.compiled_for(kind, dispatch)
+    if step.facts.rows_interact > step.packer.rows_interact:
+        step.packer.rows_interact = True
+        dispatch = step.packer.pack([[batch]])
+        program = engine.compiled_for(kind, dispatch)
+    return dispatch, program
+
+
+def evaluate(
+    engine: Engine,
+    weights: list[Array],
+    of: Ready,
+    totals: Any,
+    batch_idx: int,
+    outputs: Fetching,
+) -> Any:
+    """`totals` with those of a batch added; start from `Steps.new_totals()`.
+
+    Predictions and targets, if they are kept, are added to `outputs`.
+    """
+    batch, dispatch, program = of
+    with noted(f"in batch {batch_idx}"):
+        placed = engine.placing.placed("evaluate", dispatch, program)
+        given = weights, totals, np.int32(batch_idx), placed.groups
+        totals, means, *kept = engine.run("evaluate", dispatch, program, *given)
+    engine.in_flight.add(means, placed.nbytes, placed.checks)
+    for values in kept:
+        outputs.add(values, batch)
+    return totals
+
+
+def predict(
+    engine: Engine,
+    inputs: Iterable[PyTree],
+    weights: list[Array] | None = None,
+    *,
+    gather: bool = True,
+) -> PyTree:
+    """Predictions of `inputs` as NumPy arrays, without padding; None if no batches.
+
+    With several processes of all their rows, or without `gather` of this one's.
+    """
+    predictions = fetching(engine, "predict", gather=gather)
+    weights = engine.weights() if weights is None else weights
+    batches = ready(engine, "predict", inputs)
+    for number, (x, dispatch, program) in enumerate(batches):
+        with noted(f"in batch {number}"):
+            placed = engine.placing.placed("predict", dispatch, program)
+            given = weights, placed.groups
+            predicted = engine.run("predict", dispatch, program, *given)
+        if placed.nbytes:
+            engine.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
+        predictions.add(predicted, x)
+    return predictions.rows()
+
+
+def fetching(engine: Engine, kind: Kind, *, gather: bool = True) -> Fetching:
+    """Takes what steps of a kind give for each row to the host."""
+    return Fetching(engine.steps[kind].packer, gather=gather)

@@ -1,0 +1,139 @@
+"""Arrays laid out over devices, and brought back: what all strategies share."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ..basics.host_memory import HOST, on_device
+from ..basics.tree import is_key
+from ..distributed import RowBlocks, put
+from ..step import Group
+
+
+def with_auto_axes(tree: PyTree) -> PyTree:
+    """Arrays on meshes with Explicit axes, as on the same meshes with Auto axes."""
+
+    def auto(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
+        return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+
+    return jax.tree.map(auto, tree)
+
+
+def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
+    """New buffers for every leaf of `tree`, laid out by `shardings`.
+
+    Not `jax.device_put` alone: it may hand back the caller's own buffer, which donation
+    would then delete, even with `may_alias=False`.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    layouts = treedef.flatten_up_to(shardings)
+    here = [
+        i
+        for i, layout_of_leaf in enumerate(layouts)
+        if layout_of_leaf.memory_kind != HOST
+    ]
+    copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
+
+    placed = dict(zip(here, copied, strict=True))
+    for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
+        if i not in placed:  # one by one: devices may not have room for all of them
+            moved = put(on_device(leaf), layout.with_memory_kind("device"))
+            placed[i] = _identity(layout)(moved)
+    return treedef.unflatten(placed[i] for i in range(len(leaves)))
+
+
+def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
+    if all(leaf_layout.is_fully_addressable for leaf_layout in layouts):
+        moved = jax.device_put(leaves, layouts)
+    else:
+        moved = jax.tree.map(put, leaves, layouts)
+    # JAX keeps the program of a function that stays, for the next trainer.
+    return jax.jit(_copied, out_shardings=layouts)(moved)
+
+
+def _copied(leaves: list[Any]) -> list[Any]:
+    return [jnp.copy(leaf) for leaf in leaves]
+
+
+def put_rows(
+    groups: Sequence[Group],
+    blocks: RowBlocks,
+    shardings: Callable[[Group], Group],
+    *,
+    split: bool,
+    axis: int = 1,
+) -> list[Group]:
+    """Batches of which each process has the rows of its blocks, as global arrays.
+
+    Without `split` every process has all rows, which are along `axis`. `shardings` are
+    those of a group, from the shapes of the whole one.
+    """
+    blocks = blocks if split else RowBlocks()
+
+    def put_leaf(own: Any, shape: Any, sharding: Any) -> Any:
+        size = shape.shape[axis] // blocks.count
+
+        def part(index: Any) -> Any:
+            start, stop, _ = index[axis].indices(shape.shape[axis])
+            if blocks.count > 1:
+                here = blocks.own.index(start // size) * size
+                start, stop = here + start % size, here + start % size + stop - start
+            return own[(*index[:axis], slice(start, stop), *index[axis + 1 :])]
+
+        return jax.make_array_from_callback(shape.shape, sharding, part)
+
+    # Each batch, all its leaves.
+    placed = []
+    for group in groups:
+        shapes = blocks.whole(group, axis) if split else group
+        layouts = shardings(shapes).batch
+        batch = jax.tree.map(put_leaf, group.batch, shapes.batch, layouts)
+        placed.append(group._replace(batch=batch))
+    return placed
+
+
+def replicated(tree: PyTree) -> PyTree:
+    """Arrays that are split between processes, whole on all their devices.
+
+    All processes must call it. Others are as they are.
+    """
+
+    def whole(leaf: Any) -> Any:
+        is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        if is_here or leaf.is_fully_replicated:
+            return leaf
+        sharding: Any = leaf.sharding
+        return _identity(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
+
+    return jax.tree.map(whole, tree)
+
+
+@functools.lru_cache
+def _identity(sharding: Any) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """Whole NumPy arrays of placed ones, and typed PRNG keys as they are.
+
+    If anything is split between processes, all of them must call it.
+    """
+
+    def fetched(leaf: Any) -> Any:
+        if is_key(leaf):
+            data = fetched(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        # np.array waits for the device, and copies: later steps overwrite the buffer.
+        return np.array(replicated(leaf))
+
+    return jax.tree.map(fetched, tree)
