@@ -27,7 +27,7 @@ from .returned import (
     without_ignored,
 )
 from .row_keys import MaskAndKeys
-from .whole import KeyData, is_whole, plain
+from .whole import KeyData, as_given, is_whole, plain
 
 
 class Values(NamedTuple):
@@ -258,7 +258,7 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         given = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"
-            f" {describe(batch)}. {instead}; or, instead of `loss`, pass"
+            f" {describe(as_given(batch))}. {instead}; or, instead of `loss`, pass"
             f" `loss_fn(model, {given})`, which is given the whole batch."
         )
 

@@ -10,7 +10,7 @@ from test_logged import Logs
 from toys import NormNet, batches, mlp_trainer
 from toys import make_small as make
 
-from jaxdp import Callback, Ensemble, Members, PassMetric, Pipeline, Sharded
+from jaxdp import Callback, Ensemble, Members, PassMetric, Pipeline, Sharded, Whole
 
 
 def mlp():
@@ -120,6 +120,7 @@ def test_constructor_refuses(arguments, error, message):
     ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
     ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
     ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
+    ({}, [Whole(X)], TypeError, "`loss` and `metrics` need batches .x, y.,.* a Whole"),
     ({}, [{"x": X, "y": Y}], TypeError,
      r"a dict with keys \['x', 'y'\]. Pass \[\(b\[X\], b\[Y\]\) for b in loader"),
     ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
