@@ -154,14 +154,6 @@ class State:
         """The epoch's sums. Waits for the device."""
         return np.asarray(self.leaves[self._of.totals])  # waits for the device
 
-    def named_leaves(self) -> dict[str, Array]:
-        """The leaves of the state by their paths."""
-        paths = jax.tree_util.tree_leaves_with_path(
-            self.treedef.unflatten(range(len(self.leaves)))
-        )
-        names = [leaf_path(path) for path, _ in paths]
-        return dict(zip(names, self.leaves, strict=True))
-
     @property
     def evaluated(self) -> TrainState:
         """The state whose weights are evaluated."""
