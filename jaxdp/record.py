@@ -157,11 +157,8 @@ class Record:
 
     # What comes in.
 
-    def put(self, kind: Kind, values: Any, batch_idx: int | None = None) -> None:
-        """Takes values by name: lazy ones of a step, floats of all else."""
-        if kind == "step":
-            self._put_step(values, batch_idx)
-            return
+    def put(self, kind: Kind, values: Mapping[str, float]) -> None:
+        """Takes values of all but a step by name."""
         row = self._here(kind, dict(values))
         self._newer |= values
         if kind == "val":
@@ -170,15 +167,15 @@ class Record:
             self._validation = row
         elif kind == "epoch":
             self.history.append(row.epoch, values)
-            self._done = self._last_row or {}
+            self._done = {} if self._last_row is None else self._last_row
             self.read_rest()
             self._write_epoch(row)
         else:
             assert self._into is not None  # in a hook at the end of a fit
             self._into |= values
 
-    def _put_step(self, metrics: Metrics, batch_idx: int | None) -> None:
-        """From now on hooks are those of the step with these metrics."""
+    def put_step(self, metrics: Metrics, batch_idx: int) -> None:
+        """Takes the lazy values of a step, of which hooks are from now on."""
         progress, waiting = self._progress, self._waiting
         step = progress.global_step
         self._row = self._last_row = metrics
@@ -309,7 +306,8 @@ class Record:
 
     def read_rest(self) -> None:
         """Hands out the rows of all steps so far; waits for the device."""
-        rest = [Row("step", *step) for _, *step in self._waiting if self._readers]
+        waiting = self._waiting if self._readers else ()
+        rest = [Row("step", *step) for _, *step in waiting]
         self._waiting.clear()  # the device may be what fails
         if rest:
             _try_all([functools.partial(self._read, row) for row in rest])
@@ -326,7 +324,8 @@ class Record:
         self.stopwatch.function("callbacks", _try_all)(calls)
 
     def _write(self, row: Row) -> None:
-        self._hand_out(row, [sink.write for sink in self._sinks])
+        if self._sinks:
+            self._hand_out(row, [sink.write for sink in self._sinks])
 
     def _write_validation(self) -> None:
         """Writes a validation in the middle of an epoch, which no epoch's row has."""

@@ -1,10 +1,10 @@
 """Where the time of a loop goes: seconds by phase, each counted once."""
 
-import contextlib
 import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal
 
 Phase = Literal["data", "device", "callbacks", "checkpoints", "validation", "loop"]
@@ -48,12 +48,12 @@ class Stopwatch:
         self._charge()
         return dict(self.seconds)
 
-    @contextlib.contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """What happens inside is of that phase."""
-        if not self.is_on:
-            yield
-            return
+        return self._timed(phase) if self.is_on else nullcontext()
+
+    @contextmanager
+    def _timed(self, phase: Phase) -> Iterator[None]:
         self._enter(phase)
         try:
             yield

@@ -5,8 +5,6 @@ nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERIN
 (or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
 """
 
-import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
@@ -19,16 +17,22 @@ _NOTE: Final = (
 )
 
 
-@contextlib.contextmanager
-def noted(
-    note: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
-) -> Iterator[None]:
-    """Adds a note to an exception from inside."""
-    try:
-        yield
-    except kinds as error:
-        error.add_note(note)
-        raise
+class noted:  # noqa: N801
+    """A context that adds a note to an exception from inside."""
+
+    def __init__(
+        self,
+        note: str,
+        kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
+    ):
+        self._note, self._kinds = note, kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._kinds):
+            error.add_note(self._note)
 
 
 class UsersFramesFirst:

@@ -66,7 +66,6 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     leaves, treedef = jax.tree.flatten(batch)
 
     # Each leaf by itself.
-    wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     arrays = []
     keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
@@ -87,7 +86,7 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             continue
         if not array.dtype.isnative:  # big-endian, as some files are
             array = array.astype(array.dtype.newbyteorder("="))
-        if not wide and array.dtype in _NARROW:
+        if array.dtype in _NARROW and not _has_64_bits():
             array = _narrow(array, batch, index)
         elif copy:
             array = np.array(array)
@@ -148,7 +147,9 @@ def check_targets(
     labels: Any
     _, labels, *weights = batch
     looked_at = weights if num_classes is None else [labels, *weights]
-    if is_there(looked_at):
+    if not looked_at:
+        return None
+    if any([isinstance(array, jax.Array) for array in looked_at]):
         bounds = _bounds_there(looked_at, num_classes is not None)
         return lambda _: _check_bounds(bounds, num_classes, _LATE)
     least, low, high = 0, 0, 0
@@ -335,6 +336,11 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
             ' re-index the values, or call jax.config.update("jax_enable_x64", True).'
         )
     return narrowed
+
+
+def _has_64_bits() -> bool:
+    """Whether JAX computes in 64 bits, and nothing is to be narrowed."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def _is_of_numbers(dtype: np.dtype) -> bool:

@@ -57,7 +57,7 @@ class InFlight:
 
     def check_all(self) -> None:
         """Waits until all is checked that was to be."""
-        while any(checks for *_, checks in self._waiting):
+        while any([checks for _, _, checks in self._waiting]):
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:

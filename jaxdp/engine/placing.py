@@ -97,7 +97,7 @@ class Placing:
         except ValueError:
             self.unpad(kind)
             raise
-        return tuple([check for check in checks if check is not None])
+        return tuple(filter(None, checks))
 
     def unpad(self, kind: Kind) -> None:
         """No batch is padded to the size of one that is refused."""

@@ -440,7 +440,7 @@ def take(
                 access.ahead = last - number
 
                 metrics = next(results)
-                record.put("step", metrics, batch_idx)
+                record.put_step(metrics, batch_idx)
                 hooks.on_train_batch_end(trainer, metrics, batch_idx)
                 if number == last:
                     settle()
