@@ -34,16 +34,19 @@ class Row(NamedTuple):
     values: Mapping[str, Any]
     batch_idx: int | None = None
     """Which step of the epoch it is, of a step."""
+    validation: Mapping[str, Any] | None = None
+    """What the validation at its end has logged, of an epoch that had one there."""
 
     def numbers(self) -> dict[str, Number]:
         """Its single numbers, by the names of their columns."""
         if self.kind == "step":
             return scalars(self.values)
         prefix = EPOCH if self.kind == "epoch" else ""
-        return {
+        numbers = {
             name if name.startswith(VALIDATION) else prefix + name: value
             for name, value in self.values.items()
         }
+        return numbers | (self.validation or {})
 
 
 OnRow = Callable[[Row], None]
@@ -336,11 +339,12 @@ class Record:
     def _write_epoch(self, row: Row) -> None:
         earlier, validation = self._progress.val_metrics, self._validation
         values = {n: v for n, v in row.values.items() if n not in earlier}
+        row = row._replace(values=values)
         if validation is not None and validation.step == row.step:
-            values |= validation.values
+            row = row._replace(validation=validation.values)
             self._validation = None
         self._write_validation()
-        self._write(row._replace(values=values))
+        self._write(row)
 
     def _close(self, values: dict[str, float]) -> None:
         row = self._here("fit", values)

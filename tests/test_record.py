@@ -86,6 +86,30 @@ def test_a_validation_joins_the_row_of_its_epoch_and_only_that(tmp_path):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:no row of a step was logged")
+def test_what_validations_log_has_one_name_wherever_its_row_is(tmp_path):
+    class Logs(Callback):
+        def on_validation_end(self, trainer, metrics):
+            trainer.log("worst", 1.0)
+
+    sink = Keeps(tmp_path)
+    data = batches(*[8] * 4), batches(8)
+    trainer = linear_trainer(sink, Logs(), log_every_n_steps=9)
+    trainer.fit(*data, val_check_interval=2)
+    val, epoch = [row.numbers() for row in sink.rows]
+    assert "worst" in val and "worst" in epoch and "epoch_worst" not in epoch
+
+
+def test_a_fit_logs_no_step_of_a_loop_before_it(tmp_path):
+    sink, watch = Keeps(tmp_path), Watches()
+    trainer = linear_trainer(sink, watch, log_every_n_steps=1)
+    for _ in trainer.steps(batches(*[8] * 3)):
+        pass
+    trainer.fit(batches(*[8] * 2), max_epochs=2)
+    assert [row.step for row in sink.rows] == [4, 5, 5]
+    assert [step for step, _ in watch.read] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.filterwarnings("ignore:no row of a step was logged")
 def test_a_resumed_run_writes_what_was_not_written_and_rewinds_once(tmp_path, is_old):
@@ -147,3 +171,12 @@ def test_a_guard_has_looked_at_all_that_is_saved_in_an_own_loop_too(tmp_path):
     with pytest.warns(UserWarning, match="step 3 .*skipped"):
         trainer.save(tmp_path / "saved")
     assert guard.skipped_steps == [3]
+
+
+def test_a_guard_looks_on_in_an_own_loop_after_a_fit_that_failed():
+    data = batches(*[8] * 12)
+    data[1][0][:] = np.nan
+    trainer = linear_trainer(NanGuard())
+    for train in (lambda: trainer.fit(data), lambda: [*trainer.steps(data)]):
+        with pytest.raises(FloatingPointError, match="NanGuard"):
+            train()

@@ -57,7 +57,7 @@ class NanGuard(Callback):
         return options._replace(skip_nonfinite=True)
 
     def setup(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._failed = trainer, False
         trainer.record.read_steps(self._check)
 
     def inside_step(
@@ -69,7 +69,6 @@ class NanGuard(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
-        self._failed = False
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._failed = True
