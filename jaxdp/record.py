@@ -46,7 +46,7 @@ class Row(NamedTuple):
             name if name.startswith(VALIDATION) else prefix + name: value
             for name, value in self.values.items()
         }
-        return numbers | (self.validation or {})
+        return {**numbers, **(self.validation or {})}
 
 
 OnRow = Callable[[Row], None]
