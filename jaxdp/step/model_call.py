@@ -51,7 +51,7 @@ def call_model(
         batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
-    prediction, new_state = _with_axes(others, all_rows)
+    prediction, new_state = _with_axes(others, all_rows)()
     return prediction, as_plain_state(new_state)
 
 
@@ -71,12 +71,12 @@ def told_of_dicts(x: PyTree) -> Iterator[None]:
 
 
 def call_loss_fn(
-    call: Callable[[PyTree], Any],
+    bound: Callable[[PyTree], Callable[[], Any]],
     model: PyTree,
     model_state: PyTree,
     bound_axes: tuple[str, ...],
 ) -> Any:
-    """What `call(model_state)` returns, of a user's loss over a whole batch.
+    """What a user's loss over a whole batch returns: that of `bound(model_state)`.
 
     The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
     axes are bound; and "data" is if the loss asks for it, which a loss that was written
@@ -86,20 +86,18 @@ def call_loss_fn(
     names = names if len(names) > 1 else ()
     unbound = [name for name in names if name not in bound_axes]
 
-    def result(names: list[str]) -> Any:
-        return _with_axes(names, lambda: call(as_given(model_state)))
-
     try:
-        return result(unbound)
+        return _with_axes(unbound, bound(as_given(model_state)))()
     except NameError:  # what JAX raises for an axis that is not bound
         if DATA not in (*unbound, *bound_axes):
             with contextlib.suppress(NameError):
-                return result([*unbound, DATA])
+                call = bound(as_given(model_state))
+                return _with_axes([*unbound, DATA], call)()
         raise
 
 
-def _with_axes(names: list[str], call: Callable[[], Any]) -> Any:
-    """`call()` where each of the names is that of an axis of one.
+def _with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
+    """`call`, where each of the names is that of an axis of one.
 
     So a model that reduces over ("batch", "data") runs where there is no "data" axis.
     """
@@ -112,7 +110,7 @@ def _with_axes(names: list[str], call: Callable[[], Any]) -> Any:
             axis_name=name,
         )
         call = functools.partial(mapped, None)
-    return call()
+    return call
 
 
 def _axis_names(model: PyTree) -> tuple[str, ...]:

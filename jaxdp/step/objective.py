@@ -4,6 +4,7 @@
 `Trainer(loss_fn=...)`; both are called inside the compiled step.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -150,15 +151,15 @@ class LossFnObjective:
         batch = plain(batch)
         given = batch if isinstance(batch, tuple) else (batch,)
 
-        def call(state: PyTree) -> Any:
+        def bound(state: PyTree) -> Callable[[], Any]:
             offered = rows._asdict()
             if model_state is not None:
                 offered["state"] = state
             offered = {n: v for n, v in offered.items() if n not in self.filled}
             arguments, keywords = self._bind(given, offered)
-            return self.loss_fn(model, *arguments, **keywords)
+            return functools.partial(self.loss_fn, model, *arguments, **keywords)
 
-        result = call_loss_fn(call, model, model_state, bound_axes)
+        result = call_loss_fn(bound, model, model_state, bound_axes)
 
         # The state comes last.
         if self.takes_state and model_state is not None:

@@ -1,5 +1,7 @@
 """How a model and a loss are called: with the axes they name, and with state."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxdp.step.model_call import as_plain_state, call_loss_fn, call_model
 from jaxdp.step.row_keys import MaskAndKeys
+
+
+def bound(loss_fn):
+    """What gives the loss with its state filled in."""
+    return lambda state: functools.partial(loss_fn, state)
+
 
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
@@ -53,7 +61,7 @@ def test_a_state_may_be_set_to_a_constant_anywhere(place):
         def loss_fn(state):
             return jax.vmap(model, (0, None), (0, None))(X, state)
 
-        found, new = call_loss_fn(loss_fn, model, state, ())
+        found, new = call_loss_fn(bound(loss_fn), model, state, ())
         return found, as_plain_state(new)
 
     for call in (by_model, by_loss):
@@ -82,7 +90,7 @@ def test_a_loss_may_reduce_over_data_where_there_is_no_such_axis():
         found, state = jax.vmap(model, (0, None), (0, None))(X, state)
         return jax.lax.pmean(found, "data"), state
 
-    found, new = call_loss_fn(loss_fn, model, state, ())
+    found, new = call_loss_fn(bound(loss_fn), model, state, ())
     np.testing.assert_array_equal(found, X.sum(axis=1))
     assert new.get(model.was_called)
 
@@ -92,7 +100,7 @@ def test_a_name_that_is_not_defined_is_the_user_s_error():
         return undefined_name  # noqa: F821  # pyright: ignore
 
     with pytest.raises(NameError, match="'undefined_name' is not defined") as raised:
-        call_loss_fn(loss_fn, None, None, ())
+        call_loss_fn(bound(loss_fn), None, None, ())
     assert raised.value.__context__ is None
     with pytest.raises(NameError, match="unbound axis name: other"):
-        call_loss_fn(lambda state: jax.lax.psum(1, "other"), None, None, ())
+        call_loss_fn(bound(lambda state: jax.lax.psum(1, "other")), None, None, ())
