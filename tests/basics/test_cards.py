@@ -104,8 +104,9 @@ def test_a_slice_of_a_gpu_has_its_share_and_no_link():
 
 def device(kind, platform="gpu", limit=None, **attributes):
     stats = None if limit is None else {"bytes_limit": limit}
+    attributes = {"device_kind": kind, "platform": platform, **attributes}
     return types.SimpleNamespace(
-        device_kind=kind, platform=platform, memory_stats=lambda: stats, **attributes
+        memory_stats=lambda: stats, **{"process_index": 0, **attributes}
     )
 
 
@@ -116,6 +117,8 @@ def test_memory_is_that_of_the_device(monkeypatch):
     assert usable_memory(profile) == 48 * 10**9
     assert hardware_of(device("TPU v5 lite", "tpu", 15 * 10**9)).memory == 15 * 10**9
     assert hardware_of(device("NVIDIA H200")).memory == HARDWARE["h200"].memory
+    elsewhere = device("NVIDIA H200", limit=1, process_index=1)
+    assert hardware_of(elsewhere).memory == HARDWARE["h200"].memory
     assert hardware_of(device("NVIDIA GeForce RTX 4090 Laptop GPU", limit=1)) is None
 
 
