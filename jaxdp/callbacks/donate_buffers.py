@@ -58,7 +58,8 @@ class DonateBuffers(Callback):
             return  # An engine of the user's own, which need not be XLA's.
 
         # What was donated, and what of it the program overwrites.
-        leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
+        # Not of `trainer.state`, which is not shown between steps that run as one.
+        leaves = jax.tree_util.tree_leaves_with_path(trainer.run.shapes())
         arrays = {leaf_path(path): leaf for path, leaf in leaves}
         if self.what == "none":
             arrays = {}

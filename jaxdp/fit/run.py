@@ -409,6 +409,10 @@ class Run:
         """
         return self.engine.held.model_of(state)[0]
 
+    def shapes(self) -> Any:
+        """The state as shapes with shardings, also between steps that run as one."""
+        return self.engine.held.shapes()
+
     def put_back(self, **parts: Any) -> None:
         """Puts parts of an earlier state, as `fetch` gave them, into this."""
         engine = self.engine
