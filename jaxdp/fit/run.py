@@ -414,7 +414,7 @@ class Run:
         return self.engine.held.shapes()
 
     def put_back(self, **parts: Any) -> None:
-        """Puts parts of an earlier state, as `fetch` gave them, into this."""
+        """Puts parts of an earlier state, as `strategy.gather` gave them, into this."""
         engine = self.engine
         engine.state = engine.place(engine.state._replace(**parts))
 
