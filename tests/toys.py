@@ -1,5 +1,7 @@
 """Tiny models, data and hand-written loops that the tests share."""
 
+import copy
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -251,3 +253,40 @@ def make_small(model=None, *args, **kwargs):
     kwargs.setdefault("enable_progress_bar", False)
     small = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     return Trainer(small if model is None else model, *args, **kwargs)
+
+
+class WithPrograms(SingleDevice):
+    """One device, whose compiled steps are instances of another class of programs."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def compile(self, *arguments, **options):
+        return _Jitted(super().compile(*arguments, **options), self.kind)
+
+
+class _Jitted:
+    def __init__(self, jitted, kind):
+        self.jitted, self.kind = jitted, kind
+
+    def trace(self, *arguments):
+        return _Traced(self.jitted.trace(*arguments), self.kind)
+
+
+class _Traced:
+    def __init__(self, traced, kind):
+        self.traced, self.kind, self.jaxpr = traced, kind, traced.jaxpr
+
+    def lower(self):
+        return _Lowered(self.traced.lower(), self.kind)
+
+
+class _Lowered:
+    def __init__(self, lowered, kind):
+        self.lowered, self.kind, self.as_text = lowered, kind, lowered.as_text
+
+    def compile(self, options):
+        compiled = copy.copy(self.lowered.compile(options))
+        compiled.__class__ = self.kind
+        return compiled

@@ -1,6 +1,5 @@
 """The table of a run, and the record beside it."""
 
-import copy
 import json
 
 import jax
@@ -8,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 from logs import Losses, read
-from toys import batches, linear_trainer
+from toys import WithPrograms, batches, linear_trainer
 
-from jaxdp import Callback, SingleDevice, Trainer
+from jaxdp import Callback, Trainer
 from jaxdp.callbacks import (
     CSVLogger,
     LearningRateMonitor,
@@ -176,15 +175,8 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplo
         def as_text(self):
             return "(module)"
 
-    class Engine(SingleDevice):
-        def compile(self, *arguments, **options):
-            # A copy: other trainers of this process may share the program.
-            compiled = copy.copy(super().compile(*arguments, **options))
-            compiled.__class__ = Odd
-            return compiled
-
     trainer = linear_trainer(CSVLogger(tmp_path))
-    trainer = Trainer(**trainer.run.arguments | {"strategy": Engine()})
+    trainer = Trainer(**trainer.run.arguments | {"strategy": WithPrograms(Odd)})
     history = trainer.fit(batches(8, 8))
     assert len(history["loss"]) == 1
     assert "CSVLogger: the plan could not be read: " in caplog.text

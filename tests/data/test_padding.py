@@ -147,6 +147,7 @@ def test_each_form_is_padded_to_its_own_size():
     packer, long, short = Packer(4, "training"), np.zeros((8, 5)), np.zeros((16, 3))
     for batch in long, short:
         packer.pack([[(batch,)]])
+        packer.forms.keep_sizes()
     tails = [packer.pack([[(batch[:2],)]]) for batch in (long, short)]
     assert [tail.groups[0].batch[0].shape for tail in tails] == [(1, 8, 5), (1, 16, 3)]
     assert packer.forms.sizes == {"float64[5]": 8, "float64[3]": 16}

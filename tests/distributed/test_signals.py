@@ -7,10 +7,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from toys import batches
+from toys import WithPrograms, batches
 from toys import on_one_device as make
 
-from jaxdp import Callback, SingleDevice
+from jaxdp import Callback
 from jaxdp.callbacks import CSVLogger
 from jaxdp.distributed import Interrupts, Preempted, Processes
 
@@ -137,11 +137,5 @@ def test_what_is_raised_while_a_plan_is_read_is_not_swallowed(tmp_path, kind):
         def as_text(self):
             raise kind("rung")
 
-    class Engine(SingleDevice):
-        def compile(self, *arguments, **options):
-            compiled = super().compile(*arguments, **options)
-            compiled.__class__ = Rung
-            return compiled
-
     with pytest.raises(kind, match="rung"):
-        make(CSVLogger(tmp_path), strategy=Engine()).fit(batches(8, 8))
+        make(CSVLogger(tmp_path), strategy=WithPrograms(Rung)).fit(batches(8, 8))

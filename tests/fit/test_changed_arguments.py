@@ -155,10 +155,12 @@ def test_nothing_is_said_of_what_is_the_same_or_changes_no_number(saved, caplog)
 
 def test_a_description_has_no_addresses():
     gelu = functools.partial(jax.nn.gelu, approximate=False)
-    run = make(model=model(activation=gelu)).run
-    assert "approximate=False" in run.description["Mlp.activation"]
-    run = make(model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]).run
-    assert "0x" not in str(run.description)
+    run = make(model=model(activation=gelu)).run.recipe
+    assert "approximate=False" in run.description(())["Mlp.activation"]
+    run = make(
+        model=model(activation=lambda x: x), loss=lambda p, y: p[:, 0]
+    ).run.recipe
+    assert "0x" not in str(run.description(()))
 
 
 def test_a_model_of_other_shapes_is_shown_leaf_by_leaf(saved):

@@ -189,7 +189,9 @@ def test_nothing_of_a_trainer_is_kept_with_its_program():
         trainers = [checked(raising("wrong")), make(loss_fn=loss_fn)]
         for each in trainers:
             each.fit([(X, Y)], [(X, Y)])
-        return [weakref.ref(each) for each in (*trainers, loss_fn, each.run.model)]
+        return [
+            weakref.ref(each) for each in (*trainers, loss_fn, each.run.recipe.model)
+        ]
 
     gone = train()
     jax.clear_caches()  # JAX keeps what it has traced

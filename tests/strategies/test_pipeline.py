@@ -125,7 +125,8 @@ def test_the_plan_tells_the_bubble():
     plan = trainer.plan(DATA)
     assert plan.bubble == plan.to_dict()["bubble"] == 3 / 8
     assert "Stages wait for 37.5% of the blocks' time." in str(plan)
-    assert FSDP().bubble == 0
+    trainer = Trainer(model, loss="cross_entropy", strategy=FSDP())
+    assert trainer.plan(DATA).bubble == 0
 
 
 def test_frozen_blocks_are_split_too():
