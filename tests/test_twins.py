@@ -82,6 +82,26 @@ class Telling:
         self.generator.bit_generator.state = state["generator"]
 
 
+class Cycle:
+    """An iterator without end that tells where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return DATA[(self.at - 1) % STEPS]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 class Draws:
     """A sampler of torch that draws by a generator of its own."""
 
@@ -164,10 +184,11 @@ LOADERS = {
     ),
     "an iterable": Stream,
     "an iterable that tells": Telling,
+    "an iterator that tells": Cycle,
     "a generator": lambda: (batch for _ in range(2) for batch in DATA),
     "an endless iterator": lambda: itertools.cycle(DATA),
 }
-ENDLESS = "a generator", "an endless iterator"
+ENDLESS = "a generator", "an endless iterator", "an iterator that tells"
 
 MANY = optax.MultiSteps(
     optax.inject_hyperparams(optax.adam)(
@@ -263,6 +284,7 @@ QUICK = [
     ("torchdata's", "SingleDevice", "the last step, before the validation"),
     ("an iterable", "SingleDevice", "the second epoch"),
     ("an iterable that tells", "accumulation", "the first step"),
+    ("an iterator that tells", "SingleDevice", "the last step, before the validation"),
     ("a generator", "running statistics", "the last step, before the validation"),
     ("an endless iterator", "SingleDevice", "inside an epoch"),
 ]

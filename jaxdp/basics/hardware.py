@@ -159,7 +159,7 @@ def memory_of(device: Any) -> int | None:
 
 
 def least_memory(devices: Iterable[Any]) -> int | None:
-    """That of the smallest device of those that say it, or None."""
+    """The memory of the smallest device of those that say it, or None."""
     return min(filter(None, map(memory_of, devices)), default=None)
 
 

@@ -34,7 +34,7 @@ class ReplayingSource(Source):
             )
 
     def look(self, position: Position = START, count: int = 1) -> list[Batch]:
-        if not self.is_iterator:
+        if not self.is_iterator or self.tells:
             return super().look(position, count)
         # What an iterator gives next, it gives but once.
         passed = [] if self._passed is None else [self._passed]
@@ -91,9 +91,10 @@ class ReplayingSource(Source):
         for _ in steps if bar is None else bar:
             if (batch := next(batches, END)) is END:
                 return
+        host = to_host(batch, copy=True)
         if self._goes_on:
-            self._passed = to_host(batch, copy=True)
-        if expected not in (None, checksum(to_host(batch))):
+            self._passed = host
+        if expected not in (None, checksum(host)):
             warn(
                 f"`{self.argument}`: after {count} batches were replayed, the next"
                 " one differs from the one in the saved run. (Does the order come"

@@ -233,7 +233,8 @@ class DataParallel:
 
         A leaf of the optimizer state belongs to the parameter whose path its own path
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
-        `mu.layers[0].weight` does. For those that belong to none there is `state_spec`.
+        `mu.layers[0].weight` does. For those that belong to none there is
+        `_state_spec`.
         """
         params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
 

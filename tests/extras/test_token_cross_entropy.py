@@ -1,6 +1,7 @@
 """The loss over a large vocabulary against the plain one."""
 
 import functools
+import re
 
 import equinox as eqx
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Stack, Trainer
 from jaxdp.losses import token_cross_entropy
@@ -112,6 +114,27 @@ def test_the_logits_of_all_tokens_never_exist():
     logits = BATCH * 512 * 4096 * 4
     assert temporary(10_000) > logits
     assert temporary(128) < 0.2 * logits
+
+
+def test_tokens_that_are_split_over_devices_stay_where_they_are():
+    head, hidden, targets, _ = inputs(512)
+    mesh = Mesh(jax.devices()[:8], ("seq",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec(None, "seq"))
+
+    def mean(hidden, targets):
+        return token_cross_entropy(head, hidden, targets, 128).mean()
+
+    gradient = jax.jit(
+        jax.value_and_grad(mean),
+        in_shardings=(split, split),
+        out_shardings=(None, split),
+    )
+    text = gradient.lower(hidden, targets).compile().as_text()
+    assert "all-reduce" in text  # of the mean
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+    wanted = jax.value_and_grad(mean)(hidden, targets)
+    for one, other in zip(gradient(hidden, targets), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 class Model(eqx.Module):
