@@ -3,10 +3,17 @@
 The client is no public part of JAX; here is all that the package takes of it.
 """
 
+import functools
 import json
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final
 
 from jax._src import distributed
+
+_LOOK: Final = 0.25
+"""After how many seconds at a barrier, each time, it is asked whether to give up."""
 
 
 def is_there() -> bool:
@@ -24,19 +31,44 @@ def count() -> int:
     return distributed.global_state.num_processes
 
 
-def barrier(name: str, timeout: float) -> bool:
+def barrier(name: str, timeout: float, gives_up: Callable[[], bool]) -> bool:
     """Waits for all processes to come to this name; False after `timeout` seconds.
 
     It is the same for all: none is let through that another one has given up. Each
-    name is for one use.
+    name is for one use. This process gives up sooner where `gives_up`, which is asked
+    several times a second: a thread waits for it, because JAX's wait can't be ended.
     """
-    try:
-        _client().wait_at_barrier(name, max(1, int(timeout * 1000)))
-    except Exception as error:  # JaxRuntimeError or ValueError, by version
-        if "DEADLINE_EXCEEDED" in str(error):
-            return False
-        raise
-    return True
+    names, ends = _waiter()
+    names.put((name, max(1, int(timeout * 1000))))
+    reached, error = "", None
+    while reached != name:  # but another one, which was given up
+        try:
+            reached, error = ends.get(timeout=_LOOK)
+        except queue.Empty:
+            if gives_up():
+                return False
+    if error is not None and "DEADLINE_EXCEEDED" not in str(error):
+        raise error
+    return error is None
+
+
+@functools.cache
+def _waiter() -> tuple[queue.SimpleQueue[Any], queue.SimpleQueue[Any]]:
+    """Where to leave names and timeouts for the thread that waits, and how it ended."""
+    names, ends = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def wait() -> None:
+        while True:
+            name, timeout = names.get()
+            error = None
+            try:
+                _client().wait_at_barrier(name, timeout)
+            except Exception as raised:  # JaxRuntimeError or ValueError, by version
+                error = raised
+            ends.put((name, error))
+
+    threading.Thread(target=wait, name="jaxdp barriers", daemon=True).start()
+    return names, ends
 
 
 def put(folder: str, value: Any) -> None:

@@ -75,7 +75,8 @@ class Meetings:
         self.number += 1
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
         started, self.is_waiting = time.monotonic(), True
-        if not coordination.barrier(f"jaxdp.meet/{self.number}/{digest}", _FAST):
+        name = f"jaxdp.meet/{self.number}/{digest}"
+        if not coordination.barrier(name, _FAST, _somebody_has_failed):
             self._ask(digest, entries, started, max(patience, self.timeout))
         self.since, self.is_waiting = time.monotonic(), False
         self.waited += self.since - started
@@ -146,6 +147,10 @@ def fail(failure: str) -> None:
     put.daemon = True
     put.start()
     put.join(1.0)
+
+
+def _somebody_has_failed() -> bool:
+    return bool(coordination.read_all(_FAILED))
 
 
 _here: Meetings | None = None

@@ -103,6 +103,9 @@ class At(jaxdp.Callback):
         if trainer.global_step == self.step and jax.process_index() == self.index:
             self.what(trainer)
 
+    def on_exception(self, trainer, exception):
+        say(f"heard of an exception at {time.monotonic():.2f}")
+
 
 def rows(count=64):
     generator = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -47,6 +48,21 @@ def test_torchrun_restarts_a_job_killed_twice_which_ends_as_if_it_had_not_been(
     assert first in (4, 6) and second in (8, 9, 10)
     (end,) = re.findall("ended .*", outputs[0])
     assert output.count(end) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_ends_a_job_soon_after_a_process_raised(tmp_path):
+    code, output = launch(
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+        *(str(HERE / "under_torchrun.py"), "raise"),
+        folder=tmp_path,
+    )
+    end = time.monotonic()
+    assert code == 1 and "Traceback" in output
+    assert "At in on_boundary" in output and "process 1 has failed" in output
+    times = re.findall("heard of an exception at ([.0-9]*)", output)
+    raised, heard = sorted(map(float, times))
+    assert heard - raised < 1.9 and end - raised < 3, output
 
 
 @pytest.mark.slow
