@@ -79,8 +79,9 @@ class History(Mapping[str, list[float]]):
             for values in self._values.values():
                 values.append(None)
         for name, value in metrics.items():
-            missing: list[float | None] = [None] * len(self.epochs)
-            self._values.setdefault(name, missing)[-1] = float(value)
+            if name not in self._values:
+                self._values[name] = [None] * len(self.epochs)
+            self._values[name][-1] = float(value)
 
     def best(self, name: str, mode: str = "auto") -> int:
         """The member of an ensemble whose last value of `name` is best.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,17 @@ _NARROW = {
 _PLAIN = {np.dtype(name) for name in ("float32", "int32", "uint8", "bool")}
 """What needs neither a check nor a conversion."""
 
+_LABELS: Final = np.dtype(np.int64)
+"""What class numbers mostly are. It needs no check of its kind."""
+
+_UNSIGNED = {
+    np.dtype(f"int{bits}"): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)
+}
+"""As these, negative numbers are greater than all others: one look finds both."""
+
+_MOST: Final = np.iinfo(np.int32).max
+"""The greatest number that both narrow kinds of integers have."""
+
 _LATE = f" (This was seen up to {IN_FLIGHT} steps after it happened.)"
 
 _SPANS = (
@@ -57,21 +68,26 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
     a dict.
     """
 
-    if isinstance(batch, Portion):  # of an earlier pass
-        return batch
     if type(batch) is list:
         batch = tuple(batch)
-    if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
-        batch = dict(batch)
+    if type(batch) is not tuple:  # which most are
+        if isinstance(batch, Portion):  # of an earlier pass
+            return batch
+        if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
+            batch = dict(batch)
     leaves, treedef = jax.tree.flatten(batch)
 
     # Each leaf by itself.
     arrays = []
     keys: dict[int, KeyData] = {}
     for index, leaf in enumerate(leaves):
-        if type(leaf) is np.ndarray and leaf.dtype in _PLAIN:  # as most are
-            arrays.append(np.array(leaf) if copy else leaf)  # on the host
-            continue
+        if type(leaf) is np.ndarray:  # as most are
+            if leaf.dtype in _PLAIN:
+                arrays.append(np.array(leaf) if copy else leaf)  # on the host
+                continue
+            if leaf.dtype is _LABELS and not _has_64_bits():
+                arrays.append(_narrow(leaf, batch, index))
+                continue
         is_jax = isinstance(leaf, jax.Array)
         array: Any = leaf if is_jax else as_numpy(leaf)
         if is_jax and is_key(leaf):
@@ -146,9 +162,12 @@ def check_targets(
     """
     labels: Any
     _, labels, *weights = batch
-    looked_at = weights if num_classes is None else [labels, *weights]
-    if not looked_at:
+    if num_classes is None and not weights:
         return None
+    if num_classes is not None and not weights and type(labels) is np.ndarray:
+        if _greatest(labels) < num_classes:  # quick: small steps wait for it
+            return None
+    looked_at = weights if num_classes is None else [labels, *weights]
     if any([isinstance(array, jax.Array) for array in looked_at]):
         bounds = _bounds_there(looked_at, num_classes is not None)
         return lambda _: _check_bounds(bounds, num_classes, _LATE)
@@ -322,11 +341,14 @@ def _key_data(batch: Any, index: int, key: Any) -> KeyData:
 def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
     """`array` in 32 bits, with an error where a value would change beyond rounding."""
     dtype = _NARROW[array.dtype]
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrowed = array.astype(dtype)
     if dtype.kind in "iu":
+        narrowed = array.astype(dtype)
+        if not array.size or _greatest(array) <= _MOST:
+            return narrowed
         same = np.asarray(narrowed == array)
     else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrowed = array.astype(dtype)
         same = np.asarray(np.isfinite(narrowed) == np.isfinite(array))
     if not same.all():
         worst = array[~same].flat[0]
@@ -336,6 +358,14 @@ def _narrow(array: np.ndarray, batch: Any, index: int) -> np.ndarray:
             ' re-index the values, or call jax.config.update("jax_enable_x64", True).'
         )
     return narrowed
+
+
+def _greatest(integers: np.ndarray) -> int:
+    """The greatest of integers on the host, where negative ones count as very large."""
+    unsigned = _UNSIGNED.get(integers.dtype)
+    if unsigned is not None:
+        integers = integers.view(unsigned)
+    return int(np.maximum.reduce(integers, axis=None))
 
 
 def _has_64_bits() -> bool:

@@ -142,9 +142,9 @@ def check_gradients(means: Any) -> None:
 
 def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
-    names = (*facts.names, *facts.weighted)
-    first = totals[:, : 1 + len(names)].astype(np.float64)
-    rows, *sums = (first[0] - first[1]).tolist()
+    count = 1 + len(facts.names) + len(facts.weighted)
+    summed, lost = totals[:, :count].tolist()  # Python's floats are exact enough
+    rows, *sums = [a - b for a, b in zip(summed, lost, strict=True)]
     weights = dict(zip(facts.weighted, sums[len(facts.names) :], strict=True))
 
     def mean(name: str, total: float) -> float:
