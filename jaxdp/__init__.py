@@ -34,7 +34,9 @@ from .trainer import Trainer
 
 if TYPE_CHECKING:
     from . import finders, testing
+    from .extras.load_weights import load_weights
     from .extras.muon import muon
+    from .extras.save_weights import save_weights
     from .plan.plan import Plan
 
 __version__ = "0.2.0"
@@ -66,15 +68,21 @@ __all__ = [
     "distributed",
     "finders",
     "load_model",
+    "load_weights",
     "losses",
     "muon",
     "save_model",
+    "save_weights",
     "strategies",
     "testing",
 ]
 
-_EXTRAS = ("muon",)
-"""Functions, each in the file of its name."""
+_EXTRAS = {
+    "load_weights": "load_weights",
+    "muon": "muon",
+    "save_weights": "save_weights",
+}
+"""Functions by the files that they are in."""
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +90,8 @@ def __getattr__(name: str) -> Any:
     if name in ("finders", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name in _EXTRAS:
-        return getattr(importlib.import_module(f".extras.{name}", __name__), name)
+        module = importlib.import_module(f".extras.{_EXTRAS[name]}", __name__)
+        return getattr(module, name)
     if name == "Plan":
         return importlib.import_module(".plan", __name__).Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

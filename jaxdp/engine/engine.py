@@ -113,7 +113,9 @@ class Engine:
                     parts, model_state, pure, strategy, self._offloads
                 )
             else:
-                self.state = self.place(first_of(parts, model_state, pure, seed))
+                self.state = self.place(
+                    first_of(parts, model_state, pure, seed, strategy)
+                )
         self._mind_platform()
         if not abstract:
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)

@@ -237,11 +237,29 @@ def _written_to(state: PyTree, leaves: list[Any]) -> str | None:
 
 
 def first_of(
-    parts: tuple[PyTree, PyTree, PyTree], model_state: PyTree, steps: Steps, seed: int
+    parts: tuple[PyTree, PyTree, PyTree],
+    model_state: PyTree,
+    steps: Steps,
+    seed: int,
+    strategy: DataParallel,
 ) -> TrainState:
     """The state before the first step, to be placed."""
     params, buffers, _ = as_stored(with_auto_axes(parts), steps.precision)
-    return first_state(params, buffers, with_auto_axes(model_state), steps, seed)
+    model = params, buffers, with_auto_axes(model_state)
+    layout = None
+    # Of a model that is split already, no device need have room for all of it; zeros
+    # would be whole on each.
+    is_split = not all(leaf.is_fully_replicated for leaf in _placed(params))
+    if is_split and hasattr(strategy, "mesh") and not isinstance(strategy, OwnState):
+        shapes = jax.eval_shape(
+            lambda p, b, s: first_state(p, b, s, steps, seed), *model
+        )
+        layout = state_shardings(strategy, shapes).opt_state
+    return first_state(*model, steps, seed, layout)
+
+
+def _placed(tree: PyTree) -> list[Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 def placed_state(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from .. import losses
 from ..basics.console import say, warn
@@ -366,6 +367,30 @@ class Run:
         self.hooks = self.hooks.renewed(callbacks)
         if to_train:
             take_over(callbacks, self._trainer_id)
+
+    def check_may_begin_anew(self, wanted: str) -> None:
+        """Raises where the first weights are no longer for others to set.
+
+        Args:
+            wanted: by whom, for messages: "`load_weights`".
+        """
+        if self.doing or self.progress.global_step:
+            steps = self.progress.global_step
+            when = f"after {steps} steps" if steps else f"during {self.doing}"
+            raise RuntimeError(
+                f"{wanted} sets the weights that a trainer begins with, and was called"
+                f" {when}. Call it before, or make a new Trainer."
+            )
+
+    def begin_anew(self, model: PyTree, model_state: Any) -> None:
+        """Takes other weights for those that the trainer was made with.
+
+        Args:
+            model: of the same structure, wherever its arrays lie; as is the state.
+            model_state: its `eqx.nn.State`, or None.
+        """
+        self.arguments = {**self.arguments, "model": model, "state": model_state}
+        self.recipe, self._engine = Recipe(self.arguments), None
 
     # For callbacks: see docs/callbacks.md.
 

@@ -87,9 +87,17 @@ def only_micro_batch(group: Group) -> MicroBatch:
 
 
 def first_state(
-    params: PyTree, buffers: PyTree, model_state: PyTree, steps: "Steps", seed: int
+    params: PyTree,
+    buffers: PyTree,
+    model_state: PyTree,
+    steps: "Steps",
+    seed: int,
+    optimizer_layout: Any = None,
 ) -> TrainState:
-    """The state before any of `steps`; not placed yet."""
+    """The state before any of `steps`; not placed yet.
+
+    With `optimizer_layout`, the optimizer's state is made in these shardings.
+    """
 
     def fixed(leaf: Any) -> Array:
         # A Python number in an optimizer's state would be a weakly typed array; a step
@@ -104,7 +112,10 @@ def first_state(
         return fixed(leaf) if getattr(leaf, "weak_type", False) else leaf
 
     params, buffers, model_state = jax.tree.map(strong, (params, buffers, model_state))
-    init = jax.jit(lambda p: jax.tree.map(fixed, steps.optimizer.init(p)))
+    init = jax.jit(
+        lambda p: jax.tree.map(fixed, steps.optimizer.init(p)),
+        out_shardings=optimizer_layout,
+    )
     return TrainState(
         params=params,
         buffers=buffers,

@@ -1,0 +1,514 @@
+"""Files in the names of well-known models fill Equinox models, and come back."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import NormNet, batches
+
+import jaxdp
+from jaxdp import FSDP, Sharded, Stack, Trainer
+from jaxdp.checkpoint import CheckpointCorrupt
+
+safetensors = pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+WIDTH, LAYERS = 16, 3
+
+
+def numbers(*shape, dtype=np.float32):
+    """Numbers that are all different, which bfloat16 may round."""
+    seed = sum(shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def layer(i, array):
+    """The tensor of layer `i`, exactly in bfloat16, too."""
+    return array * np.asarray(i + 1, array.dtype)
+
+
+class Attention(eqx.Module):
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+
+    def __init__(self, bias, *, key):
+        keys = jax.random.split(key, 4)
+        self.query, self.key, self.value, self.output = (
+            eqx.nn.Linear(WIDTH, WIDTH, use_bias=bias, key=key) for key in keys
+        )
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attn: Attention
+
+    def __init__(self, bias=True, *, key):
+        self.norm = eqx.nn.LayerNorm(WIDTH, use_bias=bias)
+        self.attn = Attention(bias, key=key)
+
+    def __call__(self, x):
+        x = jax.vmap(self.norm)(x)
+        q, k, v = (
+            jax.vmap(f)(x) for f in (self.attn.query, self.attn.key, self.attn.value)
+        )
+        weights = jax.nn.softmax(q @ k.T / 4)
+        return x + jax.vmap(self.attn.output)(weights @ v)
+
+
+class Decoder(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: Stack
+    head: eqx.nn.Linear
+
+    def __init__(self, bias=True, *, key=None):
+        keys = jax.random.split(jax.random.key(0) if key is None else key, LAYERS + 2)
+        self.embed = eqx.nn.Embedding(32, WIDTH, key=keys[0])
+        self.blocks = Stack([Block(bias, key=key) for key in keys[2:]])
+        self.head = eqx.nn.Linear(WIDTH, 32, use_bias=False, key=keys[1])
+
+    def __call__(self, tokens):
+        return jax.vmap(self.head)(self.blocks(jax.vmap(self.embed)(tokens)))
+
+
+LLAMA_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "blocks.*.norm.weight": "model.layers.*.input_layernorm.weight",
+    "blocks.*.attn.query.weight": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.attn.key.weight": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.attn.value.weight": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.attn.output.weight": "model.layers.*.self_attn.o_proj.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def llama(dtype=np.float32):
+    square = numbers(WIDTH, WIDTH, dtype=dtype)
+    tensors = {
+        "model.embed_tokens.weight": numbers(32, WIDTH, dtype=dtype),
+        "lm_head.weight": numbers(32, WIDTH, dtype=dtype) / dtype(2),
+    }
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}"
+        tensors[f"{prefix}.input_layernorm.weight"] = layer(
+            i, numbers(WIDTH, dtype=dtype)
+        )
+        for j, name in enumerate("qkvo"):
+            array = layer(i, square) * dtype(2**j)
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = array
+    return tensors
+
+
+def sharded(folder, tensors):
+    """Two files and their index, as large models come."""
+    weight_map = {}
+    for number in (0, 1):
+        name = f"model-{number + 1:05}-of-00002.safetensors"
+        part = dict(list(tensors.items())[number::2])
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return folder
+
+
+BFLOAT16 = np.dtype("bfloat16").type
+
+
+@pytest.mark.parametrize(
+    "files, dtype",
+    [("one", BFLOAT16), ("several", np.float32), ("several", np.float16)],
+)
+def test_layers_of_a_llama_fill_a_stack(tmp_path, dtype, files, caplog):
+    caplog.set_level("INFO")
+    tensors = llama(dtype)
+    path = tmp_path
+    if files == "several":
+        sharded(tmp_path, tensors)
+    else:
+        save_file(tensors, path := tmp_path / "model.safetensors")
+    shapes = eqx.filter_eval_shape(Decoder, False)
+    model = jaxdp.load_weights(path, shapes, LLAMA_NAMES)
+    assert model.blocks.stacked.attn.value.weight.dtype == jnp.float32
+    for i in range(LAYERS):
+        for name, field in zip(
+            "qkvo", ("query", "key", "value", "output"), strict=True
+        ):
+            stack = getattr(model.blocks.stacked.attn, field).weight
+            stored = tensors[f"model.layers.{i}.self_attn.{name}_proj.weight"]
+            np.testing.assert_array_equal(stack[i], stored.astype(np.float32))
+    assert model(jnp.arange(4)).shape == (4, 32)
+    kind = np.dtype(dtype).name
+    assert (
+        "blocks.*.attn.query.weight float32(16, 16) <-"
+        f" model.layers.*.self_attn.q_proj.weight {kind}(16, 16) (3 of them)"
+    ) in caplog.text
+
+    # Back into the same names: half as many bits come back as they were.
+    out = jaxdp.save_weights(
+        jax.tree.map(
+            lambda leaf: leaf.astype(dtype) if eqx.is_array(leaf) else leaf, model
+        ),
+        tmp_path / "out" / "model.safetensors",
+        LLAMA_NAMES,
+    )
+    saved = load_file(out)
+    assert saved.keys() == tensors.keys()
+    for name, tensor in saved.items():
+        assert tensor.dtype == dtype
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+
+GPT2_NAMES = {
+    "embed.weight": "wte.weight",
+    "blocks.*.norm.*": "h.*.ln_1.*",
+    **{
+        f"blocks.*.attn.{name}.weight": ("h.*.attn.c_attn.weight", "T", ("split", 3, i))
+        for i, name in enumerate(("query", "key", "value"))
+    },
+    **{
+        f"blocks.*.attn.{name}.bias": ("h.*.attn.c_attn.bias", ("split", 3, i))
+        for i, name in enumerate(("query", "key", "value"))
+    },
+    "blocks.*.attn.output.weight": ("h.*.attn.c_proj.weight", "T"),
+    "blocks.*.attn.output.bias": "h.*.attn.c_proj.bias",
+    "head.weight": None,
+}
+
+
+def gpt2():
+    tensors = {"wte.weight": numbers(32, WIDTH)}
+    for i in range(LAYERS):
+        tensors |= {
+            f"h.{i}.ln_1.weight": layer(i, numbers(WIDTH)),
+            f"h.{i}.ln_1.bias": layer(i, numbers(WIDTH)) / 2,
+            f"h.{i}.attn.bias": np.ones((1, 1, 8, 8), np.float32),
+            f"h.{i}.attn.c_attn.weight": layer(i, numbers(WIDTH, 3 * WIDTH)),
+            f"h.{i}.attn.c_attn.bias": layer(i, numbers(3 * WIDTH)),
+            f"h.{i}.attn.c_proj.weight": layer(i, numbers(WIDTH, WIDTH)),
+            f"h.{i}.attn.c_proj.bias": layer(i, numbers(WIDTH)),
+        }
+    return tensors
+
+
+def test_fused_and_transposed_tensors_of_a_gpt2_are_taken_apart(tmp_path):
+    tensors = gpt2()
+    save_file(tensors, path := tmp_path / "model.safetensors")
+    start = Decoder()
+    model = jaxdp.load_weights(path, start, GPT2_NAMES, ignore=["h.*.attn.bias"])
+    assert model.head.weight is start.head.weight
+    attention = model.blocks.stacked.attn
+    for i in range(LAYERS):
+        fused = tensors[f"h.{i}.attn.c_attn.weight"]  # x @ fused, as Conv1D does
+        biases = tensors[f"h.{i}.attn.c_attn.bias"]
+        for j, linear in enumerate((attention.query, attention.key, attention.value)):
+            columns = slice(j * WIDTH, (j + 1) * WIDTH)
+            np.testing.assert_array_equal(linear.weight[i], fused[:, columns].T)
+            np.testing.assert_array_equal(linear.bias[i], biases[columns])
+
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    out = jaxdp.save_weights(model, index, GPT2_NAMES, shard_bytes=6000)
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files[0] == "model-00001-of-00004.safetensors" and len(files) == 5
+    again = jaxdp.load_weights(out, start, GPT2_NAMES)
+    assert eqx.tree_equal(again, model)
+    saved = {}
+    for file in files[:4]:
+        saved |= load_file(tmp_path / "out" / file)
+    assert saved.keys() | {f"h.{i}.attn.bias" for i in range(3)} == tensors.keys()
+    for name, tensor in saved.items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+
+class Vit(eqx.Module):
+    patches: eqx.nn.Conv2d
+    cls: jax.Array
+    positions: jax.Array
+    blocks: list
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 4)
+        self.patches = eqx.nn.Conv2d(3, WIDTH, 4, 4, key=keys[0])
+        self.cls, self.positions = jnp.zeros(WIDTH), jnp.zeros((5, WIDTH))
+        self.blocks = [Block(key=key) for key in keys[:2]]
+        self.head = eqx.nn.Linear(WIDTH, 10, key=keys[3])
+
+
+VIT_NAMES = {
+    "patches.weight": "vit.embeddings.patch_embeddings.projection.weight",
+    "patches.bias": (
+        "vit.embeddings.patch_embeddings.projection.bias",
+        ("expand", -1, -2),
+    ),
+    "cls": ("vit.embeddings.cls_token", ("squeeze", 0, 1)),
+    "positions": ("vit.embeddings.position_embeddings", ("squeeze", 0)),
+    "blocks[*].norm.*": "vit.encoder.layer.*.layernorm_before.*",
+    **{
+        f"blocks[*].attn.{name}.*": f"vit.encoder.layer.*.attention.attention.{name}.*"
+        for name in ("query", "key", "value")
+    },
+    "blocks[*].attn.output.*": "vit.encoder.layer.*.attention.output.dense.*",
+    "head.*": "classifier.*",
+}
+
+
+def vit():
+    tensors = {
+        "vit.embeddings.patch_embeddings.projection.weight": numbers(WIDTH, 3, 4, 4),
+        "vit.embeddings.patch_embeddings.projection.bias": numbers(WIDTH),
+        "vit.embeddings.cls_token": numbers(1, 1, WIDTH),
+        "vit.embeddings.position_embeddings": numbers(1, 5, WIDTH),
+        "classifier.weight": numbers(10, WIDTH),
+        "classifier.bias": numbers(10),
+    }
+    for i in range(2):
+        prefix = f"vit.encoder.layer.{i}"
+        names = [f"attention.attention.{n}" for n in ("query", "key", "value")]
+        for name in [*names, "attention.output.dense"]:
+            tensors[f"{prefix}.{name}.weight"] = layer(i, numbers(WIDTH, WIDTH))
+            tensors[f"{prefix}.{name}.bias"] = layer(i, numbers(WIDTH))
+        tensors[f"{prefix}.layernorm_before.weight"] = layer(i, numbers(WIDTH))
+        tensors[f"{prefix}.layernorm_before.bias"] = layer(i, numbers(WIDTH))
+    return tensors
+
+
+def test_a_vit_loses_and_gains_axes_and_comes_back(tmp_path):
+    tensors = vit()
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = jaxdp.load_weights(tmp_path, Vit(), VIT_NAMES)
+    assert model.patches.bias.shape == (WIDTH, 1, 1)
+    np.testing.assert_array_equal(
+        model.positions, tensors["vit.embeddings.position_embeddings"][0]
+    )
+    out = jaxdp.save_weights(model, tmp_path / "out.safetensors", VIT_NAMES)
+    saved = load_file(out)
+    assert saved.keys() == tensors.keys()
+    for name, tensor in saved.items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+
+RESNET_NAMES = {
+    "first.weight": "conv1.weight",
+    "norm.*": "bn1.*",
+    "last.*": "fc.*",
+}
+
+
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_running_statistics_of_a_resnet_fill_the_state(tmp_path, mode):
+    tensors = {
+        "conv1.weight": numbers(8, 4),
+        "fc.weight": numbers(3, 8),
+        "fc.bias": numbers(3),
+        "bn1.weight": numbers(8),
+        "bn1.bias": numbers(8) / 2,
+        "bn1.running_mean": numbers(8) / 4,
+        "bn1.running_var": np.abs(numbers(8)) + 1,
+        "bn1.num_batches_tracked": np.asarray(1234, np.int64),
+    }
+    save_file(tensors, path := tmp_path / "model.safetensors")
+    net, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode=mode)
+    model, state = jaxdp.load_weights(
+        path, net, RESNET_NAMES, state=state, ignore=["*.num_batches_tracked"]
+    )
+    x = numbers(4)
+    y, _ = eqx.nn.inference_mode(model)(x, state)
+    hidden = tensors["conv1.weight"] @ x - tensors["bn1.running_mean"]
+    hidden = hidden / np.sqrt(tensors["bn1.running_var"] + 1e-5)
+    hidden = np.maximum(hidden * tensors["bn1.weight"] + tensors["bn1.bias"], 0)
+    expected = tensors["fc.weight"] @ hidden + tensors["fc.bias"]
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+    out = tmp_path / "out.safetensors"
+    jaxdp.save_weights(model, out, RESNET_NAMES, state=state)
+    for name, tensor in load_file(out).items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+    # Training goes on from the statistics, and does not begin them again.
+    trainer = Trainer(model, optax.sgd(0.0), state=state, enable_progress_bar=False)
+    trainer.fit(batches(16, 16), max_epochs=1)
+    trained = tmp_path / "trained.safetensors"
+    jaxdp.save_weights(trainer.model, trained, RESNET_NAMES, state=trainer.model_state)
+    mean, before = load_file(trained)["bn1.running_mean"], tensors["bn1.running_mean"]
+    assert 0 < np.abs(mean - before).max() < 0.1
+
+    untrained = Trainer(
+        net,
+        optax.sgd(0.0),
+        state=eqx.nn.make_with_state(NormNet)(jax.random.key(0), mode=mode)[1],
+    )
+    ignore = ["bn1.num_batches_tracked"]
+    assert jaxdp.load_weights(path, untrained, RESNET_NAMES, ignore=ignore) is None
+    infer = untrained.inference_model()
+    np.testing.assert_allclose(infer(x), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("made_of", ["arrays", "shapes"])
+def test_a_trainer_is_filled_where_its_arrays_are(tmp_path, made_of):
+    save_file(llama(), path := tmp_path / "model.safetensors")
+    model = (
+        Decoder(False) if made_of == "arrays" else eqx.filter_eval_shape(Decoder, False)
+    )
+
+    def loss_fn(model, tokens):
+        logits = jax.vmap(model)(tokens)
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        return loss(logits[:, :-1], tokens[:, 1:]).mean(-1)
+
+    placed = []
+
+    class Watched(FSDP):
+        def place(self, state):
+            placed.append(state)
+            return super().place(state)
+
+    def trained(model, fill):
+        trainer = Trainer(
+            model,
+            optax.adam(1e-3),
+            loss_fn=loss_fn,
+            strategy=Watched(min_size=1),
+            enable_progress_bar=False,
+        )
+        if fill:
+            jaxdp.load_weights(path, trainer, LLAMA_NAMES)
+            assert not placed
+            weight = trainer.run.recipe.model.blocks.stacked.attn.key.weight
+            assert weight.addressable_shards[0].data.size == weight.size // 8
+        (tokens,) = np.random.default_rng(0).integers(0, 32, (1, 8, 6))
+        trainer.fit([tokens.astype(np.int32)] * 2)
+        return trainer
+
+    ours = trained(model, True)
+    (adam, *_) = placed.pop().opt_state
+    moments = adam.mu.blocks.stacked.attn.key.weight
+    assert moments.addressable_shards[0].data.size == moments.size // 8
+    theirs = trained(jaxdp.load_weights(path, Decoder(False), LLAMA_NAMES), False)
+    assert eqx.tree_equal(ours.model, theirs.model)
+    with pytest.raises(RuntimeError, match="called after 2 steps"):
+        jaxdp.load_weights(path, ours, LLAMA_NAMES)
+
+
+def test_only_the_slices_of_a_device_are_read(tmp_path):
+    save_file(gpt2(), path := tmp_path / "model.safetensors")
+    mesh = Sharded().mesh
+    shapes = eqx.filter_eval_shape(Decoder)
+    spec = jax.sharding.PartitionSpec(None, None, "data")
+    weight = jax.ShapeDtypeStruct(
+        (LAYERS, WIDTH, WIDTH),
+        jnp.bfloat16,
+        sharding=jax.sharding.NamedSharding(mesh, spec),
+    )
+    where = lambda m: m.blocks.stacked.attn.key.weight  # noqa: E731
+    shapes = eqx.tree_at(where, shapes, weight)
+    shapes = eqx.tree_at(lambda m: m.head.weight, shapes, jnp.zeros((32, WIDTH)))
+    ignore = "h.*.attn.bias"
+    model = jaxdp.load_weights(path, shapes, GPT2_NAMES, ignore=ignore)
+    whole = jaxdp.load_weights(path, Decoder(), GPT2_NAMES, ignore=ignore)
+    assert where(model).sharding == weight.sharding
+    assert where(model).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(where(model), where(whole).astype(jnp.bfloat16))
+
+
+def test_what_does_not_fit_is_listed_on_both_sides_and_nothing_is_loaded(tmp_path):
+    tensors = llama()
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    tensors["lm_head.weight"] = numbers(16, WIDTH)
+    tensors["model.layers.0.extra"] = numbers(4)
+    tensors["model.embed_tokens.weight"] = np.zeros((32, WIDTH), np.int32)
+    save_file(tensors, path := tmp_path / "model.safetensors")
+    names = dict(LLAMA_NAMES)
+    del names["blocks.*.norm.weight"]
+    with pytest.raises(ValueError, match="nothing was loaded") as raised:
+        jaxdp.load_weights(path, Decoder(False), names)
+    text = str(raised.value)
+    for line in (
+        "no name fills (None lets it stay as it is):\n"
+        "    blocks.*.norm.weight float32(16,) (3 of them)",
+        "not in the file:\n    model.layers.1.self_attn.q_proj.weight for"
+        " blocks.1.attn.query.weight float32(16, 16)",
+        "head.weight float32(32, 16) <- lm_head.weight float32(16, 16): is (16, 16)",
+        "embed.weight float32(32, 16) <- model.embed_tokens.weight int32(32, 16): is of"
+        " another kind",
+        "model.layers.*.input_layernorm.weight float32(16,) (3 of them)",
+        "model.layers.0.extra float32(4,)",
+        "blocks.*.attn.key.weight float32(16, 16) <-"
+        " model.layers.*.self_attn.k_proj.weight float32(16, 16) (3 of them)",
+    ):
+        assert line in text, text
+
+
+WRONG = {
+    "`names` must be a dict": [("a", "b")],
+    r"`names`\['embed.weight'\] must be the name of a tensor": {"embed.weight": 3},
+    r"has 'P', which is none of \('T', \*axes\)": {"embed.weight": ("w", "P")},
+    r"has \('split', 3, 3\), which is none of": {
+        "embed.weight": ("w", ("split", 3, 3))
+    },
+    r"nrm'\] matches no leaf of the model; those are embed.weight, blocks.\*.norm.we": {
+        "blocks.*.nrm": "w"
+    },
+    r"'embed.\*' and '\*.weight' both match embed.weight": {
+        "embed.*": "w.*",
+        "*.weight": "*",
+    },
+    r"has 1 stars and 'h.\*.\*' 2": {"embed.*": "h.*.*"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_names_that_mean_nothing_are_refused(message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        jaxdp.load_weights(
+            tmp_path / "none.safetensors", Decoder(False), WRONG[message]
+        )
+
+
+def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
+    like = Decoder(False)
+    with pytest.raises(FileNotFoundError, match="0 files"):
+        jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        jaxdp.load_weights(tmp_path / "a.safetensors", like, LLAMA_NAMES)
+    with pytest.raises(ValueError, match="gs://bucket"):
+        jaxdp.load_weights("gs://bucket/a.safetensors", like, LLAMA_NAMES)
+    save_file(llama(), path := tmp_path / "model.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointCorrupt, match="can't be read"):
+        jaxdp.load_weights(path, like, LLAMA_NAMES)
+    path.unlink()
+    sharded(tmp_path, llama())
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="which the index names"):
+        jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match="weight_map"):
+        jaxdp.load_weights(tmp_path, like, LLAMA_NAMES)
+    with pytest.raises(ValueError, match="stay as it is, but `like` has only"):
+        save_file({"w": numbers(32, WIDTH)}, tmp_path / "w.safetensors")
+        names = {"**": None, "embed.weight": "w"}
+        shapes = eqx.filter_eval_shape(Decoder)
+        jaxdp.load_weights(tmp_path / "w.safetensors", shapes, names)
+
+
+def test_what_cant_be_written_is_refused(tmp_path):
+    model, path = Decoder(), tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match="must end with"):
+        jaxdp.save_weights(model, tmp_path / "model.bin", GPT2_NAMES)
+    names = {**GPT2_NAMES, "blocks.*.attn.key.weight": None}
+    with pytest.raises(ValueError, match="each of 3 parts once"):
+        jaxdp.save_weights(model, path, names)
+    with pytest.raises(ValueError, match="embed.weight, head.weight, but"):
+        jaxdp.save_weights(model, path, {**GPT2_NAMES, "head.weight": "wte.weight"})
+    del names["embed.weight"]
+    with pytest.raises(ValueError, match="names no tensor for embed.weight"):
+        jaxdp.save_weights(model, path, names)
+    assert not path.exists()
