@@ -107,15 +107,12 @@ class Engine:
         self._model = Model(
             parts[2], own, view, lambda tree: self.strategy.gather(tree)
         )
+        first = parts, model_state, pure
         with no_ambient_mesh():
             if abstract:
-                self.state = shapes_of_first(
-                    parts, model_state, pure, strategy, self._offloads
-                )
+                self.state = shapes_of_first(*first, strategy, self._offloads)
             else:
-                self.state = self.place(
-                    first_of(parts, model_state, pure, seed, strategy)
-                )
+                self.state = self.place(first_of(*first, seed, strategy))
         self._mind_platform()
         if not abstract:
             self.in_flight.most_bytes = most_bytes_in_flight(self._devices)

@@ -1,0 +1,179 @@
+"""Tensors as the files of well-known models have them, and models for them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import Stack
+
+WIDTH, LAYERS = 16, 3
+
+
+def numbers(*shape, dtype=np.float32):
+    """Numbers that are all different, which bfloat16 may round."""
+    seed = sum(shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def layer(i, array):
+    """The tensor of layer `i`, exactly in bfloat16, too."""
+    return array * np.asarray(i + 1, array.dtype)
+
+
+class Attention(eqx.Module):
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+
+    def __init__(self, bias, *, key):
+        keys = jax.random.split(key, 4)
+        self.query, self.key, self.value, self.output = (
+            eqx.nn.Linear(WIDTH, WIDTH, use_bias=bias, key=key) for key in keys
+        )
+
+
+class Block(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attn: Attention
+
+    def __init__(self, bias=True, *, key):
+        self.norm = eqx.nn.LayerNorm(WIDTH, use_bias=bias)
+        self.attn = Attention(bias, key=key)
+
+    def __call__(self, x):
+        x = jax.vmap(self.norm)(x)
+        q, k, v = (
+            jax.vmap(f)(x) for f in (self.attn.query, self.attn.key, self.attn.value)
+        )
+        weights = jax.nn.softmax(q @ k.T / 4)
+        return x + jax.vmap(self.attn.output)(weights @ v)
+
+
+class Decoder(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: Stack
+    head: eqx.nn.Linear
+
+    def __init__(self, bias=True, *, key=None):
+        keys = jax.random.split(jax.random.key(0) if key is None else key, LAYERS + 2)
+        self.embed = eqx.nn.Embedding(32, WIDTH, key=keys[0])
+        self.blocks = Stack([Block(bias, key=key) for key in keys[2:]])
+        self.head = eqx.nn.Linear(WIDTH, 32, use_bias=False, key=keys[1])
+
+    def __call__(self, tokens):
+        return jax.vmap(self.head)(self.blocks(jax.vmap(self.embed)(tokens)))
+
+
+LLAMA_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "blocks.*.norm.weight": "model.layers.*.input_layernorm.weight",
+    "blocks.*.attn.query.weight": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.attn.key.weight": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.attn.value.weight": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.attn.output.weight": "model.layers.*.self_attn.o_proj.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def llama(dtype=np.float32):
+    square = numbers(WIDTH, WIDTH, dtype=dtype)
+    tensors = {
+        "model.embed_tokens.weight": numbers(32, WIDTH, dtype=dtype),
+        "lm_head.weight": numbers(32, WIDTH, dtype=dtype) / dtype(2),
+    }
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}"
+        tensors[f"{prefix}.input_layernorm.weight"] = layer(
+            i, numbers(WIDTH, dtype=dtype)
+        )
+        for j, name in enumerate("qkvo"):
+            array = layer(i, square) * dtype(2**j)
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = array
+    return tensors
+
+
+GPT2_NAMES = {
+    "embed.weight": "wte.weight",
+    "blocks.*.norm.*": "h.*.ln_1.*",
+    **{
+        f"blocks.*.attn.{name}.weight": ("h.*.attn.c_attn.weight", "T", ("split", 3, i))
+        for i, name in enumerate(("query", "key", "value"))
+    },
+    **{
+        f"blocks.*.attn.{name}.bias": ("h.*.attn.c_attn.bias", ("split", 3, i))
+        for i, name in enumerate(("query", "key", "value"))
+    },
+    "blocks.*.attn.output.weight": ("h.*.attn.c_proj.weight", "T"),
+    "blocks.*.attn.output.bias": "h.*.attn.c_proj.bias",
+    "head.weight": None,
+}
+
+
+def gpt2():
+    tensors = {"wte.weight": numbers(32, WIDTH)}
+    for i in range(LAYERS):
+        tensors |= {
+            f"h.{i}.ln_1.weight": layer(i, numbers(WIDTH)),
+            f"h.{i}.ln_1.bias": layer(i, numbers(WIDTH)) / 2,
+            f"h.{i}.attn.bias": np.ones((1, 1, 8, 8), np.float32),
+            f"h.{i}.attn.c_attn.weight": layer(i, numbers(WIDTH, 3 * WIDTH)),
+            f"h.{i}.attn.c_attn.bias": layer(i, numbers(3 * WIDTH)),
+            f"h.{i}.attn.c_proj.weight": layer(i, numbers(WIDTH, WIDTH)),
+            f"h.{i}.attn.c_proj.bias": layer(i, numbers(WIDTH)),
+        }
+    return tensors
+
+
+class Vit(eqx.Module):
+    patches: eqx.nn.Conv2d
+    cls: jax.Array
+    positions: jax.Array
+    blocks: list
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 4)
+        self.patches = eqx.nn.Conv2d(3, WIDTH, 4, 4, key=keys[0])
+        self.cls, self.positions = jnp.zeros(WIDTH), jnp.zeros((5, WIDTH))
+        self.blocks = [Block(key=key) for key in keys[:2]]
+        self.head = eqx.nn.Linear(WIDTH, 10, key=keys[3])
+
+
+VIT_NAMES = {
+    "patches.weight": "vit.embeddings.patch_embeddings.projection.weight",
+    "patches.bias": (
+        "vit.embeddings.patch_embeddings.projection.bias",
+        ("expand", -1, -2),
+    ),
+    "cls": ("vit.embeddings.cls_token", ("squeeze", 0, 1)),
+    "positions": ("vit.embeddings.position_embeddings", ("squeeze", 0)),
+    "blocks[*].norm.*": "vit.encoder.layer.*.layernorm_before.*",
+    **{
+        f"blocks[*].attn.{name}.*": f"vit.encoder.layer.*.attention.attention.{name}.*"
+        for name in ("query", "key", "value")
+    },
+    "blocks[*].attn.output.*": "vit.encoder.layer.*.attention.output.dense.*",
+    "head.*": "classifier.*",
+}
+
+
+def vit():
+    tensors = {
+        "vit.embeddings.patch_embeddings.projection.weight": numbers(WIDTH, 3, 4, 4),
+        "vit.embeddings.patch_embeddings.projection.bias": numbers(WIDTH),
+        "vit.embeddings.cls_token": numbers(1, 1, WIDTH),
+        "vit.embeddings.position_embeddings": numbers(1, 5, WIDTH),
+        "classifier.weight": numbers(10, WIDTH),
+        "classifier.bias": numbers(10),
+    }
+    for i in range(2):
+        prefix = f"vit.encoder.layer.{i}"
+        names = [f"attention.attention.{n}" for n in ("query", "key", "value")]
+        for name in [*names, "attention.output.dense"]:
+            tensors[f"{prefix}.{name}.weight"] = layer(i, numbers(WIDTH, WIDTH))
+            tensors[f"{prefix}.{name}.bias"] = layer(i, numbers(WIDTH))
+        tensors[f"{prefix}.layernorm_before.weight"] = layer(i, numbers(WIDTH))
+        tensors[f"{prefix}.layernorm_before.bias"] = layer(i, numbers(WIDTH))
+    return tensors
