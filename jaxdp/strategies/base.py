@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.tree import leaf_path, map_nodes
+from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, row_blocks
 from ..step import DATA, Collectives, Group, TrainState
 from .offload import jitted
@@ -228,8 +228,8 @@ class DataParallel:
         """Why a leaf of the model is held as it is."""
         return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
 
-    def _layouts(self, state: TrainState) -> TrainState:
-        """A `Layout` for every leaf of the state.
+    def _layouts(self, state: TrainState) -> dict[str, Layout]:
+        """How each leaf of the state is held, by name.
 
         A leaf of the optimizer state belongs to the parameter whose path its own path
         ends with, if it has that parameter's shape too, or a stack of such; Adam's
@@ -268,11 +268,14 @@ class DataParallel:
         with_path = jax.tree_util.tree_map_with_path
         with_path(updated, state.params)
         whole = Layout(PartitionSpec(), "replicated")
-        return jax.tree.map(lambda _: whole, state)._replace(
+        layouts = jax.tree.map(lambda _: whole, state)._replace(
             params=with_path(own, state.params),
             buffers=with_path(own, state.buffers),
             opt_state=with_path(inherited, state.opt_state),
         )
+        is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
+        leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_layout)[0]
+        return {state_name(path): layout for path, layout in leaves}
 
     def _held(self, path: str, leaf: Any) -> PartitionSpec:
         return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
@@ -351,10 +354,18 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
             " which `param_spec` and `update_spec` say how each leaf is held."
         )
 
-    def held(layout: Layout) -> NamedSharding:
-        return NamedSharding(strategy.mesh, layout.spec)
+    layouts = strategy._layouts(state)
 
-    return map_nodes(Layout, held, strategy._layouts(state))
+    def held(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        return NamedSharding(strategy.mesh, layouts[state_name(path)].spec)
+
+    return jax.tree_util.tree_map_with_path(held, state)
+
+
+def state_name(path: Sequence[Any]) -> str:
+    """The name of a leaf of a state, by its JAX key path: `params: layers[0].weight`"""
+    field, *rest = path
+    return f"{field.name}: {leaf_path(rest)}".removesuffix(": ")
 
 
 def rows_of_processes(strategy: DataParallel) -> RowBlocks:

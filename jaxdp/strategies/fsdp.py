@@ -13,7 +13,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
-from .base import Devices, find_devices, mesh_on
+from .base import Devices, Layout, find_devices, mesh_on
 from .by_rows import AT_ONCE, IN_CALLS, NO_GATHERERS
 from .gathering import Gatherers
 from .sharded import Sharded
@@ -178,10 +178,10 @@ class FSDP(_Split):
                 " of these parameters for each row"
             )
 
-    def _layouts(self, state: TrainState) -> TrainState:
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         # The arrays may be trained, or frozen, or both.
         self._found(eqx.combine(state.params, state.buffers))
-        return super()._layouts(state)
+        return super().layouts(state)
 
     def _found(self, model: PyTree) -> Gatherers:
         """Which submodules of this model gather their own parameters; kept."""

@@ -30,7 +30,7 @@ from ..step import (
     init_each,
     update_each,
 )
-from .base import Devices, Layout, OwnState, Rows
+from .base import Devices, Layout, OwnState, Rows, state_name
 from .by_rows import ByRows
 from .sharded import Sharded
 
@@ -196,7 +196,7 @@ class LocalSGD(Sharded, OwnState):
         with_path = jax.tree_util.tree_map_with_path
         return state._replace(opt_state=with_path(saved, state.opt_state))
 
-    def _layouts(self, state: TrainState) -> TrainState:
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         if jax.tree.leaves(state.model_state):
             raise ValueError(
                 "`strategy`: LocalSGD trains replicas separately, so a model with"
@@ -204,14 +204,11 @@ class LocalSGD(Sharded, OwnState):
                 " in each. Use layers without a state, eqx.nn.LayerNorm or"
                 " GroupNorm for example, or the strategy Sharded()."
             )
-        usual = super()._layouts(state)
         one_each = Layout(_SPLIT, "one for each replica")
-
-        def layout(leaf: Any, usual: Layout) -> Layout:
-            return one_each if leaf is _STACK else usual
-
-        marked = _map_stacks(lambda _: _STACK, state).opt_state
-        return usual._replace(opt_state=jax.tree.map(layout, marked, usual.opt_state))
+        marked = _map_stacks(lambda _: _STACK, state)
+        leaves = jax.tree_util.tree_flatten_with_path(marked)[0]
+        replicas = {state_name(p): one_each for p, leaf in leaves if leaf is _STACK}
+        return super().layouts(state) | replicas
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         given = self.mesh, self.row_axes, self._held, self._updated

@@ -59,7 +59,9 @@ class Members(Sharded):
     def on(self, devices: Sequence[Any]) -> "Members":
         return changed(self, mesh=mesh_on(devices, {MEMBERS: len(devices)}))
 
-    def _layouts(self, state: TrainState) -> TrainState:
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         by_members = Layout(PartitionSpec(MEMBERS), "by members")
-        of_state = jax.tree.map(lambda _: by_members, state.model_state)
-        return super()._layouts(state)._replace(model_state=of_state)
+        return {
+            name: by_members if name.startswith("model_state") else layout
+            for name, layout in super().layouts(state).items()
+        }

@@ -13,7 +13,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
-from .base import Devices, Rows, find_devices
+from .base import Devices, Layout, Rows, find_devices
 from .sharded import Sharded
 from .stack import Stack, in_turn, stacks_in
 
@@ -75,7 +75,7 @@ class Pipeline(Sharded):
     def reason(self, path: str, leaf: Array) -> str:
         return "split by blocks" if any(self.param_spec(path, leaf)) else "replicated"
 
-    def _layouts(self, state: TrainState) -> TrainState:
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         # The blocks' arrays may be trained, or frozen, or both.
         blocks = stacks_in(eqx.combine(state.params, state.buffers))
         if not blocks:
@@ -91,7 +91,7 @@ class Pipeline(Sharded):
                     f" the {number} blocks of {path or 'the model'}."
                 )
         self._stacks = tuple(f"{path}.stacked".lstrip(".") for path in blocks)
-        return super()._layouts(state)
+        return super().layouts(state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return _Stages(self.mesh, self.microbatches)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.tree import leaf_path, map_nodes
+from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from .base import (
     DataParallel,
@@ -70,8 +70,14 @@ class Sharded(DataParallel):
     def _reason(self, path: str, leaf: Array) -> str:
         return self.reason(path, leaf)
 
-    def layouts(self, state: TrainState) -> dict[str, "Layout"]:
+    def _layouts(self, state: TrainState) -> dict[str, Layout]:
+        return self.layouts(state)
+
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         """How each leaf of a state is split over the devices, and why.
+
+        A subclass overrides it to look at the whole state before it is asked about
+        leaves, or to split what it is not asked about.
 
         Args:
             state: arrays, or their shapes and dtypes; placed or not.
@@ -79,13 +85,7 @@ class Sharded(DataParallel):
         Returns:
             By name, `params: layers[0].weight`.
         """
-        by_name: dict[str, Layout] = {}
-        for field, tree in self._layouts(state)._asdict().items():
-            is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
-            leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layout)[0]
-            for path, layout in leaves:
-                by_name[f"{field}: {leaf_path(path)}".removesuffix(": ")] = layout
-        return by_name
+        return super()._layouts(state)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""

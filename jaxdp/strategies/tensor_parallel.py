@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState
-from .base import Devices, find_devices, names_of
+from .base import Devices, Layout, find_devices, names_of
 from .fsdp import split_axis
 from .sharded import Sharded
 from .stack import Stack
@@ -87,7 +87,7 @@ class TensorParallel(Sharded):
         why = self._ruled_and_split(path, leaf)[1]
         return f"{by}; {why}" if why else by
 
-    def _layouts(self, state: TrainState) -> TrainState:
+    def layouts(self, state: TrainState) -> dict[str, Layout]:
         paths = [
             leaf_path(path)
             for tree in (state.params, state.buffers)
@@ -103,7 +103,7 @@ class TensorParallel(Sharded):
                     " rule that matches is used: put special rules before general"
                     f" ones. The paths are {shown or 'none'}."
                 )
-        return super()._layouts(state)
+        return super().layouts(state)
 
     def _rule(self, path: str) -> Rule | None:
         """The first rule that fits."""

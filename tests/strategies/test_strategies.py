@@ -10,11 +10,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from toys import Apart, Mlp, Recorder, batches
+from toys import Apart, Deep, Mlp, Recorder, batches
 
+import jaxdp
 from jaxdp import (
     FSDP,
+    Bitwise,
     DataParallel,
+    LocalSGD,
+    Members,
+    Pipeline,
     Pmap,
     Sharded,
     SingleDevice,
@@ -62,30 +67,52 @@ RULES = [
 ]
 
 
-@pytest.mark.slow_but("<lambda>3")
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: SingleDevice(),
-        lambda: SingleDevice(jax.devices()[3]),
-        lambda: Sharded(),
-        lambda: Sharded(3),
-        lambda: Sharded(jax.devices()[5:]),
-        lambda: Pmap(),
-        lambda: Pmap(jax.devices()[:2]),
-        lambda: Columns(),
-        lambda: Threads(2),
-        lambda: ZeRO(),
-        lambda: ZeRO(devices=2),
-        lambda: FSDP(),
-        lambda: FSDP(4, min_size=100),
-        lambda: FSDP(1),
-        lambda: TensorParallel({"data": 4, "model": 2}, RULES),
-        lambda: TensorParallel({"data": 2, "fsdp": 2, "model": 2}, RULES),
-    ],
-)
+def plain(strategy, *arguments):
+    return lambda: (strategy(*arguments), {})
+
+
+def eight_models():
+    keys = jax.random.split(jax.random.key(0), 8)
+    return {"model": eqx.filter_vmap(Mlp)(keys), "ensemble": 8}
+
+
+CONFORMING = {
+    "one": plain(SingleDevice),
+    "fourth": lambda: (SingleDevice(jax.devices()[3]), {}),
+    "sharded": plain(Sharded),
+    "3": plain(Sharded, 3),
+    "last three": lambda: (Sharded(jax.devices()[5:]), {}),
+    "pmap": plain(Pmap),
+    "pmap 2": lambda: (Pmap(jax.devices()[:2]), {}),
+    "own layout": plain(Columns),
+    "own engine": plain(Threads, 2),
+    "zero": plain(ZeRO),
+    "zero 2": lambda: (ZeRO(devices=2), {}),
+    "fsdp": plain(FSDP),
+    "fsdp 4": lambda: (FSDP(4, min_size=100), {}),
+    "fsdp 1": plain(FSDP, 1),
+    "tensors": plain(TensorParallel, {"data": 4, "model": 2}, RULES),
+    "grid": plain(TensorParallel, {"data": 2, "fsdp": 2, "model": 2}, RULES),
+    "pipeline": lambda: (Pipeline(2, 3, devices=2), {"model": Deep()}),
+    "members": lambda: (Members(2), eight_models()),
+    "bitwise": lambda: (Bitwise(Sharded()), {}),
+    # With more devices or steps it is another algorithm.
+    "local": lambda: (LocalSGD(1, optax.sgd(1.0), devices=1), {}),
+}
+
+
+@pytest.mark.slow_but("3")
+@pytest.mark.parametrize("strategy", CONFORMING.values(), ids=CONFORMING)
 def test_strategy_conforms(strategy):
-    check_strategy(strategy())
+    instance, arguments = strategy()
+    check_strategy(instance, **arguments)
+
+
+def test_conformance_is_checked_of_every_class_there_is():
+    public = [getattr(jaxdp.strategies, name) for name in jaxdp.strategies.__all__]
+    classes = {c for c in public if isinstance(c, type) and issubclass(c, DataParallel)}
+    checked = {type(strategy()[0]) for strategy in CONFORMING.values()}
+    assert classes - checked == {DataParallel, jaxdp.strategies.OwnState}
 
 
 class Wrapped(Sharded):
