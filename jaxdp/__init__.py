@@ -35,6 +35,7 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from . import finders, testing
     from .extras.load_weights import load_weights
+    from .extras.lora import lora, merge_lora
     from .extras.muon import muon
     from .extras.save_weights import save_weights
     from .plan.plan import Plan
@@ -69,7 +70,9 @@ __all__ = [
     "finders",
     "load_model",
     "load_weights",
+    "lora",
     "losses",
+    "merge_lora",
     "muon",
     "save_model",
     "save_weights",
@@ -79,6 +82,8 @@ __all__ = [
 
 _EXTRAS = {
     "load_weights": "load_weights",
+    "lora": "lora",
+    "merge_lora": "lora",
     "muon": "muon",
     "save_weights": "save_weights",
 }

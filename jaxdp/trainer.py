@@ -62,8 +62,8 @@ class Trainer:
             on all devices.
         callbacks: called in this order.
         state: the `eqx.nn.State` from `eqx.nn.make_with_state`.
-        filter_spec: which leaves are trained: a callable or a pytree of bools. Frozen
-            leaves get no gradient and no optimizer state.
+        filter_spec: which leaves are trained: path patterns, a callable or a pytree of
+            bools. Frozen leaves get no gradient and no optimizer state.
         precision: "32-true", "32-highest", "bf16-mixed", "bf16-true" or "16-mixed"; see
             docs/precision.md.
         after_update: a function model -> model, which may name `key` and `step`, called

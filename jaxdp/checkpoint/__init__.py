@@ -1,12 +1,13 @@
 """Checkpoints: whole or absent, checked when they are read."""
 
 from .folder import CheckpointDir
-from .leaves import arrays_of, plain
+from .leaves import arrays_of, frozen_leaves, plain
 from .orbax_quirks import check_name
 from .restoring import (
     CheckpointCorrupt,
     all_or_none,
     changed_arguments,
+    check_left_out,
     read_meta,
     restore,
 )

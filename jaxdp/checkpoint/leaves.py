@@ -30,6 +30,16 @@ def _with_names(state: TrainState) -> Iterator[tuple[str, Any]]:
             yield _name(field, path), leaf
 
 
+def frozen_leaves(state: TrainState) -> Named:
+    """The floating-point arrays that are not trained, by name."""
+    named = name_leaves(state._replace(params=None, model_state=None, opt_state=None))
+    return {
+        name: leaf
+        for name, leaf in with_elements(named).items()
+        if name.startswith("buffers: ") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+
+
 def of_weights(named: Mapping[str, Any]) -> Named:
     """Only those that evaluation reads."""
     return {n: leaf for n, leaf in named.items() if n.partition(": ")[0] in WEIGHTS}

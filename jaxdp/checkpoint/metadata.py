@@ -43,6 +43,7 @@ _SCHEMA: Final = {
     "compiler_options": dict | None,
     "devices": int,
     "evaluated": dict | None,
+    "beside_adapters": dict | None,  # [what, fingerprint] of what was left out
 }
 
 

@@ -73,6 +73,7 @@ def restore(
         meta, digest = _read_meta(path)
         leaves = name_leaves(wanted(meta))
         stored = {n: meta["leaves"][s] for n, s in _names_in(meta, evaluated).items()}
+        stored |= left_out(meta)
         now = shapes(of_weights(leaves) if evaluated else leaves)
         check_same(path, now, stored, changed_arguments(meta, arguments))
         _check_files(path)
@@ -92,6 +93,30 @@ def restore(
     arrays = {n: leaf for n, leaf in arrays_of(state).items() if n in names}
     stored = _read_arrays(path, {names[n]: leaf for n, leaf in arrays.items()})
     return unname_leaves({name: stored[names[name]] for name in arrays}, state), meta
+
+
+def left_out(meta: Mapping[str, Any]) -> dict[str, str]:
+    """What the leaves are, by name, that a checkpoint of adapters was saved without."""
+    return {
+        name: text for name, (text, _) in (meta.get("beside_adapters") or {}).items()
+    }
+
+
+def check_left_out(path: str, meta: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    """Raises unless the leaves that were not saved have the bits that they had.
+
+    Args:
+        path: of the checkpoint, for messages.
+        meta: its metadata.
+        now: fingerprints by name.
+    """
+    for name, (_, then) in (meta.get("beside_adapters") or {}).items():
+        if now.get(name) != then:
+            raise ValueError(
+                f"`path`: {path} has adapters alone, and {name.partition(': ')[2]} of"
+                " the model that they were trained beside had other values than this"
+                " one's. Make the model with the same weights, and load then."
+            )
 
 
 def restore_leaves(

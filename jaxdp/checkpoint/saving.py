@@ -21,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from ..basics.arguments import check_is_local
@@ -30,7 +31,15 @@ from ..basics.json_checks import check_size
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal
-from .leaves import Named, evaluated_leaves, name_leaves, nested, shapes, with_elements
+from .leaves import (
+    Named,
+    evaluated_leaves,
+    name_leaves,
+    nested,
+    shape_text,
+    shapes,
+    with_elements,
+)
 from .metadata import FORMAT, check_schema
 from .orbax_quirks import check_name, quiet_orbax, unfinished
 
@@ -129,6 +138,7 @@ def start_saving(
         [], contextlib.AbstractContextManager[None]
     ] = contextlib.nullcontext,
     evaluated: TrainState | None = None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Saving:
     """Begins to write `state` and `meta` into the new folder `path`.
 
@@ -142,6 +152,7 @@ def start_saving(
         then: called by the first `Saving.finish`, with the path.
         waiting: gives the context in which `Saving.finish` waits, of a stopwatch say.
         evaluated: `state` with the weights that are evaluated, if these are others.
+        left_out: fingerprints of leaves that are not saved, by name.
 
     Raises:
         FileExistsError: if something is at `path`.
@@ -157,8 +168,12 @@ def start_saving(
     processes.first(f"saving {path}", lambda: _check_is_new(path))
 
     where, others = evaluated_leaves(state, evaluated or state)
-    named = name_leaves(state) | others
-    meta = {**meta, "evaluated": where}
+    named = name_leaves(state)
+    beside = {name: [shape_text(named.pop(name)), left_out[name]] for name in left_out}
+    named |= others
+    meta = {**meta, "evaluated": where} | (
+        {"beside_adapters": beside} if beside else {}
+    )
     arguments = ocp.args.Composite(
         state=ocp.args.StandardSave(nested(with_elements(named))),
         meta=ocp.args.JsonSave(_described(named, meta)),

@@ -1,7 +1,7 @@
 """The weights of a model alone: from a checkpoint or a file, and into a file."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +25,7 @@ from .leaves import (
     shape_text,
     unplain,
 )
-from .restoring import CheckpointCorrupt, read_meta, restore_leaves
+from .restoring import CheckpointCorrupt, left_out, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
 
@@ -88,10 +88,21 @@ def load_model(
     stored = {n: _as_wanted(text, wanted.get(n)) for n, text in stored.items()}
     _report(path, wanted, stored, partial)
     values = read([name for name in wanted if stored.get(name) == wanted[name]])
+    _check_beside(like, stored.keys() - values.keys())
     model = _filled(like, values, "")
     if state is None:
         return model
     return model, _filled(state, values, "model_state: ")
+
+
+def _check_beside(like: PyTree, left_out: Set[str]) -> None:
+    """Raises where `like` has shapes of what adapters were saved without."""
+    for name, leaf in _arrays(like).items():
+        if isinstance(leaf, jax.ShapeDtypeStruct) and name in left_out:
+            raise ValueError(
+                f"`like`: {name} is a shape, and the checkpoint has adapters alone;"
+                " pass the model itself, with the weights beside them."
+            )
 
 
 def save_model(path: Path, model: PyTree) -> str:
@@ -242,9 +253,11 @@ def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:
         elif field == "model_state":
             full_names[full] = where.get(full, full)
     shapes = {name: meta["leaves"][full] for name, full in full_names.items()}
+    for full, text in left_out(meta).items():
+        shapes[plain_path(full.partition(": ")[2])] = text
 
     def read(found: Iterable[str]) -> dict[str, Any]:
-        named = {name: full_names[name] for name in found}
+        named = {name: full_names[name] for name in found if name in full_names}
         stored = restore_leaves(path, meta, named.values())
         return {name: stored[full] for name, full in named.items()}
 

@@ -28,7 +28,9 @@ from ..step import (
     Whole,
     check_remat,
     find_parts,
+    mask_of,
     split_batch,
+    trained_alone,
 )
 from ..strategies import DataParallel, Sharded
 from ..strategies.base import OwnState, check_offload, rows_of_processes
@@ -360,14 +362,17 @@ def split_model(
         arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)
     )
     if filter_spec is eqx.is_inexact_array:
-        filter_spec = True  # of shapes, too
+        alone = trained_alone(model)
+        filter_spec = True if alone is None else alone  # of shapes, too
+    elif {type(leaf) for leaf in jax.tree.leaves(filter_spec)} == {str}:
+        filter_spec = mask_of(filter_spec, model, "`filter_spec`")
     try:
         params, frozen = eqx.partition(inexact, filter_spec)
     except ValueError as error:
         raise ValueError(
-            "`filter_spec` must be a callable leaf -> bool, or a pytree of bools that"
-            " is a prefix of the model, for example jax.tree.map(lambda _: False,"
-            " model) changed by eqx.tree_at."
+            "`filter_spec` must be path patterns, a callable leaf -> bool, or a pytree"
+            " of bools that is a prefix of the model, for example jax.tree.map(lambda"
+            " _: False, model) changed by eqx.tree_at."
         ) from error
 
     if not jax.tree.leaves(params):

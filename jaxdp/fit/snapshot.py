@@ -12,7 +12,9 @@ import jax
 from .. import checkpoint
 from ..basics.console import say, warn
 from ..callbacks import Callback
+from ..callbacks.fingerprints import start_fingerprints
 from ..callbacks.states import identities, misfits, named, saved_states
+from ..step import trained_alone
 from ..strategies.base import OwnState
 from .checks import check_json
 
@@ -48,8 +50,32 @@ def start_saving(trainer: "Trainer", path: str | os.PathLike[str]) -> checkpoint
         meta = all_but_arrays(trainer)
         with _waiting(run):
             return checkpoint.start_saving(
-                path, state, meta, saved, lambda: _waiting(run), held.evaluated
+                path,
+                state,
+                meta,
+                saved,
+                lambda: _waiting(run),
+                held.evaluated,
+                _beside_adapters(run, state),
             )
+
+
+def _beside_adapters(run: "Run", state: Any) -> dict[str, str]:
+    """Fingerprints of the weights that stay as they are, so that no checkpoint need
+    have them. Waits for the device."""
+    recipe = run.recipe
+    if trained_alone(recipe.model) is None or recipe.arguments["after_update"]:
+        return {}
+    return start_fingerprints(checkpoint.frozen_leaves(state))()
+
+
+def _check_left_out(
+    path: str | os.PathLike[str], meta: dict[str, Any], state: Any
+) -> None:
+    """Raises where adapters were trained beside other weights than these."""
+    if meta.get("beside_adapters"):
+        now = start_fingerprints(checkpoint.frozen_leaves(state))()
+        checkpoint.check_left_out(os.fspath(path), meta, now)
 
 
 def all_but_arrays(trainer: "Trainer") -> dict[str, Any]:
@@ -97,6 +123,7 @@ def weights_at(
     held = trainer.run.engine.held
     with trainer.run.interrupts.uninterrupted():
         state, meta = checkpoint.restore(path, lambda _: held.tree, evaluated=True)
+        _check_left_out(path, meta, held.tree)
         return meta["global_step"], jax.tree.leaves(state.weights)
 
 
@@ -116,6 +143,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
             like,
             arguments=run.recipe.description(run.hooks.callbacks),
         )
+        _check_left_out(path, meta, run.engine.state)
         state = run.engine.place(state)
         # Of all that takes something up, users' callbacks alone may fail.
         with _as_before_if_it_fails(trainer.callbacks):

@@ -32,7 +32,15 @@ from .metrics import (
 )
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call, without_call
-from .parts import FoundPart, Part, StepsOfParts, find_parts, optimizer_of, trained_by
+from .parts import (
+    FoundPart,
+    Part,
+    StepsOfParts,
+    find_parts,
+    mask_of,
+    optimizer_of,
+    trained_by,
+)
 from .precision import (
     Precision,
     as_own,
@@ -46,6 +54,7 @@ from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .table import TABLE, Picked, Table, opening, shapes_of_rows
+from .trained_alone import trained_alone
 from .value_fn import closed_over, offered, updates_in
 from .whole import (
     NOTHING,

@@ -110,7 +110,7 @@ def find_parts(
     owners: dict[str, str] = {}
     for part in parts:
         # Its name.
-        mask = _mask(part.params, model)
+        mask = mask_of(part.params, model, "`Part`: `params`")
         name = part.name
         if name is None:
             path = part.params if isinstance(part.params, str) else ""
@@ -149,17 +149,18 @@ def _is_trainable(leaf: Any) -> bool:
 
 
 _NO_MASK: Final = (
-    "`Part`: `params` must be a path pattern, a list of them, or a pytree of bools that"
-    " is a prefix of the model."
+    " must be a path pattern, a list of them, or a pytree of bools that is a prefix of"
+    " the model."
 )
 
 
-def _mask(params: PyTree, model: PyTree) -> PyTree:
-    """Bools in the structure of `model`."""
+def mask_of(params: PyTree, model: PyTree, argument: str) -> PyTree:
+    """Bools in the structure of `model`, for patterns or bools that `argument` has."""
     patterns = [params] if isinstance(params, str) else params
     kinds = {type(leaf) for leaf in jax.tree.leaves(params)}
     if not kinds <= {str, bool, np.bool_}:
-        raise TypeError(_NO_MASK + f" It has {', '.join(k.__name__ for k in kinds)}.")
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{argument}{_NO_MASK} It has {names}.")
     is_patterns = isinstance(patterns, list | tuple)
     if not is_patterns or not all(isinstance(each, str) for each in patterns):
         try:
@@ -167,7 +168,7 @@ def _mask(params: PyTree, model: PyTree) -> PyTree:
                 lambda on, below: jax.tree.map(lambda _: bool(on), below), params, model
             )
         except ValueError as error:
-            raise ValueError(_NO_MASK) from error
+            raise ValueError(argument + _NO_MASK) from error
 
     def names_of(path: Sequence[Any]) -> Iterator[str]:
         return (leaf_path(path[: end + 1]) for end in range(len(path)))
@@ -177,7 +178,7 @@ def _mask(params: PyTree, model: PyTree) -> PyTree:
     for pattern in patterns:
         if not any(matches(name, pattern) for name in there):
             raise ValueError(
-                f"`Part`: {pattern!r} matches no submodule and no leaf; there are"
+                f"{argument}: {pattern!r} matches no submodule and no leaf; there are"
                 f" {', '.join(there)}."
             )
     return jax.tree_util.tree_map_with_path(

@@ -1,0 +1,150 @@
+"""Low-rank adapters on the linear layers of a model whose weights stay as they are."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ..basics.arguments import check_count, check_number
+from ..basics.tree import is_key, leaf_path, map_nodes
+from ..step import matches
+
+
+class Adapted(eqx.nn.Linear):
+    """A linear layer and a product of two thin matrices beside its weight."""
+
+    down: Array
+    """`(..., rank, in_features)`, random."""
+    up: Array
+    """`(..., out_features, rank)`, zero at first."""
+    scale: float = eqx.field(static=True)
+
+    trained_alone: ClassVar = ("down", "up")
+
+    def __init__(self, linear: eqx.nn.Linear, rank: int, scale: float, key: Any):
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.use_bias, self.scale = linear.use_bias, scale
+        *stacked, fan_out, fan_in = linear.weight.shape
+        bound = 1 / math.sqrt(fan_in)
+        dtype = jnp.promote_types(linear.weight.dtype, jnp.float32)
+        self.down = jax.random.uniform(
+            key, (*stacked, rank, fan_in), dtype, -bound, bound
+        )
+        self.up = jnp.zeros((*stacked, fan_out, rank), dtype)
+
+    def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
+        y = super().__call__(x, key=key)
+        return y + (self.scale * (self.up @ (self.down @ x))).astype(y.dtype)
+
+    def merged(self) -> eqx.nn.Linear:
+        """An ordinary layer with the product in its weight."""
+        dtype = self.down.dtype
+        product = jnp.matmul(self.up, self.down, precision="highest")
+        weight = self.weight.astype(dtype) + self.scale * product
+        linear = object.__new__(eqx.nn.Linear)
+        for name, value in vars(self).items():
+            if name not in ("down", "up", "scale"):
+                object.__setattr__(linear, name, value)
+        object.__setattr__(linear, "weight", weight.astype(self.weight.dtype))
+        return linear
+
+
+def lora(
+    model: PyTree,
+    patterns: str | Iterable[str],
+    rank: int,
+    *,
+    alpha: float | None = None,
+    key: PRNGKeyArray,
+) -> PyTree:
+    """The model with low-rank adapters (LoRA) on its linear layers.
+
+        model = lora(model, "*_proj", rank=8, key=jax.random.key(0))
+        trainer = Trainer(model, optax.adam(1e-3))
+        trainer.fit(loader)
+        model = merge_lora(trainer.model)
+
+    A layer computes `weight @ x + alpha / rank * up @ down @ x`, with `up` zero at
+    first: the model gives what it gave. Without a `filter_spec` a Trainer trains the
+    adapters alone, and checkpoints have no more than these: to go on from one, make the
+    model with the same weights again.
+
+    Args:
+        model: any pytree; its layers may be in a `jaxdp.Stack`, and hold shapes.
+        patterns: of the paths of `eqx.nn.Linear` layers, such as
+            `"blocks.stacked.attention.*_proj"`; `*` stands for anything.
+        rank: of the product.
+        alpha: what it is multiplied by, times `rank`. Default: `rank`.
+        key: of the random numbers in `down`.
+
+    Raises:
+        TypeError, ValueError: for a pattern that matches no linear layer, layers with
+            adapters already, and for a `rank`, an `alpha` or a `key` that can't be.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    check_count("rank", rank)
+    if alpha is not None:
+        check_number("alpha", alpha, above=0)
+    if not is_key(key) and getattr(key, "dtype", None) != jnp.uint32:
+        raise TypeError(
+            f"`key` must be a PRNG key, jax.random.key(0) say; got {key!r}."
+        )
+    scale = 1.0 if alpha is None else float(alpha) / rank
+
+    def is_linear(node: Any) -> bool:
+        return isinstance(node, eqx.nn.Linear)
+
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_linear)
+    layers = {leaf_path(path): node for path, node in nodes if is_linear(node)}
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        named = [name for name in layers if matches(name, pattern)]
+        if not named:
+            raise ValueError(
+                f"`patterns`: {pattern!r} matches no eqx.nn.Linear; there are"
+                f" {', '.join(layers) or 'none'}."
+            )
+        chosen |= dict.fromkeys(named)
+    for name in chosen:
+        layer = layers[name]
+        if isinstance(layer, Adapted):
+            raise ValueError(
+                f"`model`: {name} has an adapter already; use `merge_lora` first."
+            )
+        if "scalar" in (layer.in_features, layer.out_features):
+            raise ValueError(f"`patterns`: {name} has scalar features, and no matrix.")
+    keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
+
+    def adapted(path: Any, node: Any) -> Any:
+        own_key = keys.get(leaf_path(path))
+        return node if own_key is None else Adapted(node, rank, scale, own_key)
+
+    return jax.tree_util.tree_map_with_path(adapted, model, is_leaf=is_linear)
+
+
+def merge_lora(model: PyTree) -> PyTree:
+    """The model with its adapters in the weights: ordinary layers, as many as before.
+
+    Sums are of the adapters' dtype, float32 or wider, and rounded to the weights' own.
+
+    Raises:
+        ValueError: if the model has no adapters.
+    """
+    merged = 0
+
+    def merge(layer: Adapted) -> eqx.nn.Linear:
+        nonlocal merged
+        merged += 1
+        return layer.merged()
+
+    model = map_nodes(Adapted, merge, model)
+    if not merged:
+        raise ValueError(
+            "`model` has no adapters of `lora`, so there is none to merge."
+        )
+    return model

@@ -1,0 +1,147 @@
+"""Adapters on linear layers: trained alone, saved alone, merged at the end."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toys import Deep, Mlp, batches
+
+import jaxdp
+from jaxdp import FSDP, SingleDevice, Trainer
+from jaxdp.callbacks import ModelCheckpoint
+
+KEY = jax.random.key(1)
+PATTERNS = ["blocks.stacked.linear", "last"]
+
+
+def adapted(**options):
+    return jaxdp.lora(Deep(4), PATTERNS, 2, key=KEY, **options)
+
+
+def trainer_of(model, **options):
+    options = {"strategy": SingleDevice(), "enable_progress_bar": False} | options
+    return Trainer(model, optax.adam(1e-2), loss="cross_entropy", **options)
+
+
+def outputs(model):
+    x = jnp.asarray(batches(8, 8)[0][0])
+    model = eqx.nn.inference_mode(model)
+    return np.asarray(jax.vmap(model)(x))
+
+
+@pytest.mark.parametrize(
+    "strategy, precision", [(FSDP, "32-true"), (FSDP, "bf16-mixed")]
+)
+def test_adapters_alone_are_trained_and_merged_they_give_the_same(strategy, precision):
+    base, model = Deep(4), adapted(alpha=4)
+    np.testing.assert_array_equal(outputs(model), outputs(base))
+    trainer = trainer_of(model, strategy=strategy(), precision=precision)
+    trainer.fit(batches(16, 16), max_epochs=2)
+    trained = trainer.model
+    for name in ("first", "last", "blocks"):
+        before, after = getattr(base, name), getattr(trained, name)
+        if name == "blocks":
+            before, after = before.stacked.linear, after.stacked.linear
+        np.testing.assert_array_equal(before.weight, after.weight)
+    assert np.abs(trained.blocks.stacked.linear.up).min() > 0
+    names = {
+        jax.tree_util.keystr(path[-1:])
+        for path, _ in jax.tree_util.tree_leaves_with_path(trainer.state.params)
+    }
+    assert names == {".down", ".up"}
+
+    merged = jaxdp.merge_lora(trained)
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    assert np.abs(outputs(trained) - outputs(base)).max() > 1e-2
+    np.testing.assert_allclose(outputs(merged), outputs(trained), atol=1e-6)
+
+
+def test_strategies_train_adapters_alike():
+    models = []
+    for strategy in (SingleDevice(), FSDP(min_size=1)):
+        trainer = trainer_of(adapted(), strategy=strategy)
+        trainer.fit(batches(16, 16))
+        models.append(trainer.model)
+    for a, b in zip(*map(jax.tree.leaves, models), strict=True):
+        if eqx.is_array(a):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_checkpoints_have_the_adapters_alone(tmp_path):
+    def trained(epochs, ckpt_path=None, model=None, folder="run"):
+        saver = ModelCheckpoint(tmp_path / folder)
+        trainer = trainer_of(model or adapted(), callbacks=[saver])
+        trainer.fit(batches(16, 16), max_epochs=epochs, ckpt_path=ckpt_path)
+        return trainer
+
+    trained(1)
+    resumed, whole = trained(2, "last"), trained(2, folder="other")
+    assert eqx.tree_equal(resumed.model, whole.model)
+    path = tmp_path / "run" / "4"
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(resumed.state.params))
+    stored = jaxdp.checkpoint.weights.read_weights(path)
+    assert {name.rpartition(".")[2] for name in stored} == {"down", "up"}
+    assert sum(leaf.nbytes for leaf in stored.values()) == size
+
+    # The model comes back on the weights that it was made with, and on no others.
+    loaded = jaxdp.load_model(path, like=adapted())
+    assert eqx.tree_equal(loaded, resumed.model)
+    assert resumed.validate(batches(8, 8), ckpt_path="last")
+    shapes = eqx.filter_eval_shape(adapted)
+    with pytest.raises(ValueError, match="has adapters alone; pass the model"):
+        jaxdp.load_model(path, like=shapes)
+    other = eqx.tree_at(lambda m: m.first.weight, adapted(), replace_fn=lambda w: w + 1)
+    with pytest.raises(ValueError, match="first.weight of the model that they were tr"):
+        trainer_of(other).load(path)
+
+
+def test_what_changes_frozen_weights_has_them_saved(tmp_path):
+    def shrink(model):
+        return eqx.tree_at(lambda m: m.first.weight, model, replace_fn=lambda w: w / 2)
+
+    trainer = trainer_of(adapted(), after_update=shrink)
+    trainer.fit(batches(16, 16))
+    path = trainer.save(tmp_path / "saved")
+    assert "first.weight" in jaxdp.checkpoint.weights.read_weights(path)
+    loaded = jaxdp.load_model(path, like=eqx.filter_eval_shape(adapted))
+    assert eqx.tree_equal(loaded, trainer.model)
+
+
+def test_patterns_train_more_than_the_adapters():
+    model = adapted()
+    trainer = trainer_of(model, filter_spec=["*.down", "*.up", "first"])
+    trainer.fit(batches(16, 16))
+    assert trainer.state.params.first.weight is not None
+    assert trainer.state.params.last.weight is None
+    with pytest.raises(ValueError, match="`filter_spec`: 'frist' matches no submodule"):
+        trainer_of(model, filter_spec=["frist"])
+
+
+WRONG = {
+    "'lats' matches no eqx.nn.Linear; there are first, blocks.stacked.linear": dict(
+        patterns="lats"
+    ),
+    "`rank` must be 1 or more": dict(rank=0),
+    "`rank` must be an int": dict(rank=0.5),
+    "`alpha` must be more than 0": dict(alpha=0),
+    "`key` must be a PRNG key": dict(key=3),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    arguments = dict(patterns=PATTERNS, rank=2, key=KEY) | WRONG[message]
+    with pytest.raises((TypeError, ValueError), match=message):
+        jaxdp.lora(Deep(4), **arguments)
+
+
+def test_adapters_are_put_on_and_merged_once():
+    with pytest.raises(ValueError, match="last has an adapter already"):
+        jaxdp.lora(adapted(), "last", 2, key=KEY)
+    with pytest.raises(ValueError, match="has no adapters"):
+        jaxdp.merge_lora(Mlp(KEY))
+    scalar = eqx.nn.Linear("scalar", 3, key=KEY)
+    with pytest.raises(ValueError, match="scalar features"):
+        jaxdp.lora([scalar], "*", 2, key=KEY)
