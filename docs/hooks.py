@@ -27,6 +27,7 @@ ORDER = {
     "Devices": [
         "strategies",
         "own_strategy",
+        "long_context",
         "gpu",
         "plan",
         "speed",

@@ -34,6 +34,7 @@ from .trainer import Trainer
 
 if TYPE_CHECKING:
     from . import finders, testing
+    from .extras.fuse_attention import fuse_attention
     from .extras.load_weights import load_weights
     from .extras.lora import lora, merge_lora
     from .extras.muon import muon
@@ -68,6 +69,7 @@ __all__ = [
     "callbacks",
     "distributed",
     "finders",
+    "fuse_attention",
     "load_model",
     "load_weights",
     "lora",
@@ -81,6 +83,7 @@ __all__ = [
 ]
 
 _EXTRAS = {
+    "fuse_attention": "fuse_attention",
     "load_weights": "load_weights",
     "lora": "lora",
     "merge_lora": "lora",

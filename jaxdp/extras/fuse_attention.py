@@ -1,0 +1,346 @@
+"""Attention without its matrix of weights: by cuDNN, or in blocks of keys."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ..basics.arguments import check_choice, check_count
+from ..basics.console import warn
+from ..basics.tree import leaf_path
+from ..step import matches
+from .attention_in_blocks import Hidden, in_blocks
+
+_IMPLEMENTATIONS: Final = "auto", "cudnn", "blocks"
+
+_MODEL: Final = "model"
+"""The axis of a mesh that heads are split over, as by `tensor_rules`."""
+
+_LARGEST_HEAD: Final = 256
+_OF_LENGTHS: Final = 64
+"""What cuDNN's own kernels take for any kind of mask; it refuses some other lengths."""
+
+
+def fuse_attention(
+    model: PyTree,
+    *,
+    causal: bool | str | Iterable[str] = False,
+    block: int = 256,
+    implementation: str = "auto",
+) -> PyTree:
+    """The model, with every `eqx.nn.MultiheadAttention` computed without its weights.
+
+    The weights of each token for each other one, heads x tokens x tokens, are most of
+    the memory of a model with long rows. Here they never exist: where cuDNN can, its
+    kernel computes attention (`jax.nn.dot_product_attention`); elsewhere a loop takes a
+    block of keys at a time, and once more in the backward pass. `docs/long_context.md`
+    has a table of which is taken when.
+
+    What comes back computes the same, is called the same, and has the same leaves at
+    the same paths, so that checkpoints and rules fit both. Layers inside a
+    `jaxdp.Stack` are replaced, too; subclasses of your own are not.
+
+    Args:
+        model: a model, or any tree with such layers.
+        causal: whether each token attends only to itself and earlier ones; or path
+            patterns of the layers where it does, such as `"decoder.*"`. Leave out the
+            mask that says so, which would be a matrix again.
+        block: how many keys the loop takes at a time.
+        implementation: `"auto"`; or `"blocks"`, always the loop; or `"cudnn"`, which
+            raises where cuDNN can't.
+
+    Returns:
+        A new model. Calls of its layers also take `segment_ids`; see
+        `FusedAttention.__call__`.
+
+    Raises:
+        ValueError: if there is no such layer, or no layer that a pattern names.
+    """
+    check_count("block", block)
+    check_choice("implementation", implementation, _IMPLEMENTATIONS)
+    patterns = _patterns(causal)
+    is_layer = lambda node: type(node) in _REPLACED  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer)
+    names = [leaf_path(path) for path, node in nodes if is_layer(node)]
+    if not names:
+        raise ValueError(
+            "`model` has no eqx.nn.MultiheadAttention, whose attention could be fused"
+            " (subclasses of it are left alone). In a layer of your own, call"
+            " jax.nn.dot_product_attention."
+        )
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(
+                f"`causal`: {pattern!r} matches no eqx.nn.MultiheadAttention of the"
+                f" model; there are {', '.join(name or 'the model' for name in names)}."
+            )
+
+    def fused(path: Any, node: Any) -> Any:
+        if not is_layer(node):
+            return node
+        named = any(matches(leaf_path(path), pattern) for pattern in patterns)
+        return FusedAttention(node, causal is True or named, block, implementation)
+
+    return jax.tree_util.tree_map_with_path(fused, model, is_leaf=is_layer)
+
+
+def _patterns(causal: Any) -> list[str]:
+    if isinstance(causal, bool):
+        return []
+    patterns = [causal] if isinstance(causal, str) else causal
+    patterns = list(patterns) if isinstance(patterns, Iterable) else []
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            "`causal` must be True, False, or path patterns of layers, such as"
+            f" 'decoder.*'; got {causal!r}."
+        )
+    return patterns
+
+
+class FusedAttention(eqx.nn.MultiheadAttention):
+    """An `eqx.nn.MultiheadAttention`, as `fuse_attention` makes it."""
+
+    causal: bool = eqx.field(static=True)
+    block: int = eqx.field(static=True)
+    implementation: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        layer: eqx.nn.MultiheadAttention,
+        causal: bool,
+        block: int,
+        implementation: str,
+    ):
+        for field in dataclasses.fields(eqx.nn.MultiheadAttention):
+            setattr(self, field.name, getattr(layer, field.name))
+        self.causal = causal
+        self.block = block
+        self.implementation = implementation
+
+    @jax.named_scope("FusedAttention")
+    def __call__(
+        self,
+        query: Array,
+        key_: Array,
+        value: Array,
+        mask: Array | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Any] | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+    ) -> Array:
+        """As `eqx.nn.MultiheadAttention`, and `segment_ids`.
+
+        Args:
+            query: `(queries, features)`.
+            key_: `(keys, features)`.
+            value: `(keys, features)`.
+            mask: booleans, `(queries, keys)` or `(heads, queries, keys)`; False hides a
+                key. A query whose keys are all hidden gets their mean, as in Equinox.
+            key: for dropout of the weights, whose numbers are others than Equinox's.
+            inference: whether there is no dropout; by default what the layer says.
+            deterministic: the old name of `inference`.
+            process_heads: changes the heads of query, key and value, as rotary
+                positions do.
+            segment_ids: integers `(tokens,)`, for rows that are packed with several
+                texts: a token attends only to tokens of the same number. A pair, for
+                queries and keys, if these are not the same tokens. A query without any
+                key gets zeros.
+
+        Returns:
+            `(queries, features)`.
+        """
+        if deterministic is not None:
+            inference = deterministic
+            warn("`deterministic` is deprecated in favor of `inference`")
+        lengths = len(query), len(key_)
+        self._check(lengths, len(value), mask)
+        heads = tuple(
+            jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1)
+            for layer, x in (
+                (self.query_proj, query),
+                (self.key_proj, key_),
+                (self.value_proj, value),
+            )
+        )
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = tuple(process_heads(*heads))
+            if [x.shape for x in heads] != shapes:
+                raise ValueError(
+                    "process_heads must not change the shape of the heads."
+                )
+        hidden = Hidden(
+            None if mask is None else mask.astype(bool),
+            *_pair(segment_ids, lengths),
+            *self._dropped(key, inference),
+        )
+        attended = self._attended(heads, hidden).reshape(lengths[0], -1)
+        return jax.vmap(self.output_proj)(attended)
+
+    def _attended(self, heads: Any, hidden: "Hidden") -> Array:
+        if self.implementation != "blocks":
+            reasons = _why_not(heads, hidden)
+            if self.implementation == "cudnn" and (reason := reasons.by_cudnn):
+                raise ValueError(
+                    f"`implementation`='cudnn': cuDNN can't compute this attention:"
+                    f" {reason}. Take 'auto', which computes such calls in blocks."
+                )
+            if self.implementation == "cudnn" or not any(reasons):
+                return _by_cudnn(heads, self.causal)
+        return in_blocks(heads, hidden, self.causal, self.block)
+
+    def _dropped(
+        self, key: PRNGKeyArray | None, inference: bool | None
+    ) -> tuple[PRNGKeyArray | None, Array | None]:
+        """The key and the rate of dropout, if there is any."""
+        rate = self.dropout.p
+        inference = self.dropout.inference if inference is None else inference
+        if inference or (isinstance(rate, int | float) and rate == 0):
+            return None, None
+        if key is None:
+            raise RuntimeError(
+                "Dropout requires a key when running in non-deterministic mode."
+            )
+        return key, jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32))
+
+    def _check(self, lengths: tuple[int, int], values: int, mask: Any) -> None:
+        queries, keys = lengths
+        if keys != values:
+            raise ValueError(
+                "key and value must both be sequences of equal length; got `key_` of"
+                f" {keys} tokens and `value` of {values}."
+            )
+        if self.causal and queries != keys:
+            raise ValueError(
+                f"`causal` is for queries and keys of the same tokens; got {queries}"
+                f" queries and {keys} keys. Leave this layer out of `causal`, or pass a"
+                " `mask` that says which keys each query may see."
+            )
+        if mask is None:
+            return
+        if not jnp.issubdtype(mask.dtype, jnp.bool_):
+            raise TypeError(
+                "`mask` must be of booleans, False where a key is hidden; got"
+                f" {mask.dtype}."
+            )
+        if mask.shape not in (lengths, (self.num_heads, *lengths)):
+            raise ValueError(
+                f"`mask` must have shape (queries, keys) = {lengths} or (heads,"
+                f" queries, keys) = {(self.num_heads, *lengths)}; got {mask.shape}."
+            )
+
+
+_REPLACED: Final = eqx.nn.MultiheadAttention, FusedAttention
+
+
+def _pair(ids: Any, lengths: tuple[int, int]) -> tuple[Array | None, Array | None]:
+    """The segments of queries and of keys, if there are any."""
+    if ids is None:
+        return None, None
+    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    if len(pair) != 2 or [x.shape for x in pair] != [(length,) for length in lengths]:
+        queries, keys = lengths
+        raise ValueError(
+            f"`segment_ids` must have shape (tokens,), or be a pair of (queries,) ="
+            f" ({queries},) and (keys,) = ({keys},); got"
+            f" {', '.join(str(x.shape) for x in pair)}."
+        )
+    if not all(jnp.issubdtype(x.dtype, jnp.integer) for x in pair):
+        raise TypeError(
+            "`segment_ids` must be integers; got"
+            f" {', '.join(str(x.dtype) for x in pair)}."
+        )
+    return pair
+
+
+# By cuDNN. Its call can't be asked whether it would be able to: on other machines it
+# raises while it is traced; and when XLA compiles, if it is to split it over devices.
+
+
+def _by_cudnn(heads: Any, causal: bool) -> Array:
+    compute = functools.partial(
+        jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
+    )
+    mesh = jax.typeof(heads[0]).sharding.mesh
+    if _MODEL in _split_by_xla(mesh):
+        of_heads = PartitionSpec(None, _MODEL)
+        compute = jax.shard_map(
+            compute,
+            in_specs=of_heads,
+            out_specs=of_heads,
+            axis_names={_MODEL},
+            check_vma=False,
+        )
+    return compute(*heads)
+
+
+def _split_by_xla(mesh: Any) -> list[str]:
+    """Axes over which arrays may be split that are whole in the program."""
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [n for n, kind in axes if kind != AxisType.Manual and mesh.shape[n] > 1]
+
+
+class _Reasons(NamedTuple):
+    """Why attention is not computed by cuDNN, in words."""
+
+    by_cudnn: str | None
+    """What cuDNN itself can't do."""
+    by_place: str | None
+    """What it could, on other devices or with other lengths."""
+
+
+def _why_not(heads: tuple[Array, Array, Array], hidden: Hidden) -> _Reasons:
+    query, key, value = heads
+    dtypes = {x.dtype for x in heads}
+    of_head = query.shape[-1]
+    by_cudnn = None
+    if hidden.rate is not None:
+        by_cudnn = "its weights have dropout"
+    elif hidden.query_ids is not None:
+        by_cudnn = "there are segments"
+    elif hidden.mask is not None:
+        by_cudnn = "there is a mask, which would be a matrix of numbers"
+    elif dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
+        by_cudnn = f"heads are {' and '.join(sorted(map(str, dtypes)))}, not 16 bits"
+    elif of_head != value.shape[-1]:
+        by_cudnn = f"heads have {of_head} features of keys, {value.shape[-1]} of values"
+    elif of_head % 8 or of_head > _LARGEST_HEAD:
+        by_cudnn = f"heads have {of_head} features, not a multiple of 8 up to 256"
+
+    by_place = _why_not_here(jax.typeof(query).sharding.mesh, query.shape[1])
+    if len(query) % _OF_LENGTHS or len(key) % _OF_LENGTHS:
+        by_place = f"{len(query)} and {len(key)} are no multiples of {_OF_LENGTHS}"
+    return _Reasons(by_cudnn, by_place)
+
+
+def _why_not_here(mesh: Any, heads: int) -> str | None:
+    """Why not on these devices, or as arrays are split over them."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):  # that of a platform
+        device = jax.local_devices(backend=device)[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    platforms = {device.platform}
+    if not mesh.empty and mesh.abstract_device is not None:
+        platforms.add(mesh.abstract_device.platform)
+    is_hopper = re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 9
+    if not platforms <= {"gpu", "cuda"} or not is_hopper:
+        return "the devices are no NVIDIA GPUs of Hopper's kind or newer"
+    if mesh.empty:
+        alone = jax.device_count() == 1
+        return None if alone else "how tokens are split over the devices is not known"
+    by_xla = _split_by_xla(mesh)
+    if others := [name for name in by_xla if name != _MODEL]:
+        return f"tokens may be split over {' and '.join(map(repr, others))}"
+    if by_xla and heads % mesh.shape[_MODEL]:
+        return f"{_MODEL!r} does not divide the {heads} heads"
+    return None

@@ -1,0 +1,132 @@
+"""When attention is left to cuDNN, on devices that are not here."""
+
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attending import losses, tokens
+from jax.sharding import AxisType
+
+from jaxdp import fuse_attention
+from jaxdp.extras import fuse_attention as module
+
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
+HALF = jnp.bfloat16
+
+
+def on(monkeypatch, device, count=1):
+    """As if such devices were here; returns what cuDNN is called with."""
+    calls = []
+
+    def attention(query, key, value, *, is_causal, implementation):
+        assert implementation == "cudnn"
+        calls.append(query.shape)
+        return xla(query, key, value, is_causal=is_causal)
+
+    xla = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    return calls
+
+
+def half(layer):
+    return jax.tree.map(lambda x: x.astype(HALF) if eqx.is_array(x) else x, layer)
+
+
+def fused_in_half(causal=True, width=64, **options):
+    key = jax.random.key(0)
+    layer = eqx.nn.MultiheadAttention(4, width, key=key, **options)
+    return half(fuse_attention(layer, causal=causal))
+
+
+def test_hoppers_take_cudnn(monkeypatch):
+    fused, x = fused_in_half(), tokens(128, 64).astype(HALF)
+    blocks = fused(x, x, x)
+    calls = on(monkeypatch, HOPPER)
+    np.testing.assert_allclose(
+        *(a.astype(jnp.float32) for a in (fused(x, x, x), blocks)), atol=0.02
+    )
+    assert calls == [(128, 4, 16)]
+
+
+@pytest.mark.parametrize(
+    ("why", "device"),
+    [
+        ("cpu", SimpleNamespace(platform="cpu")),
+        ("a100", SimpleNamespace(platform="gpu", compute_capability="8.0")),
+        ("amd", SimpleNamespace(platform="gpu", compute_capability="gfx942")),
+        ("several devices, and no mesh", HOPPER),
+        ("float32", HOPPER),
+        ("lengths", HOPPER),
+        ("mask", HOPPER),
+        ("segments", HOPPER),
+        ("dropout", HOPPER),
+        ("size of heads", HOPPER),
+        ("sizes of values", HOPPER),
+        ("told", HOPPER),
+    ],
+)
+def test_others_take_blocks(monkeypatch, why, device):
+    calls = on(monkeypatch, device, 8 if why.startswith("several") else 1)
+    options = {
+        "size of heads": {"qk_size": 12, "vo_size": 12},
+        "sizes of values": {"vo_size": 8},
+        "dropout": {"dropout_p": 0.1},
+    }
+    keywords = {
+        "mask": {"mask": jnp.ones((128, 128), bool)},
+        "segments": {"segment_ids": jnp.zeros(128, int)},
+        "dropout": {"key": jax.random.key(0)},
+    }
+    fused = fused_in_half(**options.get(why, {}))
+    if why == "told":
+        fused = fuse_attention(fused, implementation="blocks")
+    x = tokens(100 if why == "lengths" else 128, 64)
+    if why == "float32":
+        fused = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, fused
+        )
+    else:
+        x = x.astype(HALF)
+    assert fused(x, x, x, **keywords.get(why, {})).shape == x.shape
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("axes", "reason"),
+    [
+        ({"data": AxisType.Manual}, None),
+        ({"data": AxisType.Manual, "model": AxisType.Auto}, None),
+        ({"data": AxisType.Manual, "seq": AxisType.Auto}, "split over 'seq'"),
+        ({"data": AxisType.Auto}, "split over 'data'"),
+    ],
+)
+def test_cudnn_is_not_given_split_tokens(monkeypatch, axes, reason):
+    on(monkeypatch, HOPPER, 8)
+    mesh = SimpleNamespace(
+        empty=False,
+        abstract_device=SimpleNamespace(platform="gpu"),
+        axis_names=tuple(axes),
+        axis_types=tuple(axes.values()),
+        shape=dict.fromkeys(axes, 4),
+    )
+    why = module._why_not_here(mesh, heads=8)
+    assert why is None if reason is None else reason in why
+    if "model" in axes:
+        assert "divide the 6 heads" in module._why_not_here(mesh, heads=6)
+    mesh.abstract_device.platform = "cpu"
+    assert "no NVIDIA GPUs" in module._why_not_here(mesh, heads=8)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor"])
+@pytest.mark.slow_but("tensor")
+def test_devices_call_cudnn_for_their_rows_and_heads(monkeypatch, strategy):
+    in_blocks = losses(True, strategy, precision="bf16-mixed")
+    calls = on(monkeypatch, HOPPER)
+    by_cudnn = losses(True, strategy, by="cudnn", precision="bf16-mixed")
+    np.testing.assert_allclose(by_cudnn, in_blocks, rtol=2e-3)
+    assert calls[-1] == (12, 1 if strategy == "tensor" else 2, 8)
