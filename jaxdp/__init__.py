@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .extras.lora import lora, merge_lora
     from .extras.muon import muon
     from .extras.save_weights import save_weights
+    from .extras.sequence_parallel import SequenceParallel
     from .plan.plan import Plan
 
 __version__ = "0.2.0"
@@ -58,6 +59,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Pmap",
+    "SequenceParallel",
     "Sharded",
     "SingleDevice",
     "Stack",
@@ -83,6 +85,7 @@ __all__ = [
 ]
 
 _EXTRAS = {
+    "SequenceParallel": "sequence_parallel",
     "fuse_attention": "fuse_attention",
     "load_weights": "load_weights",
     "lora": "lora",
@@ -90,7 +93,7 @@ _EXTRAS = {
     "muon": "muon",
     "save_weights": "save_weights",
 }
-"""Functions by the files that they are in."""
+"""Functions and classes by the files that they are in."""
 
 
 def __getattr__(name: str) -> Any:

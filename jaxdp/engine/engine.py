@@ -225,14 +225,14 @@ class Engine:
 
     def _shapes(self, dispatch: Dispatch) -> list[Group]:
         """What a step is compiled for: the batches of all processes."""
-        if self._is_abstract:
-            return jax.tree.map(_shape_of, dispatch.groups)
         # Where JAX's arrays are now is not where the step takes them.
+        all_of_them = self._is_abstract or jax.process_count() > 1
+        kinds = object if all_of_them else jax.Array
         groups = jax.tree.map(
-            lambda leaf: _shape_of(leaf) if isinstance(leaf, jax.Array) else leaf,
+            lambda leaf: _shape_of(leaf) if isinstance(leaf, kinds) else leaf,
             dispatch.groups,
         )
-        if not dispatch.split or self._blocks.count == 1:
+        if self._is_abstract or not dispatch.split or self._blocks.count == 1:
             return groups
         return [self._blocks.whole(group) for group in groups]
 

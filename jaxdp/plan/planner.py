@@ -21,6 +21,7 @@ from ..step import BY_DEFAULT, TABLE, Batch, Picked, Table, map_rows
 from ..strategies import Pipeline
 from . import hardware as devices_of
 from .hardware import Devices, Hardware
+from .parts import Leaf
 from .plan import Plan
 from .reading import Reading, estimate
 
@@ -232,7 +233,7 @@ def _notes(
 ) -> dict[str, list[str]]:
     """What of a plan is exact, what indicative and what not known."""
     batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
-    shapes = ", ".join(f"{leaf.path} {leaf.shape[1:]}" for leaf in batch[:4])
+    shapes = ", ".join(map(_shape, batch[:4]))
     exact = [
         "bytes of every leaf per device; arguments, results, temporary memory and peak,"
         " as this compiler laid them out; which inputs are overwritten; every"
@@ -279,6 +280,14 @@ def _notes(
             " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
         )
     return {"exact": exact, "indicative": indicative, "unknown": unknown}
+
+
+def _shape(leaf: Leaf) -> str:
+    """A leaf of the batch, and what a device has of it if more than rows are split."""
+    shape = f"{leaf.path} {leaf.shape[1:]}"
+    if leaf.shape[2:] != leaf.shard[2:]:
+        shape += f" (each device has {leaf.shard[1:]})"
+    return shape
 
 
 def _hosts(devices: Sequence[Any], each: int | None = None) -> list[int]:

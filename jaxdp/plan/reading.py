@@ -43,11 +43,12 @@ class Reading:
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.hosts = hosts
-        self.row_axes: tuple[str, ...] = getattr(strategy, "row_axes", ("data",))
+        rows = getattr(strategy, "row_axes", ("data",))
+        self.batch_axes: tuple[str, ...] = getattr(strategy, "batch_axes", rows)
         self.num_shards: int = strategy.num_shards
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1
-        if set(self.row_axes) <= set(self.mesh):
-            self.num_shards = math.prod(self.mesh[axis] for axis in self.row_axes)
+        if set(self.batch_axes) <= set(self.mesh):
+            self.num_shards = math.prod(self.mesh[axis] for axis in self.batch_axes)
 
         # What it was compiled for.
         self.steps: int = runs.steps
@@ -177,7 +178,7 @@ class Reading:
         return (
             Bound(
                 "bytes sent per device: 2(n-1)/n of every gradient, to sum it"
-                " over the devices that share the rows"
+                " over the devices that share the batch"
                 + (f", every {self.branch_every} steps" * (self.branch_every > 1)),
                 2 * (shards - 1) / shards * gradients / self.branch_every,
                 sum(item.wire_bytes for item in self.traffic),
@@ -222,8 +223,8 @@ class Reading:
         return self._gathered_bytes(leaf)
 
     def _gathered_bytes(self, leaf: Leaf) -> float:
-        """Bytes of a leaf, less what axes without rows split it into."""
-        others = [name for name in self.mesh if name not in self.row_axes]
+        """Bytes of a leaf, less what axes split it into that don't split the batch."""
+        others = [name for name in self.mesh if name not in self.batch_axes]
         parts = [self.mesh[name] for name in others if f"'{name}'" in leaf.spec]
         return leaf.bytes / math.prod(parts)
 

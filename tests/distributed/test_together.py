@@ -75,6 +75,7 @@ def assert_same(found, expected, rtol=1e-5):
     [
         (2, 2, ["Sharded", "Pmap", "ZeRO", "FSDP", "TensorParallel", "across"]),
         pytest.param(4, 1, ["Sharded", "FSDP"], marks=pytest.mark.slow),
+        pytest.param(2, 2, ["sequence", "rows and sequence"], marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_are_those_of_one_device(crew, alone, processes, devices, names):

@@ -30,6 +30,7 @@ from jaxdp import (
     LocalSGD,
     Pipeline,
     Pmap,
+    SequenceParallel,
     Sharded,
     SingleDevice,
     TensorParallel,
@@ -65,6 +66,8 @@ def strategies():
             {"data": devices // 2, "model": 2}, halves
         ),
         "across": lambda: TensorParallel({"data": 1, "model": devices}, halves),
+        "sequence": lambda: SequenceParallel({"data": 1, "seq": devices}, fsdp=True),
+        "rows and sequence": lambda: SequenceParallel({"data": devices // 2, "seq": 2}),
         "Pipeline": lambda: Pipeline(devices, 3),
         "LocalSGD": lambda: LocalSGD(every=3, devices=4),
         "SingleDevice": SingleDevice,

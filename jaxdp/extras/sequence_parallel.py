@@ -1,0 +1,265 @@
+"""The tokens of each row split over the devices."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..basics.arguments import check_count
+from ..basics.tree import stored_path
+from ..step import DATA, Collectives, Group, ResultKind
+from ..strategies import FSDP, Layout, Sharded
+from ..strategies.base import Devices, Role, Rows, one_batch
+
+_SEQ: Final = "seq"
+
+
+class SequenceParallel(FSDP):
+    """Splits the tokens of each row over one axis of a mesh, and rows over the other.
+
+        SequenceParallel({"data": 1, "seq": 8})
+
+    For rows that are too long for one device, or fewer rows than devices. The leaves of
+    a batch are shaped `(rows, tokens, ...)`; a leaf of another length, or without
+    tokens, is split by rows only. `batch_layouts` shows which is which. Each device
+    computes its share of the tokens; XLA gathers the keys and values of attention, and
+    works out masks, positions and shifts, as they are written for whole rows.
+
+    Args:
+        mesh_shape: how many devices share the rows, `"data"`, and the tokens of each,
+            `"seq"`. Default: all devices share the tokens.
+        fsdp: whether all devices also share the parameters, gradients and optimizer
+            state, as under `FSDP`, block by block where the model has a `Stack`. If
+            not, each device has all of them.
+        devices: how many, or which; all by default.
+        min_size: leaves of fewer elements are held whole, if `fsdp`.
+
+    Raises:
+        ValueError: for sizes that are not those of the devices; when a step is
+            compiled, for rows whose number of tokens `"seq"` does not divide.
+    """
+
+    def __init__(
+        self,
+        mesh_shape: Mapping[str, int] | None = None,
+        fsdp: bool = False,
+        *,
+        devices: Devices = None,
+        min_size: int = 1,
+    ):
+        in_order = list(Sharded(devices).mesh.devices.flat)
+        if mesh_shape is None:
+            mesh_shape = {DATA: 1, _SEQ: len(in_order)}
+        _check_mesh_shape(mesh_shape, len(in_order))
+        if not isinstance(fsdp, bool):
+            raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
+        self.fsdp = fsdp
+        self._lengths: frozenset[int] | None = None
+        mesh = jax.make_mesh(
+            (mesh_shape[DATA], mesh_shape[_SEQ]),
+            (DATA, _SEQ),
+            (AxisType.Auto,) * 2,
+            devices=in_order,
+        )
+        gather = "auto" if fsdp else "once"
+        super().__init__(mesh=mesh, min_size=min_size, gather=gather)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that a batch is split over, and gradients summed."""
+        return DATA, _SEQ
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return self.batch_axes if self.fsdp else ()
+
+    def reason(self, path: str, leaf: Array) -> str:
+        return super().reason(path, leaf) if self.fsdp else "replicated"
+
+    def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        """How a leaf of a batch is split, taken for tokens where it has two axes.
+
+        In a batch with longer rows it is split by rows only: see `batch_layouts`.
+        """
+        if len(leaf.shape) < 2:
+            return PartitionSpec(DATA)
+        lengths = self._lengths or {self._tokens([leaf])}
+        return PartitionSpec(DATA, _SEQ if leaf.shape[1] in lengths else None)
+
+    def batch_layouts(self, batch: PyTree) -> dict[str, Layout]:
+        """How each leaf of a batch is split over the devices, and why.
+
+        Args:
+            batch: arrays, or their shapes and dtypes, `(rows, ...)`.
+
+        Returns:
+            By name, `batch[0]`.
+
+        Raises:
+            ValueError: if `"seq"` does not divide the tokens, or there are none.
+        """
+        tokens = self._tokens(batch)
+        knowing = self._for([tokens])
+        layouts: dict[str, Layout] = {}
+        for name, leaf in _named(batch):
+            why = f"rows over {DATA!r}"
+            if len(leaf.shape) > 1:
+                length = leaf.shape[1]
+                over = f"{length} tokens, axis 1, over {_SEQ!r}"
+                other = f"axis 1 has {length}, not the {tokens} tokens"
+                why += f"; {over if length == tokens else other}"
+            layouts[name] = Layout(knowing.batch_spec(leaf), why)
+        return layouts
+
+    def place_batch(self, groups: Sequence[Group], *, split: bool) -> Sequence[Group]:
+        knowing = self._for(self._lengths_in(groups))
+        return super(SequenceParallel, knowing).place_batch(groups, split=split)
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        rows: Rows = "apart",
+    ) -> Any:
+        knowing = self._for(self._lengths_in(arguments[roles.index("groups")]))
+        return super(SequenceParallel, knowing).compile(
+            step, arguments, roles, results, donate=donate, rows=rows
+        )
+
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
+        """None of its own but for `fsdp`, whose modules gather: XLA communicates.
+
+        One reduction over all devices sends less than one over the tokens, by XLA, and
+        another over the rows.
+        """
+        inner = Collectives()
+        if self.fsdp:
+            over_all = copy.copy(self)
+            over_all.row_axes = self.batch_axes
+            over_all.num_shards = self.mesh.size
+            inner = super(SequenceParallel, over_all).collectives(groups, rows)
+        by_rows = None if rows == "whole" else DATA
+        return _OfTokens(inner, functools.partial(self._split_tokens, by_rows))
+
+    def _split_tokens(self, rows: str | None, group: Group) -> Group:
+        """The group with its tokens split; in a table (`Arrays`) they are not yet.
+
+        Args:
+            rows: the axis that rows are split over, if they are.
+            group: of which leaves are `(micro_batches, rows, ...)`.
+        """
+        tokens = self._tokens(jax.tree.map(one_batch, group.batch))
+
+        def split(leaf: Array) -> Array:
+            if leaf.shape[2:3] != (tokens,):
+                return leaf
+            spec = PartitionSpec(None, rows, _SEQ)
+            return jax.lax.with_sharding_constraint(
+                leaf, NamedSharding(self.mesh, spec)
+            )
+
+        return group._replace(batch=jax.tree.map(split, group.batch))
+
+    def _for(self, lengths: Iterable[int]) -> "SequenceParallel":
+        """This, for batches whose rows have so many tokens."""
+        knowing = copy.copy(self)
+        knowing._lengths = frozenset(lengths)
+        return knowing
+
+    def _lengths_in(self, groups: Sequence[Group]) -> set[int]:
+        """How many tokens the rows of each group have; none of numbers of rows."""
+        batches = [jax.tree.map(one_batch, group.batch) for group in groups]
+        return {
+            self._tokens(batch)
+            for batch in batches
+            if any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(batch))
+        }
+
+    def _tokens(self, batch: PyTree) -> int:
+        """How many tokens the rows of a batch have: its longest axis 1."""
+        leaves = _named(batch)
+        lengths = {name: leaf.shape[1] for name, leaf in leaves if len(leaf.shape) > 1}
+        if not lengths:
+            shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves)
+            raise ValueError(
+                f"`strategy`: {self!r} splits axis 1 of a batch's leaves, its tokens,"
+                f" and none has one: {shapes}. Use Sharded()."
+            )
+        tokens, parts = max(lengths.values()), self.mesh.shape[_SEQ]
+        if tokens % parts:
+            longest = ", ".join(name for name in lengths if lengths[name] == tokens)
+            shift = ""
+            if tokens % parts == 1:
+                shift = (
+                    f" If a loss shifts rows of {tokens - 1} + 1 tokens, shift in the"
+                    " data set: x, y = tokens[:-1], tokens[1:]."
+                )
+            raise ValueError(
+                f"`strategy`: {self!r} splits axis 1 of {longest}, {tokens} tokens,"
+                f" over the {parts} devices of {_SEQ!r}, which do not divide them."
+                f"{shift} Else cut or pad rows to a multiple of {parts}."
+            )
+        return tokens
+
+    def __repr__(self) -> str:
+        fsdp = ", fsdp=True" if self.fsdp else ""
+        return f"SequenceParallel({dict(self.mesh.shape)}{fsdp})"
+
+
+class _OfTokens(Collectives):
+    """Those of a strategy, for a step whose tokens are split.
+
+    Args:
+        inner: by which the step reaches other devices.
+        split: of a group of batches, makes one whose tokens are split.
+    """
+
+    def __init__(self, inner: Collectives, split: Callable[[Group], Group]):
+        self._inner, self._split = inner, split
+
+    def over_rows(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        groups: Sequence[Group],
+        results: ResultKind | tuple[ResultKind, ...],
+    ) -> Any:
+        groups = [self._split(group) for group in groups]
+        return self._inner.over_rows(function, inputs, groups, results)
+
+    def like_gradients(self, params: PyTree) -> PyTree:
+        return self._inner.like_gradients(params)
+
+
+def _named(batch: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of a batch as a user writes them: `batch[0]`, `batch['tokens']`."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [(f"batch{stored_path(path)}", leaf) for path, leaf in leaves]
+
+
+def _check_mesh_shape(mesh_shape: Any, count: int) -> None:
+    names = {DATA, _SEQ}
+    if not isinstance(mesh_shape, Mapping) or {*mesh_shape} != names:
+        raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
+            '`mesh_shape` must be two sizes by name, such as {"data": 2, "seq": 4}: how'
+            " many devices share the rows, and how many the tokens of each; got"
+            f" {mesh_shape!r}."
+        )
+    for name, size in mesh_shape.items():
+        check_count(f"mesh_shape: {name}", size)
+    product = math.prod(mesh_shape.values())
+    if product != count:
+        raise ValueError(
+            f"`mesh_shape` {dict(mesh_shape)} is for {product} devices, and there are"
+            f" {count}. Change a size, or pass `devices={product}` if fewer are to be"
+            " used."
+        )

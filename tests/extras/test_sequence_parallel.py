@@ -1,0 +1,326 @@
+"""Rows whose tokens are split over devices: one device's numbers, in less memory."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from toys import Recorder, quiet
+
+from jaxdp import (
+    FSDP,
+    Arrays,
+    SequenceParallel,
+    Sharded,
+    SingleDevice,
+    Stack,
+    Trainer,
+    muon,
+)
+from jaxdp.losses import token_cross_entropy
+from jaxdp.testing import check_strategy
+
+slow = pytest.mark.slow
+TOKENS, VOCABULARY = 16, 16
+
+
+class Block(eqx.Module):
+    """Causal attention with rotary positions and dropout, and a perceptron."""
+
+    norm: eqx.nn.LayerNorm
+    rotary: eqx.nn.RotaryPositionalEmbedding
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key, width=16, heads=2):
+        keys = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(width)
+        self.rotary = eqx.nn.RotaryPositionalEmbedding(width // heads)
+        self.attention = eqx.nn.MultiheadAttention(
+            heads, width, dropout_p=0.1, key=keys[0]
+        )
+        self.mlp = eqx.nn.MLP(width, width, 2 * width, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x, *, key=None):
+        def rotated(q, k, v):
+            turn = jax.vmap(self.rotary, in_axes=1, out_axes=1)
+            return turn(q), turn(k), v
+
+        h = jax.vmap(self.norm)(x)
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        x = x + self.attention(h, h, h, mask, process_heads=rotated, key=key)
+        return x + jax.vmap(self.mlp)(x)
+
+
+class Model(eqx.Module):
+    """Tokens to the logits of what comes after each."""
+
+    embed: eqx.nn.Embedding
+    blocks: Stack
+    head: eqx.nn.Linear
+
+    def __init__(self, key, vocabulary=VOCABULARY, width=16, depth=2):
+        keys = jax.random.split(key, depth + 2)
+        self.embed = eqx.nn.Embedding(vocabulary, width, key=keys[0])
+        self.head = eqx.nn.Linear(width, vocabulary, key=keys[1])
+        self.blocks = Stack([Block(key, width) for key in keys[2:]])
+
+    def __call__(self, tokens, *, key=None):
+        return jax.vmap(self.head)(self.hidden(tokens, key))
+
+    def hidden(self, tokens, key=None):
+        return self.blocks(jax.vmap(self.embed)(tokens), key=key)
+
+
+def data(*sizes, tokens=TOKENS):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, VOCABULARY, (sum(sizes), tokens)).astype(np.int32)
+    stops = np.cumsum(sizes)
+    x = [rows[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    return [(part, (part + 1) % 5) for part in x]
+
+
+RAGGED = data(4, 4, 4, 3)
+
+
+def per_token(model, x, y, keys):
+    """Tokens that are 0 are not asked for, nor are most of the last ones."""
+    hidden = jax.vmap(model.hidden)(x, keys)
+    weights = ((x > 0) & (jnp.arange(TOKENS)[None] < 3 + 4 * (x[:, :1] % 4))).astype(
+        float
+    )
+    return token_cross_entropy(model.head, hidden, y, 16, weights=weights)
+
+
+def shifted(model, tokens, keys):
+    """A row has the target of its last token, too."""
+    logits = jax.vmap(model)(tokens[:, :-1], key=keys)
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return values.mean(axis=1)
+
+
+def mean_of_tokens(prediction, target):
+    """A scalar: rows interact."""
+    values = optax.softmax_cross_entropy_with_integer_labels(prediction, target)
+    return (values**2).mean() ** 0.5
+
+
+def arrays():
+    x, y = (np.concatenate(parts) for parts in zip(*RAGGED, strict=True))
+    return Arrays(x, y, batch_size=4, on_device=True)
+
+
+CASES = {
+    "without dropout": {},
+    "with dropout": {},
+    "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+    "bf16": {"precision": "bf16-mixed"},
+    "per token": {"loss": None, "loss_fn": per_token},
+    "rows interact": {"loss": mean_of_tokens},
+    "shifted": {"loss": None, "loss_fn": shifted, "data": [x for x, _ in RAGGED]},
+    "arrays": {"data": arrays},
+    "muon": {"optimizer": muon(0.02)},
+    "recomputed": {"remat": "blocks.stacked", "steps_per_execution": 3},
+}
+SPLITS = {
+    "1x8": functools.partial(SequenceParallel, {"data": 1, "seq": 8}),
+    "2x4": functools.partial(SequenceParallel, {"data": 2, "seq": 4}),
+    "1x8 fsdp": functools.partial(SequenceParallel, {"data": 1, "seq": 8}, fsdp=True),
+    "2x4 fsdp": functools.partial(SequenceParallel, {"data": 2, "seq": 4}, fsdp=True),
+}
+
+
+@functools.cache
+def trained(case, strategy=SingleDevice):
+    """Losses of six steps, then of a validation, and predictions."""
+    options = {"loss": "cross_entropy", "optimizer": optax.adam(1e-2)} | CASES[case]
+    loader = options.pop("data", RAGGED)
+    loader = loader() if callable(loader) else loader
+    model = Model(jax.random.key(0))
+    model = eqx.nn.inference_mode(model) if case == "without dropout" else model
+    trainer = quiet(
+        model,
+        strategy=strategy(),
+        callbacks=[recorder := Recorder()],
+        **options,
+    )
+    trainer.fit(loader, max_epochs=2)
+    held = jax.tree.map(lambda leaf: leaf.sharding.spec, trainer.state.params)
+    tested = [*trainer.validate(loader).values()]
+    return np.array(recorder.losses + tested), trainer.predict(RAGGED), held
+
+
+QUICK = [("without dropout", "2x4 fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("case", "split"),
+    [
+        pytest.param(case, split, marks=[] if (case, split) in QUICK else slow)
+        for case in CASES
+        for split in SPLITS
+    ],
+)
+def test_numbers_are_those_of_one_device(case, split):
+    losses, predictions, held = trained(case, SPLITS[split])
+    expected, predicted, _ = trained(case)
+    rtol = 1e-2 if case == "bf16" else 1e-5
+    np.testing.assert_allclose(losses, expected, rtol=rtol)
+    np.testing.assert_allclose(predictions, predicted, rtol=100 * rtol, atol=10 * rtol)
+    is_split = held.blocks.stacked.mlp.layers[0].weight == P(None, ("data", "seq"))
+    assert is_split == ("fsdp" in split)
+
+
+@slow
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_it_keeps_the_promises_of_strategies(fsdp):
+    check_strategy(SequenceParallel({"data": 4, "seq": 2}, fsdp))
+
+
+def test_leaves_of_the_longest_length_are_split_and_others_by_rows_only():
+    strategy = SequenceParallel({"data": 2, "seq": 4})
+    batch = {
+        "tokens": np.zeros((2, 8), np.int32),
+        "vectors": np.zeros((2, 8, 3), np.float32),
+        "author": np.zeros((2, 4), np.float32),
+        "label": np.zeros(2, np.int32),
+    }
+    layouts = strategy.batch_layouts(batch)
+    assert {name: layout.spec for name, layout in layouts.items()} == {
+        "batch['tokens']": P("data", "seq"),
+        "batch['vectors']": P("data", "seq"),
+        "batch['author']": P("data", None),
+        "batch['label']": P("data"),
+    }
+    assert "8 tokens, axis 1, over 'seq'" in layouts["batch['vectors']"].reason
+    assert "axis 1 has 4, not the 8 tokens" in layouts["batch['author']"].reason
+
+    # So the step takes them.
+    def loss_fn(model, batch, keys):
+        logits = jax.vmap(model)(batch["tokens"], key=keys).mean(axis=1)
+        one = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return one + batch["vectors"].mean(axis=(1, 2)) + batch["author"].mean(axis=1)
+
+    model = Model(jax.random.key(0), depth=1)
+    model = eqx.nn.inference_mode(model)
+    trainer = quiet(model, loss_fn=loss_fn, strategy=strategy)
+    plan = trainer.plan([batch])
+    batch_leaves = [leaf for leaf in plan.leaves if leaf.group == "batch"]
+    shards = {leaf.shape[1:]: leaf.shard[1:] for leaf in batch_leaves}
+    assert shards[2, 8] == (1, 2) and shards[2, 8, 3] == (1, 2, 3)
+    assert shards[2, 4] == (1, 4) and shards[2,] == (1,)
+
+
+WRONG_ROWS = {
+    "17": (data(2, tokens=17), "16 \\+ 1 tokens, shift in the data set: x, y = tokens"),
+    "12": (data(2, tokens=12), "cut or pad rows to a multiple of 8"),
+    "none": ([(np.zeros(4, np.float32), np.zeros(4))], "none has one: batch"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_rows_that_do_not_divide_are_refused_with_the_remedy(name):
+    loader, message = WRONG_ROWS[name]
+    trainer = quiet(
+        Model(jax.random.key(0)),
+        loss="mse",
+        strategy=SequenceParallel({"data": 1, "seq": 8}),
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer.fit(loader)
+    assert "SequenceParallel({'data': 1, 'seq': 8}) splits axis 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (({"data": 8},), ValueError, "`mesh_shape` must be two sizes by name"),
+        (({"data": 2, "seq": 2, "model": 2},), ValueError, "must be two sizes"),
+        ((8,), TypeError, "`mesh_shape` must be two sizes by name"),
+        (({"data": 1, "seq": 4},), ValueError, "for 4 devices, and there are 8"),
+        (({"data": 0, "seq": 8},), ValueError, "mesh_shape: data"),
+        (({"data": 1, "seq": 8}, 1), TypeError, "`fsdp` must be True or False; got 1"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        SequenceParallel(*arguments)
+
+
+def test_it_is_planned_for_more_devices_by_more_rows():
+    strategy = SequenceParallel({"data": 2, "seq": 2}, devices=4)
+    assert strategy.on(jax.devices()).mesh.shape == {"data": 4, "seq": 2}
+    assert strategy.on(jax.devices()).num_shards == 4
+    assert SequenceParallel(devices=4).mesh.shape == {"data": 1, "seq": 4}
+    with pytest.raises(ValueError, match="3 are not divisible by 2"):
+        strategy.on(jax.devices()[:3])
+
+
+@slow
+def test_a_run_goes_on_under_other_splits(tmp_path):
+    def new(strategy, model=None):
+        recorder = Recorder()
+        options = {"loss": "cross_entropy", "callbacks": [recorder]}
+        model = Model(jax.random.key(0), depth=1) if model is None else model
+        return quiet(model, optax.adam(1e-2), strategy=strategy, **options), recorder
+
+    batches = data(8, 8)
+    trainer, recorder = new(SPLITS["2x4 fsdp"]())
+    trainer.fit(batches, max_epochs=1)
+    path = trainer.save(tmp_path / "saved")
+    trainer.fit(batches, max_epochs=2)
+    for other in (SPLITS["1x8"], Sharded, FSDP):
+        resumed, losses = new(other())
+        resumed.fit(batches, max_epochs=2, ckpt_path=path)
+        np.testing.assert_allclose(losses.losses, recorder.losses[2:], rtol=1e-5)
+
+
+def long_plan(strategy, tokens, width=64, loader=list):
+    """Of one row, by a model of which nothing is computed."""
+    model = eqx.filter_eval_shape(lambda: Model(jax.random.key(0), width=width))
+    model = eqx.nn.inference_mode(model)  # compiles sooner
+    x = np.zeros((1, tokens), np.int32)
+    trainer = Trainer(
+        model,
+        optax.adam(1e-3),
+        loss="cross_entropy",
+        strategy=strategy,
+        remat="blocks.stacked",
+        enable_progress_bar=False,
+    )
+    return trainer.plan([(x, x)] if loader is list else loader(x, x, batch_size=1))
+
+
+def test_memory_is_split_and_a_plan_says_so():
+    strategy = SequenceParallel({"data": 1, "seq": 8})
+    plan = long_plan(strategy, 1024)
+    whole = long_plan(SingleDevice(), 1024).memory.temporary
+    assert plan.memory.temporary < 0.25 * whole
+    text = str(plan)
+    assert "SequenceParallel({'data': 1, 'seq': 8}), 1 rows per step" in text
+    assert "batch[0] (1, 1024) (each device has (1, 128))" in text
+    assert re.search(r"all-gather +seq \(8\) .* forward: ", text)
+    (sent, *_) = plan.bounds
+    assert "over the devices that share the batch" in sent.what
+    assert sent.least == 2 * 7 / 8 * plan.memory.parameters
+
+
+@slow
+def test_rows_of_arrays_on_the_devices_are_split_too():
+    strategy = SequenceParallel({"data": 1, "seq": 8})
+    plans = [long_plan(strategy, 1024, loader=loader) for loader in (list, Arrays)]
+    assert plans[1].memory.temporary < 1.01 * plans[0].memory.temporary
+
+
+@slow
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_8192_tokens_take_a_quarter_of_the_memory_at_most(fsdp):
+    whole = long_plan(SingleDevice(), 8192).memory.temporary
+    plan = long_plan(SequenceParallel({"data": 1, "seq": 8}, fsdp), 8192)
+    assert plan.memory.temporary <= 0.25 * whole
+    assert plan.memory.peak <= 0.25 * whole
