@@ -1,6 +1,7 @@
 """Eight faked devices, checked types; tiny models and data."""
 
 import collections
+import functools
 import gc
 import logging
 import os
@@ -11,8 +12,9 @@ import signal
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
+from checked import checked
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -33,10 +35,11 @@ INSIDE = [
     "step.row_keys",
     "step.state",
     "step.steps",
-    "basics.tree",
 ]
 
-with install_import_hook([f"jaxdp.{name}" for name in INSIDE], "beartype.beartype"):
+jaxtyping.jaxtyped = functools.partial(functools.partial, checked)
+names = [f"jaxdp.{name}" for name in INSIDE]
+with jaxtyping.install_import_hook(names, "beartype.beartype"):
     import jaxdp  # noqa: F401
 
 
