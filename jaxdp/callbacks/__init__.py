@@ -1,5 +1,8 @@
 """Callbacks watch and steer a fit. Write your own by overriding hooks of `Callback`."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .base import Callback
 from .csv_logger import CSVLogger
 from .donate_buffers import DonateBuffers
@@ -23,6 +26,9 @@ from .throughput_monitor import ThroughputMonitor
 from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
 
+if TYPE_CHECKING:
+    from jaxdp.extras.optuna_pruning import OptunaPruning
+
 __all__ = [
     "CSVLogger",
     "Callback",
@@ -36,6 +42,7 @@ __all__ = [
     "MLFlowLogger",
     "ModelCheckpoint",
     "NanGuard",
+    "OptunaPruning",
     "Preemption",
     "Profiler",
     "ProgressBar",
@@ -46,3 +53,10 @@ __all__ = [
     "WandbLogger",
     "WeightAveraging",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a callback that few scripts need when it is first asked for."""
+    if name == "OptunaPruning":
+        return importlib.import_module("jaxdp.extras.optuna_pruning").OptunaPruning
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ import numpy as np
 from together import rows, tell, trainer
 
 from jaxdp import Callback, PassMetric
-from jaxdp.callbacks import EarlyStopping
+from jaxdp.callbacks import EarlyStopping, OptunaPruning
 
 
 class Keeps:
@@ -48,3 +48,27 @@ def train(local=False):
     history = run.fit(data, data, max_epochs=4)
     names = "val_own", "process", "val_kept_rows", "val_kept_mean"
     tell(targets=keeps.targets, **{name: history[name] for name in names})
+
+
+class Trial:
+    """One that is pruned after two reports; the first process alone has it."""
+
+    def __init__(self):
+        self.steps = []
+
+    def report(self, value, step):
+        self.steps.append(step)
+
+    def should_prune(self):
+        return len(self.steps) == 2
+
+
+def prune():
+    """A fit that ends by what one process is told."""
+    trial = None if jax.process_index() else Trial()
+    run = trainer(callbacks=[OptunaPruning(trial, "val_loss")])
+    data = [rows(16)]
+    try:
+        run.fit(data, data, max_epochs=4)
+    except Exception as error:
+        tell(error=type(error).__name__, epoch=run.current_epoch, step=run.global_step)

@@ -400,3 +400,12 @@ def test_metrics_of_sets_and_own_values_are_those_of_one_process(crew, capsys, l
         if local:  # a process's rows come one behind the other
             given = [[sorted(rows) for rows in passes] for passes in given]
         assert given[0] == given[1]
+
+
+@pytest.mark.slow
+def test_a_trial_of_one_process_is_pruned_in_all(crew):
+    pytest.importorskip("optuna")
+    codes, outputs = (job := crew("own_values.prune", start={"devices": 2})).join()
+    assert codes == [0, 0], job.all_outputs()
+    expected = {"error": "TrialPruned", "epoch": 1, "step": 2}
+    assert told(outputs) == [[expected], [expected]]
