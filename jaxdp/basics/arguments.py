@@ -69,8 +69,8 @@ def check_is_local(name: str, path: str | os.PathLike[str]) -> None:
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)):  # C:/ is a file
         raise ValueError(
             f"`{name}` must be in a file system; got {os.fspath(path)!r}, which"
-            " would become a folder on this disk. Mount the remote folder and"
-            " pass its path here, or copy the files to this disk."
+            " would mean a folder on this disk. Mount the remote folder and pass its"
+            ' path here, or copy the files: docs/checkpoints.md, "Buckets".'
         )
 
 

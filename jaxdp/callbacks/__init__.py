@@ -28,6 +28,7 @@ from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
     from jaxdp.extras.optuna_pruning import OptunaPruning
+    from jaxdp.extras.samples import Samples
 
 __all__ = [
     "CSVLogger",
@@ -47,6 +48,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
+    "Samples",
     "StallWatch",
     "TensorBoardLogger",
     "ThroughputMonitor",
@@ -55,8 +57,13 @@ __all__ = [
 ]
 
 
+_EXTRAS = {"OptunaPruning": "optuna_pruning", "Samples": "samples"}
+"""Callbacks by the files that they are in."""
+
+
 def __getattr__(name: str) -> Any:
     """Imports a callback that few scripts need when it is first asked for."""
-    if name == "OptunaPruning":
-        return importlib.import_module("jaxdp.extras.optuna_pruning").OptunaPruning
+    if name in _EXTRAS:
+        module = importlib.import_module(f"jaxdp.extras.{_EXTRAS[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

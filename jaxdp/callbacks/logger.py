@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from ..basics.arguments import check_is_local
 from ..basics.console import warn
 from ..record import Number, Row
 from .base import Callback, Trainer
@@ -45,6 +46,8 @@ class Logger(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
     ):
+        if dirpath is not None:
+            check_is_local("dirpath", dirpath)
         self.dirpath = dirpath
         self.hyperparameters = hyperparameters
         self._error: BaseException | None = None

@@ -52,6 +52,9 @@ class TensorBoardLogger(Logger):
         self._suffix = f".jaxdp-{trainer.record.run_id}"
         self._move_others(trainer)
 
+    def on_validation_start(self, trainer: Trainer) -> None:
+        self._step = max(trainer.global_step, self._step)
+
     def rewind(self, step: int) -> None:
         """Cuts the files of this run to what they held when it was saved."""
         sizes = self._restored["sizes"] if self._restored else {}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..basics.arguments import check_is_local
 from ..basics.environment import versions
 from ..basics.files import absolute
 from ..basics.json_checks import check_fields
@@ -64,6 +65,7 @@ def restore(
             have changed, or every leaf that is missing, left over, or of another shape
             or dtype. Or if it is of a format that this version does not read.
     """
+    check_is_local("path", path)
     processes, path = find_processes(), absolute(path)
 
     def wanted(meta: dict[str, Any]) -> TrainState:

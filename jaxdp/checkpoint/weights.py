@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.arguments import check_choice
+from ..basics.arguments import check_choice, check_is_local
 from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
@@ -65,6 +65,7 @@ def load_model(
         ValueError: if leaves differ and `partial` is False; it names them.
     """
     check_choice("which", which, ("scored", "raw"))
+    check_is_local("path", path)
     path = absolute(path)
     if path.endswith(".eqx"):
         if state is not None or partial:
@@ -117,6 +118,7 @@ def save_model(path: Path, model: PyTree) -> str:
     Returns:
         The absolute path.
     """
+    check_is_local("path", path)
     path = absolute(path)
     if path.endswith(".safetensors"):
         _safetensors()  # says that it is missing, before anything is made

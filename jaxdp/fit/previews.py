@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import equinox as eqx
 import jax
 
-from ..basics.arguments import check_count
+from ..basics.arguments import check_count, check_is_local
 from ..basics.tracebacks import UsersFramesFirst
 from ..basics.tree import leaf_path
 from ..callbacks import CSVLogger
@@ -191,6 +191,7 @@ def _by_path(trees: Any) -> dict[str, Any]:
 def report(trainer: "Trainer", path: str | os.PathLike[str], plan: Any) -> str:
     """Writes the page from the table of a `CSVLogger`, if there is one, else from the
     history."""
+    check_is_local("path", path)
     reports = _extra("reports")
     record: dict[str, Any] = dict(run_facts(trainer, None))
     tables = [c.path for c in trainer.callbacks if isinstance(c, CSVLogger)]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from .. import checkpoint
+from ..basics.arguments import check_is_local
 from ..basics.console import say, warn
 from ..basics.files import absolute
 from ..callbacks import ModelCheckpoint
@@ -62,6 +63,7 @@ def taken(
             f" {where!r}."
         )
     if where not in words or not isinstance(where, str):
+        check_is_local("ckpt_path", where)
         path = absolute(where)
         if not os.path.lexists(path):
             raise FileNotFoundError(
