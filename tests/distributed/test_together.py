@@ -409,3 +409,19 @@ def test_a_trial_of_one_process_is_pruned_in_all(crew):
     assert codes == [0, 0], job.all_outputs()
     expected = {"error": "TrialPruned", "epoch": 1, "step": 2}
     assert told(outputs) == [[expected], [expected]]
+
+
+@pytest.mark.slow
+def test_loaders_of_other_libraries_go_on_in_several_processes(crew, tmp_path):
+    for package in ("datasets", "grain", "webdataset"):
+        pytest.importorskip(package)
+    job = crew("streams.resume_all", start={"devices": 2}, into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    expected = []
+    for kind in ("huggingface", "grain", "webdataset"):
+        for local in (False, True):
+            steps = 18 if local else 36
+            ends = {"steps": steps, "saved": steps // 3 + 2, "ended": steps}
+            expected.append({"kind": kind, "local": local, **ends, "same": True})
+    assert told(outputs) == [expected, expected]

@@ -1,0 +1,111 @@
+"""What processes of a test do with loaders of other libraries: a run in two parts."""
+
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+from together import Mlp, rows, tell, trainer, weights_of
+
+from jaxdp import Callback
+
+
+class StopAt(Callback):
+    """Ends a fit after so many steps."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, metrics, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+def huggingface(local, folder):
+    """Batches of an iterable dataset, through torch's loader."""
+    import datasets
+    import torch
+    from datasets.distributed import split_dataset_by_node
+
+    x, y = rows(96)
+    whole = datasets.Dataset.from_dict({"x": x, "y": y}).shuffle(seed=0)
+    dataset = whole.with_format("numpy").to_iterable_dataset(num_shards=4)
+    if local:
+        dataset = split_dataset_by_node(
+            dataset, jax.process_index(), jax.process_count()
+        )
+
+    def pairs(items):
+        return tuple(np.stack([item[name] for item in items]) for name in "xy")
+
+    return torch.utils.data.DataLoader(dataset, 8, collate_fn=pairs)
+
+
+def grains(local, folder):
+    import grain
+
+    x, y = rows(96)
+    dataset = grain.MapDataset.source([(x[i], y[i]) for i in range(96)])
+    dataset = dataset.shuffle(seed=1)
+    if local:
+        dataset = dataset[jax.process_index() :: jax.process_count()]
+    return dataset.to_iter_dataset().batch(8)
+
+
+def webdatasets(local, folder):
+    import webdataset
+
+    x, y = rows(96)
+    index = jax.process_index()
+    files = [f"{folder}/{index}-{part}.tar" for part in range(4)]
+    if not pathlib.Path(files[0]).exists():
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        for part, file in enumerate(files):
+            with webdataset.TarWriter(file) as shard:
+                for i in range(part, 96, 4):
+                    item = {"x.npy": x[i], "y.cls": int(y[i])}
+                    shard.write({"__key__": f"{i:04}", **item})
+    if local:
+        files = files[index :: jax.process_count()]
+    dataset = webdataset.WebDataset(files, shardshuffle=4, seed=0)
+    dataset = dataset.shuffle(32, seed=0).decode().to_tuple("x.npy", "y.cls")
+    return dataset.batched(8)
+
+
+LOADERS = {"huggingface": huggingface, "grain": grains, "webdataset": webdatasets}
+
+
+def resume_all(into):
+    """Each kind of loader, of all rows and of a process's own."""
+    for kind in LOADERS:
+        for local in (False, True):
+            resumes(kind, local, f"{into}/{kind}-{local}")
+
+
+def resumes(kind, local, into):
+    """Whether a run that was stopped inside an epoch ends like one that was not."""
+
+    def run(epochs, *callbacks, ckpt_path=None):
+        options = {"data": "local" if local else "global"}
+        made = trainer("Sharded", callbacks, Mlp(jax.random.key(0)), **options)
+        loader = LOADERS[kind](local, f"{into}/files")
+        made.fit(loader, max_epochs=epochs, ckpt_path=ckpt_path)
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # What other libraries warn of is not what is shown here.
+        warnings.filterwarnings("ignore", module="torch|datasets|webdataset|grain")
+        whole = run(3)
+        per_epoch = whole.global_step // 3
+        stop = per_epoch + 2
+        path = run(3, StopAt(stop)).save(f"{into}/saved")
+        again = run(3, ckpt_path=path)
+    tell(
+        kind=kind,
+        local=local,
+        steps=whole.global_step,
+        saved=stop,
+        ended=again.global_step,
+        same=weights_of(again) == weights_of(whole),
+    )
