@@ -3,13 +3,14 @@
 import pathlib
 
 ORDER = {
-    "Start": ["index", "install", "ladder", "examples"],
+    "Start": ["index", "install", "ladder", "examples", "questions"],
     "Coming from": [
         "from_pytorch",
         "from_lightning",
         "from_equinox",
         "from_keras",
         "other_libraries",
+        "side_by_side",
     ],
     "Training": [
         "data",
