@@ -215,7 +215,7 @@ def _joined(blocks: _Blocks, cut: Array) -> Array:
 
 
 def _turn_of(blocks: _Blocks, number: Array, array: Array) -> Array:
-    """Of `(..., keys)` those of one block, `(..., block)`."""
+    """The keys of one block, `(..., block)`, from all, `(..., keys)`."""
     missing = -array.shape[-1] % blocks.count
     if missing:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])

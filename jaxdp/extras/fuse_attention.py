@@ -138,7 +138,7 @@ class FusedAttention(eqx.nn.MultiheadAttention):
         process_heads: Callable[..., Any] | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
     ) -> Array:
-        """As `eqx.nn.MultiheadAttention`, and `segment_ids`.
+        """Computes what `eqx.nn.MultiheadAttention` does; takes `segment_ids`, too.
 
         Args:
             query: `(queries, features)`.

@@ -216,11 +216,11 @@ class SequenceParallel(FSDP):
 
 
 class _OfTokens(Collectives):
-    """Those of a strategy, for a step whose tokens are split.
+    """The collectives of a strategy, for a step whose tokens are split.
 
     Args:
-        inner: by which the step reaches other devices.
-        split: of a group of batches, makes one whose tokens are split.
+        inner: the collectives by which the step reaches other devices.
+        split: makes a group of batches into one whose tokens are split.
     """
 
     def __init__(self, inner: Collectives, split: Callable[[Group], Group]):
