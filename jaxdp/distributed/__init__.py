@@ -1,11 +1,10 @@
 """Several processes: how they start, agree, meet, and end together."""
 
 from .agreement import Processes, Pulse, find_processes
-from .ending import first_line
 from .global_arrays import put
 from .row_blocks import RowBlocks, row_blocks
 from .signals import SIGNALS, Interrupts, Preempted, is_stop, tell
-from .start import forgotten, initialize
+from .start import first_line, forgotten, initialize
 
 __all__ = [
     "Interrupts",

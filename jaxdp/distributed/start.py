@@ -1,4 +1,4 @@
-"""Starting as one of several processes.
+"""Starting as one of several processes, and ending at once by an exception.
 
     import jaxdp
 
@@ -12,17 +12,21 @@ the same script trains alone.
 
 import math
 import os
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 import jax
 
+from ..basics import coordination
 from ..basics.arguments import check_number
-from ..basics.console import say
+from ..basics.console import Outlet, say
 from ..basics.environment import versions
 from ..basics.process import is_imported_by_a_worker
-from .ending import end_at_once_by_exceptions
+from . import meetings
 from .launchers import bind_host, find_rank, join_address, started_several
 from .roll_call import call_the_roll
+from .signals import is_stop
 
 _is_alone_on_purpose = False
 
@@ -137,3 +141,35 @@ def _facts() -> dict[str, str]:
     python = installed["python"].rpartition(".")[0]
     packages = {f"the version of {n}": installed[n] for n in ("jax", "jaxlib", "jaxdp")}
     return {"the version of Python": python, **packages}
+
+
+def end_at_once_by_exceptions() -> None:
+    """Has an exception that nobody catches printed, and then the process ended.
+
+    Otherwise this process waits for the others when Python ends, in JAX's `atexit`,
+    and they for this one, whose heartbeat goes on.
+    """
+    print_it, process = sys.excepthook, os.getpid()
+
+    def print_and_leave(
+        kind: type[BaseException],
+        exception: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        print_it(kind, exception, traceback)
+        # By a signal that all have heard all end; and a fork is none of them.
+        if is_stop(exception) or os.getpid() != process:
+            return
+        if coordination.is_there():
+            meetings.fail(first_line(exception))
+        for stream in (sys.stdout, sys.stderr):
+            Outlet(stream).flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = print_and_leave
+
+
+def first_line(exception: BaseException) -> str:
+    """An exception in one line, without a full stop."""
+    text = str(exception).strip().partition("\n")[0][:500]
+    return f"{type(exception).__name__}: {text}".rstrip(".: ")

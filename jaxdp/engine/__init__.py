@@ -2,7 +2,7 @@
 
 from . import passes
 from .engine import Engine
-from .fetching import Fetching
 from .hyperparams import RATES
 from .in_flight import num_in_flight, wait
+from .passes import Fetching
 from .step import Kind, StepOptions

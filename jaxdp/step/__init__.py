@@ -2,8 +2,7 @@
 
 from .after_update import AfterUpdate
 from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
-from .each import init_each, update_each
-from .ensemble import Ensemble
+from .ensemble import Ensemble, init_each, update_each
 from .inference import InferenceModel
 from .jaxprs import (
     BY_DEFAULT,
