@@ -78,7 +78,7 @@ def _into_trainer(
 ) -> None:
     """Sets the weights of a trainer, read as its strategy lays them out."""
     run, recipe = trainer.run, trainer.run.recipe
-    run.check_may_begin_anew("`load_weights`")
+    begin = run.begin_anew("`load_weights`")
     params, buffers, model_state = shapes_of(run)
 
     def laid_out(own: Any, held: Any) -> Any:
@@ -89,7 +89,7 @@ def _into_trainer(
     own = recipe.model, recipe.model_state
     held = eqx.combine(params, buffers), model_state
     like = jax.tree.map(laid_out, own, held, is_leaf=lambda node: node is None)
-    run.begin_anew(*_loaded(path, like, names, ignore, kept=own))
+    begin(*_loaded(path, like, names, ignore, kept=own))
 
 
 def _loaded(

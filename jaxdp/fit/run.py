@@ -3,7 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -368,11 +368,18 @@ class Run:
         if to_train:
             take_over(callbacks, self._trainer_id)
 
-    def check_may_begin_anew(self, wanted: str) -> None:
-        """Raises where the first weights are no longer for others to set.
+    def begin_anew(self, wanted: str) -> Callable[[PyTree, Any], None]:
+        """Lets others set the weights that the trainer begins with.
 
         Args:
             wanted: by whom, for messages: "`load_weights`".
+
+        Returns:
+            What takes a model and its `eqx.nn.State`, or None, of the structure that
+            they have, wherever their arrays lie.
+
+        Raises:
+            RuntimeError: where training has begun.
         """
         if self.doing or self.progress.global_step:
             steps = self.progress.global_step
@@ -382,15 +389,11 @@ class Run:
                 f" {when}. Call it before, or make a new Trainer."
             )
 
-    def begin_anew(self, model: PyTree, model_state: Any) -> None:
-        """Takes other weights for those that the trainer was made with.
+        def begin(model: PyTree, model_state: Any) -> None:
+            self.arguments = {**self.arguments, "model": model, "state": model_state}
+            self.recipe, self._engine = Recipe(self.arguments), None
 
-        Args:
-            model: of the same structure, wherever its arrays lie; as is the state.
-            model_state: its `eqx.nn.State`, or None.
-        """
-        self.arguments = {**self.arguments, "model": model, "state": model_state}
-        self.recipe, self._engine = Recipe(self.arguments), None
+        return begin
 
     # For callbacks: see docs/callbacks.md.
 

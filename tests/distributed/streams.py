@@ -1,13 +1,14 @@
-"""What processes of a test do with loaders of other libraries: a run in two parts."""
+"""What processes of a test do with loaders and weights of other libraries."""
 
 import pathlib
 import warnings
 
+import equinox as eqx
 import jax
 import numpy as np
-from together import Mlp, rows, tell, trainer, weights_of
+from together import Deep, Mlp, rows, tell, trainer, weights_of
 
-from jaxdp import Callback
+from jaxdp import Callback, load_weights, lora
 
 
 class StopAt(Callback):
@@ -109,3 +110,27 @@ def resumes(kind, local, into):
         ended=again.global_step,
         same=weights_of(again) == weights_of(whole),
     )
+
+
+def pretrained(path, into):
+    """Adapters on weights from a file, split over all processes; saved and resumed."""
+    names = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
+    names["blocks.*.linear.bias"] = "h.*.b"
+    names |= {"**.down": None, "**.up": None}
+
+    def made():
+        shapes = eqx.filter_eval_shape(Deep, 4)
+        model = lora(shapes, "blocks*", 2, key=jax.random.key(1))
+        run = trainer("FSDP", model=model)
+        load_weights(path, run, names)
+        return run
+
+    data = [rows(16)] * 4
+    whole = made()
+    whole.fit(data, max_epochs=2)
+    half = made()
+    half.fit(data, max_epochs=1)
+    saved = half.save(f"{into}/saved")
+    again = made()
+    again.fit(data, max_epochs=2, ckpt_path=saved)
+    tell(same=weights_of(again) == weights_of(whole), weights=weights_of(whole))

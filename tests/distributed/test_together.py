@@ -11,9 +11,13 @@ import pytest
 pytest.importorskip("torch")
 
 import own_values
+import streams
 import together
 import wholes
 from crew import LIMIT
+from toys import Deep
+
+import jaxdp
 
 SIZES = [41, 13]
 """Rows that each of two processes has of its own."""
@@ -425,3 +429,22 @@ def test_loaders_of_other_libraries_go_on_in_several_processes(crew, tmp_path):
             ends = {"steps": steps, "saved": steps // 3 + 2, "ended": steps}
             expected.append({"kind": kind, "local": local, **ends, "same": True})
     assert told(outputs) == [expected, expected]
+
+
+@pytest.mark.slow
+def test_weights_of_a_file_and_adapters_are_split_between_processes(
+    crew, tmp_path, capsys
+):
+    pytest.importorskip("safetensors")
+    names = {"first.*": "in.*", "last.*": "out.*", "blocks.*.linear.weight": "h.*.w"}
+    names["blocks.*.linear.bias"] = "h.*.b"
+    path = jaxdp.save_weights(Deep(4), tmp_path / "deep.safetensors", names)
+    options = {"path": path, "into": str(tmp_path)}
+    job = crew("streams.pretrained", start={"devices": 2}, **options)
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    (first,), (second,) = told(outputs)
+    assert first["same"] and first == second
+    streams.pretrained(path, str(tmp_path / "alone"))
+    ((expected,),) = told([capsys.readouterr().out])
+    np.testing.assert_allclose(first["weights"], expected["weights"], atol=2e-5)

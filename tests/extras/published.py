@@ -94,6 +94,49 @@ def llama(dtype=np.float32):
     return tensors
 
 
+class Basic(eqx.Module):
+    """A residual block of a ResNet."""
+
+    conv1: eqx.nn.Conv2d
+    bn1: eqx.nn.BatchNorm
+    conv2: eqx.nn.Conv2d
+    bn2: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.conv1, self.conv2 = (
+            eqx.nn.Conv2d(4, 4, 3, padding=1, use_bias=False, key=key)
+            for key in jax.random.split(key)
+        )
+        self.bn1, self.bn2 = (
+            eqx.nn.BatchNorm(4, "batch", mode=mode) for mode in ("batch", "ema")
+        )
+
+    def __call__(self, x, state):
+        y, state = self.bn1(self.conv1(x), state)
+        y, state = self.bn2(self.conv2(jax.nn.relu(y)), state)
+        return jax.nn.relu(x + y), state
+
+
+class Resnet(eqx.Module):
+    """Two residual blocks, with BatchNorm of both modes."""
+
+    stem: eqx.nn.Conv2d
+    layers: list
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.stem = eqx.nn.Conv2d(3, 4, 3, padding=1, key=keys[0])
+        self.layers = [Basic(key) for key in keys[1:3]]
+        self.head = eqx.nn.Linear(4, 5, key=keys[3])
+
+    def __call__(self, x, state):
+        x = self.stem(x)
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return self.head(x.mean((1, 2))), state
+
+
 GPT2_NAMES = {
     "embed.weight": "wte.weight",
     "blocks.*.norm.*": "h.*.ln_1.*",

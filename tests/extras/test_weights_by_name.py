@@ -15,6 +15,7 @@ from published import (
     VIT_NAMES,
     WIDTH,
     Decoder,
+    Resnet,
     Vit,
     gpt2,
     llama,
@@ -190,6 +191,48 @@ def test_running_statistics_of_a_resnet_fill_the_state(tmp_path, mode):
     assert jaxdp.load_weights(path, untrained, RESNET_NAMES, ignore=ignore) is None
     infer = untrained.inference_model()
     np.testing.assert_allclose(infer(x), expected, rtol=1e-5)
+
+
+def test_a_resnet_of_torch_gives_the_same_here_and_comes_back(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1 = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+            self.bn1 = torch.nn.BatchNorm2d(4)
+            self.conv2 = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+            self.bn2 = torch.nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = torch.relu(self.bn1(self.conv1(x)))
+            return torch.relu(x + self.bn2(self.conv2(y)))
+
+    torch.manual_seed(0)
+    net = torch.nn.ModuleDict({"conv1": torch.nn.Conv2d(3, 4, 3, padding=1)})
+    net["layer1"] = torch.nn.Sequential(Block(), Block())
+    net["fc"] = torch.nn.Linear(4, 5)
+    x = torch.randn(7, 3, 8, 8)
+    for _ in range(3):  # running statistics of its own
+        net["layer1"](net["conv1"](x))
+    net.eval()
+    expected = net["fc"](net["layer1"](net["conv1"](x)).mean((2, 3)))
+    tensors = {name: value.numpy() for name, value in net.state_dict().items()}
+    save_file(tensors, path := tmp_path / "model.safetensors")
+
+    names = {"layers.*.**": "layer1.*.**", "head.*": "fc.*"}
+    names |= {"stem.weight": "conv1.weight"}
+    names["stem.bias"] = "conv1.bias", ("expand", 1, 2)
+    shapes = eqx.filter_eval_shape(eqx.nn.make_with_state(Resnet), jax.random.key(0))
+    model, state = jaxdp.load_weights(
+        path, shapes[0], names, state=shapes[1], ignore="**.num_batches_tracked"
+    )
+    infer = eqx.nn.inference_mode(model)
+    found = jax.vmap(lambda x: infer(x, state)[0], axis_name="batch")(x.numpy())
+    np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5)
+    out = jaxdp.save_weights(model, tmp_path / "out.safetensors", names, state=state)
+    for name, tensor in load_file(out).items():
+        np.testing.assert_array_equal(tensor, tensors[name])
 
 
 @pytest.mark.parametrize("made_of", ["arrays", "shapes"])
