@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data import Dispatch, Packer
+from ..data import Dispatch, Packer, Placed
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -342,7 +342,6 @@ class Engine:
         if is_new := program is None:
             program = self.compiled_for("train", dispatch)
         facts, steps = step.facts, len(dispatch.rows)
-        placed = self.placing.placed("train", dispatch, program)
         if is_new and facts.rows_interact > step.packer.rows_interact:
             raise ValueError(
                 "in batches of this shape, values of a row depend on other rows."
@@ -354,9 +353,8 @@ class Engine:
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        leaves, (means, inside) = self.run(
-            "train", dispatch, program, self.held.leaves, placed.groups
-        )
+        placed, results = self.run("train", dispatch, program, self.held.leaves)
+        leaves, (means, inside) = results
         self.held = self.held.after(leaves)
 
         # Not too many at once.
@@ -377,10 +375,13 @@ class Engine:
             )
         return [Metrics(facts, means, inside)]
 
-    def run(self, kind: Kind, dispatch: Dispatch, of: Program, *inputs: Any) -> Any:
-        """The only call of a compiled step."""
+    def run(
+        self, kind: Kind, dispatch: Dispatch, of: Program, *inputs: Any
+    ) -> tuple[Placed, Any]:
+        """The only call of a compiled step, on `inputs` and the placed batches."""
         try:
-            return of.compiled(*inputs)
+            placed = self.placing.placed(kind, dispatch, of)
+            return placed, of.compiled(*inputs, placed.groups)
         except jax.errors.JaxRuntimeError as error:
             self._check_memory(kind, dispatch, of, error)
             raise

@@ -5,10 +5,12 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import jax
 from jaxtyping import Array
 
 from ..basics.hardware import least_memory
 from ..step import IN_FLIGHT
+from .out_of_memory import check_late
 
 BYTES_IN_FLIGHT: Final = 0.05
 """Of a device's memory, at most, that batches take which wait for their step."""
@@ -63,7 +65,11 @@ class InFlight:
     def _wait_for_first(self) -> None:
         array, nbytes, checks = self._waiting.popleft()
         self._bytes -= nbytes
-        self.wait(array)
+        try:
+            self.wait(array)
+        except jax.errors.JaxRuntimeError as error:
+            check_late(error)
+            raise
         for check in checks:
             check(array)
 

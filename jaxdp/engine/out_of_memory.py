@@ -79,13 +79,19 @@ def check_memory(
         ) from error
 
 
+def check_late(error: BaseException) -> None:
+    """Raises where a step that was launched before has run out of memory."""
+    if _MARK in str(error):
+        raise explained("an earlier step", error=error, state_is_lost=True) from error
+
+
 def explained(
     what: str,
     *,
     error: BaseException | None = None,
     need: Need | None = None,
     limit: int | None = None,
-    batch: tuple[int, int] = (0, 0),
+    batch: tuple[int, int] | None = None,
     state_is_lost: bool = False,
 ) -> RuntimeError:
     """The error to raise: how much is asked for, how much there is, and what to do.
@@ -109,7 +115,9 @@ def explained(
             f"by its plan the step needs {in_bytes(need.peak)} at its peak, of which"
             f" {in_bytes(need.temporary)} are temporary and mostly grow with the rows"
         )
-    facts.append(f"the batch of {batch[1]} rows has {in_bytes(batch[0])} of it")
+    if batch:
+        facts.append(f"the batch of {batch[1]} rows has {in_bytes(batch[0])} of it")
+    of_facts = f": {', '.join(facts)}" if facts else ""
     remedies = "; ".join(f"{place}. {text}" for place, text in enumerate(_REMEDIES, 1))
     if error is None:
         end = "Nothing was computed, and the state is as it was."
@@ -119,7 +127,7 @@ def explained(
         end = "The state is as it was before the step."
     first = "" if error is None else f" JAX says: {str(error)[:500]}"
     return jax.errors.JaxRuntimeError(
-        f"{_MARK}: {what} does not fit into the device's memory: {', '.join(facts)}."
+        f"{_MARK}: {what} does not fit into the device's memory{of_facts}."
         f" What helps, in this order: {remedies}."
         f" `trainer.plan(loader).largest_batch()` says what fits. {end}{first}"
     )

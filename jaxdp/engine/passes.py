@@ -119,9 +119,9 @@ def evaluate(
     """
     batch, dispatch, program = of
     with noted(f"in batch {batch_idx}"):
-        placed = engine.placing.placed("evaluate", dispatch, program)
-        given = weights, totals, np.int32(batch_idx), placed.groups
-        totals, means, *kept = engine.run("evaluate", dispatch, program, *given)
+        given = weights, totals, np.int32(batch_idx)
+        placed, results = engine.run("evaluate", dispatch, program, *given)
+        totals, means, *kept = results
     engine.in_flight.add(means, placed.nbytes, placed.checks)
     for values in kept:
         outputs.add(values, batch)
@@ -144,9 +144,7 @@ def predict(
     batches = ready(engine, "predict", inputs)
     for number, (x, dispatch, program) in enumerate(batches):
         with noted(f"in batch {number}"):
-            placed = engine.placing.placed("predict", dispatch, program)
-            given = weights, placed.groups
-            predicted = engine.run("predict", dispatch, program, *given)
+            placed, predicted = engine.run("predict", dispatch, program, weights)
         if placed.nbytes:
             engine.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
         predictions.add(predicted, x)

@@ -8,6 +8,7 @@ from toys import batches, make_small
 
 from jaxdp import SingleDevice
 from jaxdp.basics.hardware import least_memory
+from jaxdp.engine.in_flight import InFlight
 from jaxdp.engine.out_of_memory import explained, fits, need_of
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
@@ -111,3 +112,42 @@ def test_a_state_that_is_lost_is_said():
     error = jax.errors.JaxRuntimeError(SAID)
     text = str(explained("the training step", error=error, state_is_lost=True))
     assert "The state is lost with the step: load the last checkpoint" in text
+
+
+def test_a_batch_that_finds_no_room_is_said_and_loses_nothing():
+    class NoRoom(SingleDevice):
+        full = False
+
+        def place_batch(self, groups, *, split):
+            if self.full:
+                raise jax.errors.JaxRuntimeError(SAID)
+            return super().place_batch(groups, split=split)
+
+    strategy = NoRoom()
+    trainer = make_small(strategy=strategy)
+    trainer.fit(batches(8, 8))
+    strategy.full = True
+    for act in (
+        lambda: trainer.fit(batches(8, 8), max_epochs=2),
+        lambda: trainer.validate(batches(8, 8)),
+        lambda: trainer.predict(batches(8, 8)),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=REMEDIES) as caught:
+            act()
+        assert "The state is as it was before the step." in str(caught.value)
+    strategy.full = False
+    assert trainer.fit(batches(8, 8), max_epochs=2).epochs == [0, 1]
+
+
+def test_a_step_whose_lack_shows_when_it_is_waited_for_is_said():
+    def finds_no_memory(array):
+        raise jax.errors.JaxRuntimeError(SAID)
+
+    in_flight = InFlight()
+    in_flight.wait = finds_no_memory
+    with pytest.raises(jax.errors.JaxRuntimeError, match=REMEDIES) as caught:
+        for _ in range(20):
+            in_flight.add(jax.numpy.zeros(1), 0)
+    assert "an earlier step does not fit" in str(caught.value)
+    assert "The state is lost with the step: load the last" in str(caught.value)
+    assert str(caught.value.__cause__) == SAID
