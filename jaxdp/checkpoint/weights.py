@@ -141,9 +141,12 @@ def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
     they are made of.
     """
-    shapes, read = _open_checkpoint(_one_checkpoint(absolute(path)), which)
+    shapes, read = _open_checkpoint(path := _one_checkpoint(absolute(path)), which)
     wanted = [name for name in shapes if not name.startswith("model_state: ")]
-    return {name: np.asarray(value) for name, value in read(wanted).items()}
+    arrays = {name: np.asarray(value) for name, value in read(wanted).items()}
+    if len(arrays) < len(wanted):
+        say(f"{path} has {len(arrays)} arrays of adapters, and not what is beside them")
+    return arrays
 
 
 def _arrays(tree: PyTree) -> dict[str, Any]:

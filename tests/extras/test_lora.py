@@ -69,7 +69,7 @@ def test_strategies_train_adapters_alike():
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_checkpoints_have_the_adapters_alone(tmp_path):
+def test_checkpoints_have_the_adapters_alone(tmp_path, caplog):
     def trained(epochs, ckpt_path=None, model=None, folder="run"):
         saver = ModelCheckpoint(tmp_path / folder)
         trainer = trainer_of(model or adapted(), callbacks=[saver])
@@ -83,6 +83,7 @@ def test_checkpoints_have_the_adapters_alone(tmp_path):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(resumed.state.params))
     stored = jaxdp.checkpoint.weights.read_weights(path)
     assert {name.rpartition(".")[2] for name in stored} == {"down", "up"}
+    assert "has 4 arrays of adapters, and not what is beside them" in caplog.text
     assert sum(leaf.nbytes for leaf in stored.values()) == size
 
     # The model comes back on the weights that it was made with, and on no others.
