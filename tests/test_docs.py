@@ -9,6 +9,7 @@ import re
 
 import jax
 import pytest
+from scripts import Scripts
 
 import jaxdp
 from jaxdp.cli import commands
@@ -47,18 +48,27 @@ def test_code_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys)
             assert _agree(printed, said), f"{page.name} shows:\n{printed}\nnow:\n{said}"
 
 
+@pytest.fixture(scope="module")
+def scripts():
+    own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
+    started = Scripts(os.environ | own)
+    yield started
+    started.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path):
+def test_a_recipe_runs_as_a_script_and_draws_its_picture(page, tmp_path, scripts):
     draw_recipes = _script("draw_recipes")
     code = draw_recipes.code_of(page)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
     for package in re.findall(r"^(?:import|from) (\w+)", code, re.M):
         pytest.importorskip(package)
 
-    own = {"XLA_FLAGS": "", "MPLBACKEND": "agg", "PYTHONPATH": str(DOCS.parent)}
-    done = draw_recipes.run(page, tmp_path, env=os.environ | own)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(code)
+    code, output = scripts.run(script)
+    assert code == 0, output
     for picture in re.findall(r"\]\((\S+\.png)\)", page.read_text()):
         assert (page.parent / picture).is_file()
         assert (tmp_path / pathlib.Path(picture).name).is_file()

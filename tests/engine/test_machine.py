@@ -33,11 +33,22 @@ faults = Faults()
 model = nn.MLP(8, 8, 2048, 1, key=jax.random.key(0))
 x = np.random.default_rng(0).normal(size=(3000, 8)).astype(np.float32)
 trainer = jaxdp.Trainer(model, optax.sgd(0.1), callbacks=[faults])
-history = trainer.fit([(x, x)] * 50)
+history = trainer.fit([(x, x)] * 20)
 print(json.dumps({
     "misses": len(misses), "faults": faults.of_a_step(), "loss": history["loss"],
     "folder": jax.config.jax_compilation_cache_dir,
 }))
+"""
+
+
+FOLDER = """
+import json
+import jax
+from equinox import nn
+import jaxdp
+
+jaxdp.Trainer(nn.Linear(1, 1, key=jax.random.key(0)))
+print(json.dumps(jax.config.jax_compilation_cache_dir))
 """
 
 
@@ -56,20 +67,27 @@ def train(home, script=TRAIN, **environment):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A home, and what a process printed and said that was the first one there."""
+    home = tmp_path_factory.mktemp("home")
+    return home, *train(home)
+
+
 @pytest.mark.slow
-def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
-    first, said = train(tmp_path)
-    second, _ = train(tmp_path)
+def test_a_second_process_finds_the_programs_of_the_first(first):
+    home, first, said = first
+    second, _ = train(home)
     assert first["misses"] > 2
     assert second["misses"] == 0
     assert second["loss"] == first["loss"]
-    assert first["folder"].startswith(str(tmp_path / ".cache" / "jaxdp"))
+    assert first["folder"].startswith(str(home / ".cache" / "jaxdp"))
     assert "JAXDP_KEEP_FREED_MEMORY" in said
 
 
 @pytest.mark.slow
-def test_memory_of_temporaries_is_kept_for_the_next_step(tmp_path):
-    kept, _ = train(tmp_path)
+def test_memory_of_temporaries_is_kept_for_the_next_step(first, tmp_path):
+    _, kept, _ = first
     switches = {"JAXDP_KEEP_FREED_MEMORY": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     given_back, said = train(tmp_path, **switches)
     # Medians over the steps: now and then a thread takes another block, once.
@@ -90,8 +108,8 @@ def test_the_users_own_cache_and_a_read_only_home_are_left_alone(tmp_path):
     second, _ = train(tmp_path / "another home", **settings)
     assert second["misses"] == 0 and second["loss"] == first["loss"]
     (tmp_path / "file").write_text("")
-    found, _ = train(tmp_path / "file")
-    assert found["folder"] is None
+    found, _ = train(tmp_path / "file", FOLDER)
+    assert found is None
 
 
 CONVOLVE = """
