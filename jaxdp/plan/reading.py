@@ -213,7 +213,7 @@ class Reading:
         return frozenset(
             leaf_path(path)
             for path, leaf in named
-            if gatherers.gather(leaf_path(path), leaf.sharding.spec)
+            if gatherers.gather(leaf_path(path), leaf.sharding.spec, self.batch_axes)
         )
 
     def _gradient_bytes(self, leaf: Leaf) -> float:

@@ -23,7 +23,14 @@ from ..step import (
     Weights,
 )
 from .base import draws_by_row, names_of
-from .gathering import Gatherers, check_alike, check_divided
+from .gathering import (
+    Gatherers,
+    by_parts,
+    check_alike,
+    check_divided,
+    only,
+    without,
+)
 
 NO_GATHERERS: Final = Gatherers()
 
@@ -110,7 +117,7 @@ class ByRows(Collectives):
             raise
 
     def arrange(self, model: PyTree) -> PyTree:
-        return self._gatherers.arranged(model, self._shards, self.mesh)
+        return self._gatherers.arranged(model, self._shards, self.row_axes, self.mesh)
 
     def gather(self, params: PyTree) -> PyTree:
         return self._constrained(params, self._used(self._shards))
@@ -197,7 +204,9 @@ class ByRows(Collectives):
         num_shards = math.prod(self.mesh.shape[name] for name in self.row_axes)
         roles = results if isinstance(results, tuple) else (results,)
         rows, whole = PartitionSpec(self.row_axes), PartitionSpec()
-        arrange = functools.partial(self._gatherers.arranged, specs=shards)
+        arrange = functools.partial(
+            self._gatherers.arranged, specs=shards, axes=self.row_axes
+        )
         own_rows = _OwnRows(self.row_axes, num_shards, arrange, shards)
 
         def on_one_device(inputs: Any, groups: Sequence[Group]) -> tuple[Any, ...]:
@@ -208,12 +217,17 @@ class ByRows(Collectives):
                 for role, part in zip(roles, values, strict=True)
             )
 
-        spec_of = {"gradients": (rows, trained), "rows": rows, "replicated": whole}
+        # Over other axes XLA splits them.
+        own_shards, own_trained = (
+            {name: only(self.row_axes, spec) for name, spec in specs.items()}
+            for specs in (shards, trained)
+        )
+        spec_of = {"gradients": (rows, own_trained), "rows": rows, "replicated": whole}
         values = jax.shard_map(
             on_one_device,
             mesh=self.mesh,
             in_specs=(
-                _specs_of(inputs, shards),
+                _specs_of(inputs, own_shards),
                 [Group(PartitionSpec(None, self.row_axes), whole, whole)] * len(groups),
             ),
             out_specs=tuple(spec_of[role] for role in roles),
@@ -229,14 +243,14 @@ class ByRows(Collectives):
     def _split_in(
         self, params: PyTree, gatherers: Gatherers
     ) -> dict[str, PartitionSpec]:
-        """How those leaves are split over the rows' axes that stay so, by name."""
+        """How those leaves are split that stay so over the rows' axes, by name."""
         specs: dict[str, PartitionSpec] = {}
         if not gatherers.paths:
             return specs
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = leaf_path(path)
-            spec = _only(self.row_axes, self.held(name, leaf))
-            if gatherers.gather(name, spec):
+            spec = self.held(name, leaf)
+            if gatherers.gather(name, spec, self.row_axes):
                 specs[name] = spec
         return specs
 
@@ -256,7 +270,7 @@ class ByRows(Collectives):
 
         def spec(path: str, leaf: Any) -> PartitionSpec:
             held = self.held(path, leaf)
-            return held if path in shards else _without(self.row_axes, held)
+            return held if path in shards else without(self.row_axes, held)
 
         return spec
 
@@ -269,7 +283,7 @@ class ByRows(Collectives):
             for path, x in leaves
         ]
         # Split over other axes before, and over those of the rows after.
-        others = [_without(self.row_axes, spec) for spec in specs]
+        others = [without(self.row_axes, spec) for spec in specs]
         targets = [
             spec if self._ends_in_row_axes(spec) else other
             for spec, other in zip(specs, others, strict=True)
@@ -350,7 +364,9 @@ class _OwnRows(AxisCollectives):
                 return leaf
             done = set(itertools.chain(*map(names_of, spec)))
             left = tuple(name for name in self.axis_names if name not in done)
-            return jax.lax.psum(leaf, left) if left else leaf
+            reduce = functools.partial(jax.lax.psum, axis_name=left)
+            others = without(tuple(self.axis_names), spec)
+            return by_parts(reduce, others)(leaf) if left else leaf
 
         return jax.tree_util.tree_map_with_path(summed, gradients)
 
@@ -385,15 +401,3 @@ def _specs_of(inputs: Any, shards: Mapping[str, PartitionSpec]) -> Any:
         return Weights(params, buffers, whole, whole, whole)
 
     return map_nodes(Weights, specs, inputs, others=lambda _: whole)
-
-
-def _without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with arrays whole over `axes`."""
-    others = {name for names in spec for name in names_of(names)} - {*axes}
-    return _only(tuple(others), spec)
-
-
-def _only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """`spec`, where it splits over `axes`."""
-    kept = (tuple(n for n in names_of(names) if n in axes) for names in spec)
-    return PartitionSpec(*(names or None for names in kept))

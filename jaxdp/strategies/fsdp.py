@@ -97,72 +97,34 @@ class ZeRO(_Split):
         return f"whole; its gradient and optimizer state {super().reason(path, leaf)}"
 
 
-class FSDP(_Split):
-    """`Sharded`, with parameters, gradients and optimizer state split over the devices.
+class Gathering(Sharded):
+    """What strategies have in common whose modules gather their own parameters."""
 
-    This layout, known as ZeRO-3 or fully sharded data parallelism, needs 1/devices of
-    the memory of `Sharded` between steps. Within a step, parameters are gathered:
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that they are gathered over."""
+        return self.row_axes
 
-    - block by block in a `jaxdp.Stack`: each block when it is called, and again in its
-      backward pass, where its gradient is summed directly into shards. So a device
-      holds only one whole block at a time, and the largest possible model grows with
-      the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
-    - all others before the step. That sends as many bytes as the all-reduce.
-
-    XLA does the same, from constraints, if rows interact (a scalar loss, BatchNorm), or
-    if the loss reads the parameters of a block directly (a penalty on all weights).
-
-    A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
-    along an axis of a single block. Leaves without such an axis, or with fewer than
-    `min_size` elements, stay whole; `layouts` shows which.
-
-    Args:
-        devices: how many, or which; all by default.
-        mesh: instead of `devices`, as for `Sharded`.
-        min_size: leaves of fewer elements are held whole: each split leaf costs two
-            collectives.
-        gather: `"blocks"`, as above; `"once"`, everything before the step; `"auto"`,
-            the former if the model has a `Stack`. Or path patterns of submodules, such
-            as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
-            is called.
-        groups: into how many groups the devices are divided, hosts usually, that hold
-            the same shards (HSDP). Parameters are gathered within a group only; between
-            groups shards of gradients are summed.
-    """
-
-    def __init__(
-        self,
-        devices: Devices = None,
-        mesh: Mesh | None = None,
-        *,
-        min_size: int = 1,
-        gather: str | Sequence[str] = "auto",
-        groups: int = 1,
-    ):
-        check_count("groups", groups)
-        if groups > 1:
-            mesh, devices = _in_groups(devices, mesh, groups), None
-            self.row_axes = (_GROUP, DATA)
-        super().__init__(devices, mesh, min_size)
+    def gather_by(self, gather: Any) -> None:
+        """Sets which do: `gather` of `FSDP`."""
         self._gather = _checked(gather)
         # How training gathers, by the names of modules that gather. Copies of a
         # strategy share it.
         self._ways: dict[tuple[str, ...], str] = {}
         self.gatherers = NO_GATHERERS
 
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        return tuple(name for name in self.row_axes if name != _GROUP)
-
-    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self._split(path, leaf)
-
-    def reason(self, path: str, leaf: Array) -> str:
-        why = super().reason(path, leaf)
-        if not self.gatherers.gather(path, self._split(path, leaf)):
-            return why
+    def gathered(self, path: str, spec: PartitionSpec) -> str:
+        """How a leaf that is split like this is gathered, to be said of it."""
+        if not self.gatherers.gather(path, spec, self.split_axes):
+            return ""
         way = self._ways.get(tuple(self.gatherers.paths), IN_CALLS)
-        return f"{why}, gathered {way.format(owner=self.gatherers.owner(path))}"
+        return f", gathered {way.format(owner=self.gatherers.owner(path))}"
+
+    def blocks(self, path: str) -> PartitionSpec:
+        """The axes of a leaf that are blocks, of which its module gathers one."""
+        owner = self.gatherers.owner(path)
+        stacked = 0 if owner is None else self.gatherers.stacked[owner]
+        return PartitionSpec(*[_BLOCKS] * stacked)
 
     def _gathering(self) -> dict[str, Any]:
         return {"find_gatherers": self._found, "tell": self._tell}
@@ -210,19 +172,74 @@ class FSDP(_Split):
         stacked = {name: _stacks_on(path, model) for name, path in paths.items()}
         return Gatherers(paths, stacked)
 
-    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
-        owner = self.gatherers.owner(path)
-        if owner is not None:
-            # Of a block, so that it can be gathered by itself, if it has such an axis.
-            blocks = PartitionSpec(*[_BLOCKS] * self.gatherers.stacked[owner])
-            place = split_axis(leaf, self._parts, self.min_size, blocks)
-            if place[0] is not None:
-                return place
-        return super()._axis(path, leaf)
-
     def __repr__(self) -> str:
         how = "" if self._gather == "auto" else f", gather={self._gather!r}"
         return f"{super().__repr__().removesuffix(')')}{how})"
+
+
+class FSDP(Gathering, _Split):
+    """`Sharded`, with parameters, gradients and optimizer state split over the devices.
+
+    This layout, known as ZeRO-3 or fully sharded data parallelism, needs 1/devices of
+    the memory of `Sharded` between steps. Within a step, parameters are gathered:
+
+    - block by block in a `jaxdp.Stack`: each block when it is called, and again in its
+      backward pass, where its gradient is summed directly into shards. So a device
+      holds only one whole block at a time, and the largest possible model grows with
+      the number of devices. It sends 1.5 times the bytes of `Sharded`'s all-reduce.
+    - all others before the step. That sends as many bytes as the all-reduce.
+
+    XLA does the same, from constraints, if rows interact (a scalar loss, BatchNorm), or
+    if the loss reads the parameters of a block directly (a penalty on all weights).
+
+    A leaf (array) is split along its first axis that the devices divide; in a `Stack`,
+    along an axis of a single block. Leaves without such an axis, or with fewer than
+    `min_size` elements, stay whole; `layouts` shows which.
+
+    Args:
+        devices: how many, or which; all by default.
+        mesh: instead of `devices`, as for `Sharded`.
+        min_size: leaves of fewer elements are held whole: each split leaf costs two
+            collectives.
+        gather: `"blocks"`, as above; `"once"`, everything before the step; `"auto"`,
+            the former if the model has a `Stack`. Or path patterns of submodules, such
+            as `["encoder.layers[*]"]`, each of which gathers its own parameters when it
+            is called.
+        groups: into how many groups the devices are divided, hosts usually, that hold
+            the same shards (HSDP). Parameters are gathered within a group only; between
+            groups shards of gradients are summed.
+    """
+
+    def __init__(
+        self,
+        devices: Devices = None,
+        mesh: Mesh | None = None,
+        *,
+        min_size: int = 1,
+        gather: str | Sequence[str] = "auto",
+        groups: int = 1,
+    ):
+        check_count("groups", groups)
+        if groups > 1:
+            mesh, devices = _in_groups(devices, mesh, groups), None
+            self.row_axes = (_GROUP, DATA)
+        super().__init__(devices, mesh, min_size)
+        self.gather_by(gather)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(name for name in self.row_axes if name != _GROUP)
+
+    def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
+        return self._split(path, leaf)
+
+    def reason(self, path: str, leaf: Array) -> str:
+        return super().reason(path, leaf) + self.gathered(path, self._split(path, leaf))
+
+    def _axis(self, path: str, leaf: Any) -> tuple[int | None, str]:
+        # Of a block, so that it can be gathered by itself, if it has such an axis.
+        place = split_axis(leaf, self._parts, self.min_size, self.blocks(path))
+        return super()._axis(path, leaf) if place[0] is None else place
 
 
 def _stacks_on(path: tuple[Any, ...], model: PyTree) -> int:

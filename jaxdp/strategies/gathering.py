@@ -7,14 +7,15 @@ of `all_gather`. Where all rows are worked on together, parameters are global ar
 and XLA is told by constraints where they are whole.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import at_path, leaf_path
@@ -26,6 +27,7 @@ from ..step import (
     with_call,
     without_call,
 )
+from .base import names_of
 
 _MADE_ANEW: Final = {
     "all_gather",
@@ -52,15 +54,24 @@ class Gatherers(NamedTuple):
         """The one that the array of that name is in."""
         return next((path for path in self.paths if name.startswith(f"{path}.")), None)
 
-    def gather(self, name: str, spec: PartitionSpec) -> bool:
-        """Whether one of them gathers the array of that name, split like this."""
+    def gather(self, name: str, spec: PartitionSpec, axes: tuple[str, ...]) -> bool:
+        """Whether one of them gathers the array of that name, split like this.
+
+        Over `axes` of the mesh, that is; over others it stays split.
+        """
         owner = self.owner(name)
-        return owner is not None and any(spec) and not any(spec[: self.stacked[owner]])
+        ours = [[axis in axes for axis in names_of(names)] for names in spec]
+        # Not if an axis is split by others, too: a gathered part is no part of theirs.
+        if owner is None or any(any(axis) and not all(axis) for axis in ours):
+            return False
+        stacked = self.stacked[owner]
+        return any(map(any, ours[stacked:])) and not any(map(any, ours[:stacked]))
 
     def arranged(
         self,
         model: PyTree,
         specs: Mapping[str, PartitionSpec],
+        axes: tuple[str, ...],
         mesh: Mesh | None = None,
     ) -> PyTree:
         """The model, with calls of them that gather.
@@ -68,6 +79,7 @@ class Gatherers(NamedTuple):
         Args:
             model: with one device's shards; or, on a `mesh`, with global arrays.
             specs: how its arrays are split that they gather, by name.
+            axes: of the mesh, over which they gather.
             mesh: where XLA gathers.
         """
         for name, path in self.paths.items():
@@ -79,7 +91,7 @@ class Gatherers(NamedTuple):
                 if self.owner(leaf) == name
             }
             gathered = _Gathered(
-                tuple(of_parameters.items()), self.stacked[name] > 0, mesh
+                tuple(of_parameters.items()), self.stacked[name] > 0, axes, mesh
             )
             model = eqx.tree_at(
                 lambda tree, path=path: at_path(tree, path),
@@ -95,6 +107,8 @@ class _Gathered(NamedTuple):
     specs: tuple[tuple[str, PartitionSpec], ...]
     """How they are split, by their names in the module; none, and nothing is."""
     in_loop: bool
+    axes: tuple[str, ...] = ()
+    """Those of the mesh that they are gathered over."""
     mesh: Mesh | None = None
     """Of global arrays. Without one, they are a device's shards."""
 
@@ -124,34 +138,106 @@ class _Gathered(NamedTuple):
             spec = specs.get(leaf_path(path))
             if spec is None:
                 return leaf
-            if self.mesh is not None:
-                return _used_whole(leaf, NamedSharding(self.mesh, spec))
-            for axis, names in enumerate(spec):
-                if names is not None:
-                    leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-            return leaf
+            ours, others = only(self.axes, spec), without(self.axes, spec)
+            if self.mesh is None:
+                is_all = not _left_to_xla()
+                return (_all_gathered if is_all else _parts_gathered)(
+                    ours, others, leaf
+                )
+            kept = others if any(others) else PartitionSpec()
+            split, whole = (NamedSharding(self.mesh, each) for each in (spec, kept))
+            return _used_whole(leaf, split, whole)
 
         with jax.named_scope("parameters"):
             return jax.tree_util.tree_map_with_path(gather, module)
 
 
-def _gathered_by_xla(leaf: Array, split: NamedSharding) -> Array:
+def _all_gathered(spec: PartitionSpec, _: PartitionSpec, leaf: Array) -> Array:
+    """What devices have shards of, split like this."""
+    for axis, names in enumerate(spec):
+        if names is not None:
+            leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
+    return leaf
+
+
+def _summed_to_shards(spec: PartitionSpec, gradient: Array) -> Array:
+    for axis, names in enumerate(spec):
+        if names is not None:
+            gradient = jax.lax.psum_scatter(
+                gradient, names, scatter_dimension=axis, tiled=True
+            )
+    return gradient
+
+
+def by_parts(
+    function: Callable[[Array], Array], others: PartitionSpec
+) -> Callable[[Array], Array]:
+    """`function`, which exchanges shards, of the part of an array that a device has.
+
+    Over the axes that are left to XLA arrays are split like `others`, and stay so. XLA
+    would gather them over those axes first, and for CPUs it can't reduce bfloat16 where
+    any are left: it aborts the process.
+    """
+    if not (left := _left_to_xla()):
+        return function
+    return jax.shard_map(
+        function, in_specs=others, out_specs=others, axis_names=left, check_vma=False
+    )
+
+
+def _left_to_xla() -> set[str]:
+    """The axes of the mesh over which this device's program is one of whole arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in axes if kind == AxisType.Auto}
+
+
+def _each_part_gathered(
+    ours: PartitionSpec, others: PartitionSpec, leaf: Array
+) -> Array:
+    return by_parts(functools.partial(_all_gathered, ours, others), others)(leaf)
+
+
+# JAX's own derivative would sum what is whole over the axes left to XLA over those.
+_parts_gathered = jax.custom_vjp(_each_part_gathered, nondiff_argnums=(0, 1))
+_parts_gathered.defvjp(
+    lambda ours, others, leaf: (_each_part_gathered(ours, others, leaf), None),
+    lambda ours, others, _, gradient: (
+        by_parts(functools.partial(_summed_to_shards, ours), others)(gradient),
+    ),
+)
+
+
+def _gathered_by_xla(leaf: Array, split: NamedSharding, whole: NamedSharding) -> Array:
     """A global array that is split, and then whole."""
     leaf = jax.lax.with_sharding_constraint(leaf, split)
-    whole = NamedSharding(split.mesh, PartitionSpec())
     return jax.lax.with_sharding_constraint(leaf, whole)
 
 
-_used_whole = jax.custom_jvp(_gathered_by_xla, nondiff_argnums=(1,))
+_used_whole = jax.custom_jvp(_gathered_by_xla, nondiff_argnums=(1, 2))
 
 
 @_used_whole.defjvp
-def _(split: NamedSharding, leaves: Any, tangents: Any) -> tuple[Array, Array]:
+def _(
+    split: NamedSharding, whole: NamedSharding, leaves: Any, tangents: Any
+) -> tuple[Array, Array]:
     # The transpose of a constraint is itself: gradients are summed straight into
     # shards, and those of whole arrays are never asked for.
     (leaf,), (tangent,) = leaves, tangents
     tangent = jax.lax.with_sharding_constraint(tangent, split)
-    return _gathered_by_xla(leaf, split), tangent
+    return _gathered_by_xla(leaf, split, whole), tangent
+
+
+def without(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """`spec` with arrays whole over `axes`."""
+    others = {name for names in spec for name in names_of(names)} - {*axes}
+    return only(tuple(others), spec)
+
+
+def only(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """`spec`, where it splits over `axes`."""
+    kept = (tuple(n for n in names_of(names) if n in axes) for names in spec)
+    return PartitionSpec(*(names or None for names in kept))
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -236,7 +322,7 @@ def _check_program(split: Any, whole: Any) -> None:
 
     for equation in split.eqns:
         name = equation.primitive.name
-        if name == "all_gather" and _of(equation.invars[0], same) is not None:
+        if _only_gathers(equation) and _of(equation.invars[0], same) is not None:
             same[equation.outvars[0]] = _of(equation.invars[0], same)
             continue
         other = next(expected, None)
@@ -271,6 +357,15 @@ def _is_alike(equation: Any, other: Any, same: dict[Any, Any]) -> bool:
         for e in (equation, other)
     )
     return before == after and _values(equation.params) == _values(other.params)
+
+
+def _only_gathers(equation: Any) -> bool:
+    """Whether an operation only gathers a shard, or the part of one."""
+    if equation.primitive.name == "all_gather":
+        return True
+    inside = [opened(program).eqns for program in programs_in(equation)]
+    is_of_one = len(equation.invars) == len(equation.outvars) == 1
+    return is_of_one and any(inside) and all(map(_only_gathers, sum(inside, [])))
 
 
 def _gathers(jaxpr: Any) -> bool:

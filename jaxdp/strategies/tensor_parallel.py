@@ -14,17 +14,19 @@ from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState
 from .base import Devices, Layout, find_devices, names_of
-from .fsdp import split_axis
-from .sharded import Sharded
+from .by_rows import NO_GATHERERS
+from .fsdp import Gathering, split_axis
+from .gathering import Gatherers
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
+_WHOLE: Final = PartitionSpec()
 
 Rule = tuple[str, PartitionSpec]
 """A pattern of paths, `*` standing for anything, and how leaves it fits are split."""
 
 
-class TensorParallel(Sharded):
+class TensorParallel(Gathering):
     """Splits layers over one axis of a mesh by rules, and batches over another.
 
         TensorParallel(
@@ -41,7 +43,9 @@ class TensorParallel(Sharded):
     and attention.
 
     An axis named `"fsdp"` splits rows further. It also splits every parameter, as
-    `FSDP` does, along axes that the rules leave free.
+    `FSDP` does, along axes that the rules leave free. Blocks of a `jaxdp.Stack` are
+    gathered over it one by one, each device its part of a block by the rules; what the
+    rules leave no axis for, such as biases, is gathered before the step.
 
     Args:
         mesh_shape: sizes of the mesh's axes by name, `"data"` among them.
@@ -49,6 +53,7 @@ class TensorParallel(Sharded):
             A pattern must match the whole path, such as `layers[0].weight`.
         devices: how many, or which; all by default.
         min_size: leaves of fewer elements are not split over `"fsdp"`.
+        gather: what is gathered over `"fsdp"` and when, as in `FSDP`.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class TensorParallel(Sharded):
         devices: Devices = None,
         *,
         min_size: int = 1,
+        gather: str | Sequence[str] = "auto",
     ):
         in_order = find_devices(devices)
         _check_mesh_shape(mesh_shape, len(in_order))
@@ -74,6 +80,12 @@ class TensorParallel(Sharded):
             devices=in_order,
         )
         super().__init__(mesh=mesh)
+        if gather != "auto" and _FSDP not in mesh_shape:
+            raise ValueError(
+                f"`gather`: {gather!r} is about an axis {_FSDP!r}, and `mesh_shape` has"
+                f" none: {dict(mesh_shape)}. Add it, or leave `gather` out."
+            )
+        self.gather_by(gather)
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
         return self._ruled_and_split(path, leaf)[0]
@@ -84,8 +96,8 @@ class TensorParallel(Sharded):
     def reason(self, path: str, leaf: Array) -> str:
         rule = self._rule(path)
         by = "by no rule" if rule is None else f"by the rule for {rule[0]!r}"
-        why = self._ruled_and_split(path, leaf)[1]
-        return f"{by}; {why}" if why else by
+        spec, why = self._ruled_and_split(path, leaf)
+        return f"{by}; {why}{self.gathered(path, spec)}" if why else by
 
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         paths = [
@@ -105,6 +117,9 @@ class TensorParallel(Sharded):
                 )
         return super().layouts(state)
 
+    def _gatherers(self, model: PyTree) -> Gatherers:
+        return super()._gatherers(model) if _FSDP in self.mesh.shape else NO_GATHERERS
+
     def _rule(self, path: str) -> Rule | None:
         """The first rule that fits."""
         return next((rule for rule in self.rules if _fits(rule[0], path)), None)
@@ -115,15 +130,21 @@ class TensorParallel(Sharded):
         if rule is not None:
             origin = f"`rules`: the rule for {rule[0]!r}"
             spec = self._check_spec(origin, rule[1], path, leaf)
-        return self._split(spec, leaf)
+        return self._split(spec, leaf, self.blocks(path))
 
-    def _split(self, spec: PartitionSpec, leaf: Any) -> tuple[PartitionSpec, str]:
-        """`spec`, and another axis split over `"fsdp"`, where there is one."""
+    def _split(
+        self, spec: PartitionSpec, leaf: Any, blocks: PartitionSpec = _WHOLE
+    ) -> tuple[PartitionSpec, str]:
+        """`spec`, and another axis split over `"fsdp"`, where there is one; if it can
+        be, none of `blocks`."""
         names = [name for entry in spec for name in names_of(entry)]
         if _FSDP not in self.mesh.shape or _FSDP in names:
             return spec, ""
         parts = self.mesh.shape[_FSDP]
-        axis, why = split_axis(leaf, parts, self.min_size, spec)
+        taken = PartitionSpec(*blocks, *spec[len(blocks) :])
+        axis, why = split_axis(leaf, parts, self.min_size, taken)
+        if axis is None:
+            axis, why = split_axis(leaf, parts, self.min_size, spec)
         if axis is None:  # what the rules leave on one device, then
             shape = NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
             left = jax.ShapeDtypeStruct(shape, leaf.dtype)
