@@ -26,9 +26,9 @@ from .throughput_monitor import ThroughputMonitor
 from .wandb_logger import WandbLogger
 from .weight_averaging import WeightAveraging
 
-if TYPE_CHECKING:
-    from jaxdp.extras.optuna_pruning import OptunaPruning
-    from jaxdp.extras.samples import Samples
+if TYPE_CHECKING:  # made by `__getattr__`
+    OptunaPruning: Any
+    Samples: Any
 
 __all__ = [
     "CSVLogger",
