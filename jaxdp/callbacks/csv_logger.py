@@ -64,7 +64,6 @@ class CSVLogger(Logger):
         self._record: dict[str, Any] = {}
         self._columns: list[str] = []
         self._rows = 0
-        self._last: dict[str, str] | None = None  # row; mends a torn one
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -86,7 +85,7 @@ class CSVLogger(Logger):
         # The record of a table of 0.1 does not tell whose it is.
         is_own = is_own or (whose is None and saved is not None and saved["rows"] > 0)
         if not (is_own and path.exists() and self._reads_columns()):
-            self._columns, self._rows, self._last = [], 0, None
+            self._columns, self._rows = [], 0
             self._restored = saved and {**saved, "rows": 0}
             if path.exists():
                 kept = free_name(path)
@@ -103,15 +102,12 @@ class CSVLogger(Logger):
         if saved is None or not path.exists():
             return
         _, rows, torn = read_table(path)
-        count, last = saved["rows"], saved["last"]
+        count = saved["rows"]
         kept = rows[:count]
-        if len(kept) == count - 1 and last is not None:
-            kept.append(last)
-            announce(self._trainer, "CSVLogger", f"mended the last row of {path}.")
-        elif len(kept) < count:
+        if len(kept) < count:
             text = f"{path} has {len(rows)} rows, and {count} when it was saved."
             announce(self._trainer, "CSVLogger", text)
-        self._rows, self._last = len(kept), kept[-1] if kept else None
+        self._rows = len(kept)
         if len(rows) > count or torn:
             shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
         if torn or kept != rows:
@@ -119,12 +115,10 @@ class CSVLogger(Logger):
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._widen(values)
-        row = {"epoch": epoch, "step": step, **values}
-        path = self._table
+        path, row = self._table, {"epoch": epoch, "step": step, **values}
         with naming(path, "CSVLogger"), path.open("ab", buffering=0) as file:
             append_whole(file, _text(self._columns, [row], with_head=not file.tell()))
         self._rows += 1
-        self._last = {name: str(value) for name, value in row.items()}
 
     def log_run(self, facts: Facts) -> None:
         self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
@@ -144,7 +138,7 @@ class CSVLogger(Logger):
         self._write_record()
 
     def own_state(self) -> dict[str, Any]:
-        return {"rows": self._rows, "last": self._last}
+        return {"rows": self._rows}
 
     def _write_record(self) -> None:
         path = self._table.with_suffix(".json")

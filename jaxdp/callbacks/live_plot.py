@@ -14,8 +14,6 @@ from .base import Trainer
 from .logger import Logger
 from .monitor import in_notebook
 
-_MAX_POINTS: Final = 1000
-"""Steps kept for drawing; with more, every second one is dropped."""
 _MAX_SHARE: Final = 0.05
 """Of the time, that may go into drawing."""
 
@@ -44,7 +42,6 @@ class LivePlot(Logger):
         self._name = "curves.png" if path is None else Path(path).name
         self.every_n_seconds = every_n_seconds
         self._columns: dict[str, list[tuple[float, float]]] = {}
-        self._stride = 1
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -64,14 +61,8 @@ class LivePlot(Logger):
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._step = step
         for name, value in values.items():
-            is_of_step = not name.startswith((EPOCH, VALIDATION))
-            if is_of_step and (name != "loss" or step % self._stride):
-                continue
-            self._columns.setdefault(name, []).append((step, value))
-        steps = self._columns["loss"]
-        while len(steps) > _MAX_POINTS:
-            self._stride *= 2
-            steps[:] = [point for point in steps if point[0] % self._stride == 0]
+            if name == "loss" or name.startswith((EPOCH, VALIDATION)):
+                self._columns.setdefault(name, []).append((step, value))
         if time.monotonic() > self._due:
             self._draw()
 

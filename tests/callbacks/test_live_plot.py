@@ -95,16 +95,6 @@ def test_a_checkpoint_needs_nothing_of_a_live_plot(tmp_path):
         assert [step for step, _ in plots[0]._columns["loss"]] == [3, 4]
 
 
-def test_the_live_plot_thins_out_long_runs(tmp_path, drawn):
-    plot = LivePlot(tmp_path / "a.png")
-    plot.open(linear_trainer(), tmp_path)
-    for step in range(1, 4501):
-        plot.log(0, step, {"loss": 1.0})
-    plot.close()
-    ((curve,),) = (picture["loss"] for picture in drawn)
-    assert [step for step, _ in curve] == list(range(8, 4501, 8))
-
-
 def test_the_live_plot_is_drawn_after_an_exception(tmp_path, drawn):
     plot = LivePlot(tmp_path / "a.png")
     trainer = linear_trainer(NanGuard(), plot, log_every_n_steps=1)
