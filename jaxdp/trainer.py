@@ -67,7 +67,7 @@ class Trainer:
         precision: "32-true", "32-highest", "bf16-mixed", "bf16-true" or "16-mixed"; see
             docs/precision.md.
         after_update: a function model -> model, which may name `key` and `step`, called
-            inside each step behind the optimizer: to clip weights, add noise, copy
+            inside each step after the optimizer: to clip weights, add noise, copy
             targets. It may change the values of all arrays, frozen ones, too.
         accumulate_grad_batches: batches per optimizer step, weighted by their rows.
         gradient_clip_val: the largest global norm that the gradient may have.
@@ -372,11 +372,11 @@ class Trainer:
             trainer = Trainer(model, optimizer)
             trainer.set_hyperparams(learning_rate=1e-4)  # in a callback, say
 
-        Values have the shape and dtype of now; schedules can't be set. Nothing is
-        compiled again, and checkpoints contain the values. If several have the same
-        name, the key of `optax.partition` or a number stands before it, as in
-        `hyperparams`: `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes
-        must call it with the same values.
+        Values keep their shapes and dtypes; schedules can't be set. Nothing is compiled
+        again, and checkpoints contain the values. If several have the same name, the
+        key of `optax.partition` or a number stands before it, as in `hyperparams`:
+        `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
+        with the same values.
         """
         views.set_values(self.run, values)
 

@@ -131,16 +131,16 @@ class Callback:
 
     def identity(self, trainer: Trainer) -> str:
         """What distinguishes this callback from others of its class, so that a
-        checkpoint finds its state: the folder it writes to, the metric it watches. In a
-        second line: in what unit, such as `"val_loss, min"`. A callback whose identity
-        is another does not get the state, but folders that were moved do."""
+        checkpoint finds its state: the folder it writes to, the metric it watches. A
+        second line may name the unit, such as `"val_loss, min"`. A callback with
+        another identity does not get the state, but one whose folder was moved does."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint saves of this callback: JSON values only.
 
-        A callback that a second trainer trains with gets the state back that it had
-        before the first one; what else it keeps is left alone.
+        When a second trainer uses the callback, it gets the state back that it had
+        before the first one; everything else that it keeps stays.
         """
         return {}
 
@@ -181,8 +181,8 @@ class Callback:
         return optimizer
 
     def after_step(self, state: Any) -> Any:
-        """The new `TrainState`, with what this callback keeps of it in the state that
-        `wrap_optimizer` has added. Traced into the compiled step, behind the optimizer
+        """The new `TrainState`, after this callback has updated its own part, which
+        `wrap_optimizer` has added. Traced into the compiled step, after the optimizer
         and `Trainer(after_update=...)`."""
         return state
 

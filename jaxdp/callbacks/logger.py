@@ -76,8 +76,8 @@ class Logger(Callback):
         """Called before the first `log` of a fit. `folder` exists."""
 
     def rewind(self, step: int) -> None:
-        """Called after `open` where a run is resumed, of which so many steps are done:
-        takes back what was logged since. `load_state_dict` was called before."""
+        """Called after `open` if a run is resumed after so many steps: removes the rows
+        that were logged since. `load_state_dict` was called before."""
 
     def close(self) -> None:
         """Called after the last `log` of a fit."""
@@ -137,7 +137,7 @@ class Logger(Callback):
         return self.own_state() if self._restored is None else self._restored
 
     def own_state(self) -> dict[str, Any]:
-        """What a checkpoint also saves of a subclass: JSON values only."""
+        """The state that a subclass adds to a checkpoint: JSON values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -41,10 +41,10 @@ class ModelCheckpoint(Callback):
 
     **The score of a checkpoint is its own**: the value of `monitor` that was measured
     on these very weights. So with a `monitor` of a validation, a checkpoint is saved
-    right after each validation, if it is among the best. What is saved at other steps
-    (`every_n_train_steps`, `train_time_interval`, a signal) has no score, never counts
-    as the best, and only the newest of them is kept, while it is the newest of all.
-    With a `monitor` of the steps, such as "loss", it has the value of that step.
+    right after each validation, if it is among the best. A checkpoint saved at another
+    step (by `every_n_train_steps`, `train_time_interval`, a signal) has no score, is
+    never the best, and is kept only while it is the newest of all. With a `monitor` of
+    the steps, such as "loss", it has the value of that step.
 
     Saving happens in the background, one checkpoint at a time. An old one is removed
     only after the new one is on disk, and `fit` returns only when all are. Ctrl-C and

@@ -77,7 +77,7 @@ class MetricCheck(Callback):
         self.best_score: float | None = None
 
     def check(self, trainer: Trainer, value: float) -> None:
-        """What a subclass does about a new value."""
+        """Acts on a new value, in a subclass."""
         raise NotImplementedError
 
     def improves(self, value: float) -> bool:

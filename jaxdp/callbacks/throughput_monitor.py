@@ -27,7 +27,7 @@ _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
 
 
 class ThroughputMonitor(Callback):
-    """Measures a fit's speed, and what share of its time goes where.
+    """Measures a fit's speed, and where its time goes.
 
     The clock runs from the first step to the end of the fit. It includes validations
     and checkpoints, but not the compilation before the first step. Every

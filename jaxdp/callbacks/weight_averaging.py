@@ -55,7 +55,7 @@ class WeightAveraging(Callback):
     def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """`optimizer`, with the average of the weights in its state."""
+        """The `optimizer`, with the average of the weights in its state."""
         inner = optax.with_extra_args_support(optimizer)
 
         def init(params: PyTree) -> Averaging:

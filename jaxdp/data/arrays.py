@@ -27,17 +27,17 @@ class Arrays:
         trainer.predict(Arrays(x_test))
 
     `Arrays(x, y)` gives batches `(x, y)`, `Arrays(x, y, weight)` gives `(x, y,
-    weight)`, and of one argument each batch has its form: `Arrays(x)` gives arrays, for
+    weight)`, and with one argument a batch has its form: `Arrays(x)` gives arrays, for
     `predict` or a `loss_fn(model, x)`, and `Arrays({"a": a, "b": b})` dicts.
 
     Training shuffles the rows in each epoch, by `Trainer(seed=)` and the epoch, so a
     resumed run goes on with the same batches. Validation, tests and predictions take
-    the rows in their order. Iterated by hand, each iteration is an epoch, whose order
-    `seed` decides.
+    the rows in their order. If you iterate over it yourself, each iteration is an
+    epoch, in an order that `seed` decides.
 
     Args:
-        arrays: with as many rows each, along the first axis. A `jaxdp.Whole` in them
-            has no rows, and is the same in each batch.
+        arrays: all with the same number of rows, along the first axis. A `jaxdp.Whole`
+            in them has no rows, and is the same in each batch.
         batch_size: rows of a batch, those of all devices and processes together. With
             `Trainer(data="local")`, those of one process.
         shuffle: whether training takes the rows in another order in each epoch.
@@ -45,7 +45,7 @@ class Arrays:
         on_device: whether the arrays are copied to each device once, where the step
             then takes the rows. "auto" does so if they take at most a tenth of the
             memory of a device that tells how much it has, which CPUs do not. The
-            numbers are the same. What is written into the arrays later is not seen.
+            numbers are the same. Later changes of the arrays are not seen.
         seed: for iterating by hand; a trainer has a seed of its own.
     """
 

@@ -41,10 +41,10 @@ def fuse_attention(
     the memory of a model with long rows. Here they never exist: where cuDNN can, its
     kernel computes attention (`jax.nn.dot_product_attention`); elsewhere a loop takes a
     block of keys at a time, and once more in the backward pass. `docs/long_context.md`
-    has a table of which is taken when.
+    has a table that says which is taken when.
 
-    What comes back computes the same, is called the same, and has the same leaves at
-    the same paths, so that checkpoints and rules fit both. Layers inside a
+    The new model computes the same, is called in the same way, and has the same leaves
+    at the same paths, so that checkpoints and rules fit both. Layers inside a
     `jaxdp.Stack` are replaced, too; subclasses of your own are not.
 
     Args:

@@ -41,10 +41,10 @@ def load_weights(
     Args:
         path: a file; an index of several, `*.safetensors.index.json`; or a folder.
         like: a model, or one of shapes (`eqx.filter_eval_shape`). Its dtypes are kept.
-            What is split over devices, or is a shape with a `sharding`, is read slice
-            by slice for each. Or a `Trainer`, before its first step: its weights are
-            set, its own `state` too, in the layout of its strategy. It may be made of
-            shapes.
+            Arrays that are split over devices, and shapes with a `sharding`, are read
+            slice by slice for each device. Or a `Trainer`, before its first step: its
+            weights are set, its own `state` too, in the layout of its strategy. It may
+            be made of shapes.
         names: from leaves to tensors. Leaves are named by dots, those of a
             `jaxdp.Stack` by the number of the block; a BatchNorm has `running_mean` and
             `running_var`. `*` stands for a part of a name without dots, `**` for any

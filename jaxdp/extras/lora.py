@@ -70,17 +70,17 @@ def lora(
         model = merge_lora(trainer.model)
 
     A layer computes `weight @ x + alpha / rank * up @ down @ x`, with `up` zero at
-    first: the model gives what it gave. Without a `filter_spec` a Trainer trains the
-    adapters alone, and checkpoints have no more than these: to go on from one, make the
-    model with the same weights again.
+    first, so that the results stay the same. Without a `filter_spec` a Trainer trains
+    the adapters alone, and checkpoints have no more than these: to go on from one, make
+    the model with the same weights again.
 
     Args:
         model: any pytree; its layers may be in a `jaxdp.Stack`, and hold shapes.
         patterns: of the paths of `eqx.nn.Linear` layers, such as
             `"blocks.stacked.attention.*_proj"`; `*` stands for anything.
-        rank: of the product.
-        alpha: what it is multiplied by, times `rank`. Default: `rank`.
-        key: of the random numbers in `down`.
+        rank: the rank of the product.
+        alpha: the product is multiplied by `alpha / rank`. Default: `rank`.
+        key: for the random numbers in `down`.
 
     Raises:
         TypeError, ValueError: for a pattern that matches no linear layer, layers with
@@ -130,7 +130,8 @@ def lora(
 def merge_lora(model: PyTree) -> PyTree:
     """The model with its adapters in the weights: ordinary layers, as many as before.
 
-    Sums are of the adapters' dtype, float32 or wider, and rounded to the weights' own.
+    Sums are computed in the adapters' dtype, float32 or wider, and rounded to the
+    weights' own.
 
     Raises:
         ValueError: if the model has no adapters.

@@ -54,7 +54,7 @@ def muon(
         nesterov: whether the momentum looks ahead, as `optax.contrib.muon`'s does; for
             Adam, too.
         ns_steps: Newton-Schulz iterations.
-        eps: is added to the norms that are divided by.
+        eps: added to norms before a division by them.
         weight_decay: of matrices, times the learning rate.
         consistent_rms: updates of matrices have this root mean square, in the place of
             Muon's own scale; 0.2 is about Adam's (arXiv:2502.16982).

@@ -10,7 +10,7 @@ from ..distributed import find_processes
 
 
 class OptunaPruning(MetricCheck):
-    """Reports a value to an Optuna trial, and ends the fit if that is to be pruned.
+    """Reports a value to an Optuna trial, and ends the fit of a trial to be pruned.
 
         def objective(trial):
             rate = trial.suggest_float("rate", 1e-4, 1e-1, log=True)
@@ -23,13 +23,12 @@ class OptunaPruning(MetricCheck):
     raises `optuna.TrialPruned`, in all processes alike.
 
     Args:
-        trial: an `optuna.Trial`. With several processes the first one's is asked, and
-            the others may have None in its place. With `Trainer(ensemble=n)` a list of
-            n trials, one for each member: a pruned member is not reported again, and
-            the fit ends when all are pruned. (A single trial is told the mean over the
-            members.)
-        monitor: name of an epoch's value, such as `"val_loss"`; in which direction it
-            gets better, the study knows. Of members it is reported by number,
+        trial: an `optuna.Trial`. With several processes that of the first one is asked,
+            and the others may pass None. With `Trainer(ensemble=n)` a list of n trials,
+            one for each member: a pruned member is not reported again, and the fit ends
+            when all are pruned. (A single trial is told the mean over the members.)
+        monitor: name of an epoch's value, such as `"val_loss"`; the study knows in
+            which direction it gets better. Members report theirs by number,
             `val_loss[0]`.
 
     Attributes:

@@ -17,7 +17,7 @@ from ..callbacks.monitor import is_fitting
 
 
 class Samples(Callback):
-    """Shows what a function makes of the model at each validation: texts and pictures.
+    """Shows texts and pictures that a function makes of the model at each validation.
 
         def make(model):
             text = decode(generate(model, "Once upon a time"))
@@ -26,7 +26,7 @@ class Samples(Callback):
         Trainer(model, callbacks=[Samples(make), TensorBoardLogger()])
 
     Each is written to a file, `<dirpath>/<name>/<step>.txt` or `.png`, and handed to
-    the loggers that show such: TensorBoard, W&B, MLflow, and your own with a `log_text`
+    loggers that can show it: TensorBoard, W&B, MLflow, and your own with a `log_text`
     or `log_figure`.
 
     Args:

@@ -37,15 +37,15 @@ def save_weights(
 ) -> str:
     """Writes a model as `load_weights` reads it with the same `names`.
 
-    What `names` has as parts of one tensor (`"split"`) becomes that tensor again.
-    Leaves with None are not written.
+    Leaves that `names` makes of parts of one tensor (`"split"`) become that tensor
+    again. Leaves with None are not written.
 
     Args:
         model: what to write; `trainer.model`, say.
         path: ends with `.safetensors`, or with `.safetensors.index.json` for several
-            files beside this index. What is there is replaced.
+            files beside this index. Existing files are replaced.
         names: as for `load_weights`.
-        state: its `eqx.nn.State`, for what `names` has of that.
+        state: its `eqx.nn.State`, if `names` has leaves of it.
         shard_bytes: with an index, how large a file may be; a tensor may be larger.
 
     Returns:
@@ -53,7 +53,7 @@ def save_weights(
 
     Raises:
         TypeError, ValueError: for `names` that don't fit the model, and for a tensor
-            that two leaves would be, or of which a part is missing.
+            that two leaves would fill, or that lacks a part.
     """
     check_is_local("path", path)
     check_count("shard_bytes", shard_bytes)

@@ -82,7 +82,7 @@ class SequenceParallel(FSDP):
         return super().reason(path, leaf) if self.fsdp else "replicated"
 
     def batch_spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        """How a leaf of a batch is split, taken for tokens where it has two axes.
+        """How a leaf of a batch is split; axis 1, if there is one, counts tokens.
 
         In a batch with longer rows it is split by rows only: see `batch_layouts`.
         """

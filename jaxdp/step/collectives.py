@@ -64,7 +64,7 @@ class Collectives:
         return state._replace(params=params, buffers=buffers)
 
     def need_all_rows(self) -> None:
-        """Called, while a step is traced, if its rows can't be computed separately.
+        """Called while a step is traced whose rows can't be computed separately.
 
         For example, it draws from one key for all rows, or takes a mean over them. If
         a device sees only its own rows, this must raise `RowsInteract`.

@@ -49,7 +49,7 @@ class Ensemble:
         return [f"{name}[{member}]" for member in range(self.size)]
 
     def named(self, stacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Means over members, then the values of each, from all of them by name."""
+        """The means over members, then the values of each member, by name."""
         means = {name: stack.mean() for name, stack in stacks.items()}
         return means | {
             long_name: stack[member]

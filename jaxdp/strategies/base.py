@@ -83,10 +83,10 @@ class DataParallel:
         return PartitionSpec()
 
     def update_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a parameter's gradient and optimizer state are split: as itself is.
+        """How a parameter's gradient and optimizer state are split: like the parameter.
 
-        Elsewhere than the parameter, over an axis that rows are split over: each device
-        updates a shard of a parameter that all of them then hold whole.
+        If only they are split over an axis of the rows, each device updates a shard of
+        a parameter that all of them then hold whole.
         """
         return self.param_spec(path, leaf)
 
@@ -95,7 +95,7 @@ class DataParallel:
         return PartitionSpec(self.row_axes)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        """What a step reaches other devices with, and works on its rows by.
+        """The object by which a step works on its rows and reaches other devices.
 
         Its `over_rows(function, inputs, groups, results)` runs the part of a step that
         looks at rows. In the base that is the function itself: the step sees all rows,
@@ -173,10 +173,10 @@ class DataParallel:
                 rows `"apart"` is traced, this is called again for rows `"together"`.
 
         Returns:
-            What `jax.jit` returns, which the trainer then traces, looks through and
-            compiles once. An attribute `compiler_options` of it is instead of the
-            options of XLA that are fast. Any other callable that takes the arguments of
-            `step` without the first is called as it is, and tells plans nothing.
+            The result of `jax.jit`, which the trainer then traces, looks through and
+            compiles once. If it has an attribute `compiler_options`, that replaces the
+            trainer's fast options of XLA. Any other callable that takes the arguments
+            of `step` without the first is called as it is, and tells plans nothing.
         """
         state = arguments[roles.index("state")]
         layouts = {
@@ -308,10 +308,10 @@ class DataParallel:
 
 
 class OwnState(DataParallel):
-    """A strategy whose state is held otherwise than that of one model is.
+    """A strategy whose state differs from that of one model.
 
-    For those that change what is trained and not only where, as `LocalSGD` does, whose
-    optimizer has a replica for each device in its state.
+    For strategies that change what is trained and not only where, such as `LocalSGD`,
+    whose optimizer has a replica for each device in its state.
     """
 
     def wrap_optimizer(

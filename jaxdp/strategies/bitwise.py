@@ -43,7 +43,7 @@ _SMALL: Final = 4096
 
 
 class Bitwise(DataParallel):
-    """The same bits on 1, 2, 4 and 8 devices, on those of another strategy.
+    """Runs another strategy with the same bits on 1, 2, 4 and 8 devices.
 
         Trainer(model, strategy=Bitwise(Sharded()))
 

@@ -76,8 +76,8 @@ class Sharded(DataParallel):
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         """How each leaf of a state is split over the devices, and why.
 
-        A subclass overrides it to look at the whole state before it is asked about
-        leaves, or to split what it is not asked about.
+        A subclass overrides it to look at the whole state first, or to split leaves
+        that its other methods are not asked about.
 
         Args:
             state: arrays, or their shapes and dtypes; placed or not.
