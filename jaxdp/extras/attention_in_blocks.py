@@ -100,7 +100,10 @@ def _loop(
     queries, heads, _ = query.shape
     nothing = jnp.zeros((heads, queries), dtype)
     attended = jnp.zeros((heads, queries, value.shape[-1]), dtype)
-    cut = jnp.arange(blocks.count), _cut(blocks, key), _cut(blocks, value)
+    # Numbers that come with the keys: of others JAX would compute the causal masks of
+    # all blocks once, before the loop over a model's layers, and keep them.
+    numbers, key = jax.lax.optimization_barrier((jnp.arange(blocks.count), key))
+    cut = numbers, _cut(blocks, key), _cut(blocks, value)
     start = nothing - jnp.inf, nothing, attended
     (most, total, attended), _ = jax.lax.scan(turn, start, cut)
 

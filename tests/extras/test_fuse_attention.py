@@ -23,7 +23,7 @@ from attending import (
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from jaxdp import fuse_attention
+from jaxdp import Stack, fuse_attention
 from jaxdp.strategies import tensor_rules
 
 
@@ -267,6 +267,29 @@ def test_memory_of_long_rows(policy):
         )
     fused = fuse_attention(layer, causal=True)
     assert temporary(fused, wrapped)[0] < 0.2 * temporary(layer, wrapped)[0]
+
+
+class Layer(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+
+    def __call__(self, x):
+        return self.attention(x, x, x)
+
+
+def test_a_loop_over_layers_keeps_no_causal_masks():
+    """JAX would compute those of all blocks before it: tokens x tokens x heads."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = [Layer(eqx.nn.MultiheadAttention(4, 32, key=key)) for key in keys]
+    arrays, rest = eqx.partition(
+        fuse_attention(Stack(layers), causal=True, block=64), eqx.is_array
+    )
+
+    def total(arrays, x):
+        return (jax.vmap(eqx.combine(arrays, rest))(x) ** 2).sum()
+
+    x = jax.ShapeDtypeStruct((1, 1024, 32), jnp.float32)
+    text = jax.jit(jax.grad(total)).lower(arrays, x).as_text()
+    assert "1024x64xi1" in text and "16x1x4x1024x64xi1" not in text
 
 
 def test_split_tokens_are_gathered_a_block_at_a_time():
