@@ -1,17 +1,16 @@
 """A small GPT that learns to write like Shakespeare, letter by letter.
 
     python examples/gpt.py                            # the data split over 8 devices
-    python examples/gpt.py --strategy fsdp --remat    # and the memory, block by block
-    python examples/gpt.py --strategy tensor --precision bf16-mixed
+    python examples/gpt.py --strategy FSDP --remat    # and the memory, block by block
+    python examples/gpt.py --strategy TensorParallel --precision bf16-mixed
+    python examples/gpt.py --strategy SequenceParallel --fused --chunked --muon
 
-Each option is one argument of the Trainer; what is learned stays the same. GPT-2's
-largest has --context 1024 --width 1600 --depth 48 --heads 25. Takes tinyshakespeare.txt
-from the folder in JAXDP_DATA_DIR, or any text from --text.
+Options are arguments of the Trainer; what is learned stays the same. GPT-2's largest
+has --context 1024 --width 1600 --depth 48 --heads 25. --text takes any file.
 """
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -22,9 +21,11 @@ import optax
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from jaxdp import FSDP, Sharded, SingleDevice, Stack, TensorParallel, Trainer, ZeRO
-from jaxdp.strategies import DataParallel, tensor_rules
+import jaxdp
+from jaxdp import FSDP, SequenceParallel, Stack, TensorParallel, Trainer, losses
+from jaxdp.strategies import tensor_rules
 
+MESH = {"data": 4, "model": 2}
 SHORT = "To be, or not to be, that is the question:\n" * 200
 
 
@@ -38,18 +39,21 @@ class Block(eqx.Module):
 
     def __init__(self, width: int, heads: int, key: jax.Array):
         keys = jax.random.split(key)
-        self.norm1 = eqx.nn.LayerNorm(width)
-        self.norm2 = eqx.nn.LayerNorm(width)
+        self.norm1, self.norm2 = eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)
         self.attention = eqx.nn.MultiheadAttention(heads, width, key=keys[0])
         self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        own = self.attention  # its projections, which tensor_rules knows
-        h, by_head = jax.vmap(self.norm1)(x), (len(x), own.num_heads, -1)
-        projections = own.query_proj, own.key_proj, own.value_proj
-        q, k, v = (jax.vmap(each)(h).reshape(by_head) for each in projections)
-        h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-        x = x + jax.vmap(own.output_proj)(h)
+        own, h = self.attention, jax.vmap(self.norm1)(x)
+        if type(own) is not eqx.nn.MultiheadAttention:  # it is fused
+            x = x + own(h, h, h)
+        else:  # by its projections, which tensor_rules knows
+            layers = own.query_proj, own.key_proj, own.value_proj
+            q, k, v = (
+                jax.vmap(f)(h).reshape(len(h), own.num_heads, -1) for f in layers
+            )
+            h = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            x = x + jax.vmap(own.output_proj)(h.reshape(x.shape))
         return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
 
 
@@ -72,8 +76,14 @@ class GPT(eqx.Module):
         self.head = eqx.nn.Linear(width, vocab, use_bias=False, key=keys[2])
 
     def __call__(self, letters: jax.Array) -> jax.Array:
+        return jax.vmap(self.head)(self.hidden(letters))
+
+    def hidden(self, letters: jax.Array) -> jax.Array:
         x = jax.vmap(self.letters)(letters) + self.places[: len(letters)]
-        return jax.vmap(self.head)(jax.vmap(self.norm)(self.blocks(x)))
+        return jax.vmap(self.norm)(self.blocks(x))
+
+    def loss(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return losses.token_cross_entropy(self.head, jax.vmap(self.hidden)(x), y)
 
 
 def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[int]:
@@ -83,56 +93,46 @@ def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[in
     letters = list(start)
     for draw in jax.random.split(key, length):
         seen = letters[-context:]
-        window = jnp.array(seen + [0] * (context - len(seen)))
-        logits = logits_at(model, window, jnp.int32(len(seen) - 1))
+        logits = logits_at(model, np.resize(seen, context), jnp.int32(len(seen) - 1))
         letters.append(int(jax.random.categorical(draw, logits / 0.8)))
     return letters
 
 
-def windows(letters: np.ndarray, context: int) -> TensorDataset:
-    """Every stretch of text, and the same one letter later."""
-    count = (len(letters) - 1) // context
-    x, y = (letters[i : i + count * context].reshape(count, context) for i in (0, 1))
-    return TensorDataset(torch.tensor(x), torch.tensor(y))
-
-
-def choose(args: argparse.Namespace, model: GPT) -> DataParallel:
-    if args.strategy == "tensor":
-        return TensorParallel({"data": 4, "model": 2}, tensor_rules(model))
-    if args.strategy == "fsdp":
-        return FSDP(gather=args.gather, groups=args.groups)
-    kinds = {"single": SingleDevice, "sharded": Sharded, "zero": ZeRO}
-    return kinds[args.strategy]()
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    kinds = ["single", "sharded", "zero", "fsdp", "tensor"]
-    parser.add_argument("--strategy", default="sharded", choices=kinds)
-    parser.add_argument("--gather", default="blocks", help="of fsdp, or once")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--remat", action="store_true")
-    text = Path(os.environ.get("JAXDP_DATA_DIR", "."), "tinyshakespeare.txt")
-    parser.add_argument("--text", type=Path, default=text)
+    for name in ("remat", "fused", "chunked", "muon"):
+        parser.add_argument(f"--{name}", action="store_true")
     sizes = {"context": 64, "width": 128, "depth": 4, "heads": 4}
     counts = {"steps": 600, "batch": 64, "accumulate": 1, "groups": 1, "sampled": 300}
-    for name, default in (sizes | counts).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    text = os.path.join(os.environ.get("JAXDP_DATA_DIR", "."), "tinyshakespeare.txt")
+    words = {"strategy": "Sharded", "precision": "32-true", "text": text}
+    for name, default in (sizes | counts | words).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args(argv)
-
     jax.config.update("jax_num_cpu_devices", 8)
-    text = args.text.read_text() if args.text.is_file() else SHORT
-    vocab = sorted(set(text))
-    letters = np.array([vocab.index(letter) for letter in text], np.int32)
-    cut = int(0.95 * len(letters))
-    train, val = (windows(x, args.context) for x in (letters[:cut], letters[cut:]))
+    text = open(args.text).read() if os.path.isfile(args.text) else SHORT
+    vocab, letters = np.unique([*text], return_inverse=True)
+
+    def windows(letters: np.ndarray) -> TensorDataset:  # and one letter later
+        count = (len(letters) - 1) // args.context * args.context
+        x, y = (letters[i : i + count].reshape(-1, args.context) for i in (0, 1))
+        return TensorDataset(torch.tensor(x), torch.tensor(y))
+
+    train, val = map(windows, np.split(letters, [int(0.95 * len(letters))]))
     size = args.batch // args.accumulate
     model = GPT(len(vocab), [getattr(args, s) for s in sizes], jax.random.key(0))
+    model = jaxdp.fuse_attention(model, causal=True) if args.fused else model
+    strategies = {
+        "FSDP": lambda: FSDP(groups=args.groups),
+        "TensorParallel": lambda: TensorParallel(MESH, tensor_rules(model)),
+        "SequenceParallel": lambda: SequenceParallel({"data": 2, "seq": 4}, fsdp=True),
+    }
+    rate = optax.cosine_decay_schedule(3e-3, args.steps)
     trainer = Trainer(
         model,
-        optax.adamw(optax.cosine_decay_schedule(3e-3, args.steps)),
-        loss="cross_entropy",
-        strategy=choose(args, model),
+        jaxdp.muon(rate, consistent_rms=0.2) if args.muon else optax.adamw(rate),
+        **({"loss_fn": GPT.loss} if args.chunked else {"loss": "cross_entropy"}),
+        strategy=strategies.get(args.strategy, getattr(jaxdp, args.strategy))(),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,
         remat="blocks.stacked" if args.remat else False,

@@ -289,12 +289,19 @@ def test_gpt_learns_the_same_whatever_the_layout():
 
     toy = "--text none --steps 4 --batch 16 --context 16 --width 32 --depth 2".split()
     toy += ["--sampled", "5"]
-    found = gpt.main([*toy, "--strategy", "single"])
+    found = gpt.main([*toy, "--strategy", "SingleDevice"])
     losses = [found["val_loss"]]
-    for options in ("fsdp --groups 2 --accumulate 2 --remat", "tensor"):
+    layouts = (
+        "FSDP --groups 2 --accumulate 2 --remat",
+        "TensorParallel",
+        "SequenceParallel --fused --chunked --remat",
+    )
+    for options in layouts:
         options = ["--strategy", *options.split()]
         losses.append(gpt.main([*toy, *options])["val_loss"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    other = gpt.main([*toy, "--strategy", "SequenceParallel", "--muon"])["val_loss"]
+    assert other < np.log(len(set(gpt.SHORT)))
     narrow = gpt.main([*toy, "--precision", "bf16-mixed"])["val_loss"]
     assert narrow == pytest.approx(losses[0], rel=2e-2)
     assert losses[0] < np.log(len(set(gpt.SHORT)))  # better than guessing
