@@ -77,7 +77,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"seed": 2**70}, ValueError, "`seed` must be 9223372036854775807 or less"),
     ({"remat": 3}, TypeError, "`remat` must be a bool, a policy"),
     ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
-    ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be a callable"),
+    ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be path patterns"),
     ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
     ({"model": of_other_library("Module", "flax.linen.module")}, TypeError,
      "`model` is a flax module"),
