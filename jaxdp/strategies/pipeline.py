@@ -14,6 +14,7 @@ from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
 from .base import Devices, Layout, Rows, find_devices
+from .fsdp import split_axis
 from .sharded import Sharded
 from .stack import Stack, in_turn, stacks_in
 
@@ -38,9 +39,20 @@ class Pipeline(Sharded):
         microbatches: into how many parts each pipeline's rows are cut. If it does not
             divide them, some rows are computed twice and counted once.
         devices: how many, or which; all by default.
+        fsdp: whether the devices of a stage, one of each pipeline, also share the
+            parameters, gradients and optimizer state of its blocks, as under
+            `FSDP(gather="once")`: they are gathered once a step. (A block that was
+            gathered when it is called would be sent for each micro-batch anew.)
     """
 
-    def __init__(self, stages: int, microbatches: int, devices: Devices = None):
+    def __init__(
+        self,
+        stages: int,
+        microbatches: int,
+        devices: Devices = None,
+        *,
+        fsdp: bool = False,
+    ):
         in_order = find_devices(devices)
         for name, value in {"stages": stages, "microbatches": microbatches}.items():
             check_count(name, value)
@@ -48,6 +60,16 @@ class Pipeline(Sharded):
             raise ValueError(
                 f"`stages`: {stages} do not divide the {len(in_order)} devices. Take a"
                 " number that does, or pass `devices=...`."
+            )
+        if not isinstance(fsdp, bool):
+            raise TypeError(
+                f"`fsdp` must be True or False; got {fsdp!r}. How many devices share a"
+                " stage follows from `stages` and `devices`."
+            )
+        if fsdp and len(in_order) == stages:
+            raise ValueError(
+                f"`fsdp`: each of the {stages} stages has one device, and nobody to"
+                " share its blocks with. Take fewer stages, or leave `fsdp` out."
             )
         mesh = jax.make_mesh(
             (len(in_order) // stages, stages),
@@ -58,6 +80,7 @@ class Pipeline(Sharded):
         super().__init__(mesh=mesh)
         self.stages = stages
         self.microbatches = microbatches
+        self.fsdp = fsdp
         self.bubble = (stages - 1) / (microbatches + stages - 1)
         self._stacks: tuple[str, ...] = ()
 
@@ -70,10 +93,23 @@ class Pipeline(Sharded):
             )
 
     def param_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return PartitionSpec(_STAGE if path.startswith(self._stacks) else None)
+        if not path.startswith(self._stacks):
+            return PartitionSpec()
+        return _spec_of_blocks(leaf, self._sharers)
 
     def reason(self, path: str, leaf: Array) -> str:
-        return "split by blocks" if any(self.param_spec(path, leaf)) else "replicated"
+        stage, *others = self.param_spec(path, leaf) or [None]
+        if stage is None:
+            return "replicated"
+        if DATA not in others:
+            return "split by blocks"
+        axis = 1 + others.index(DATA)
+        return f"split by blocks, and along axis {axis}, gathered before the step"
+
+    @property
+    def _sharers(self) -> int:
+        """How many devices share the blocks of a stage."""
+        return self.mesh.shape[DATA] if self.fsdp else 1
 
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         # The blocks' arrays may be trained, or frozen, or both.
@@ -94,23 +130,32 @@ class Pipeline(Sharded):
         return super().layouts(state)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
-        return _Stages(self.mesh, self.microbatches)
+        return _Stages(self.mesh, self.microbatches, self._sharers)
 
     def __repr__(self) -> str:
-        rows = f", devices={self.mesh.size}"
+        fsdp = ", fsdp=True" if self.fsdp else ""
+        rows = f", devices={self.mesh.size}{fsdp}"
         return f"Pipeline({self.stages}, {self.microbatches}{rows})"
+
+
+def _spec_of_blocks(leaf: Any, sharers: int) -> PartitionSpec:
+    """How an array of blocks is split, over stages and the devices of each."""
+    axis, _ = split_axis(leaf, sharers, 1, PartitionSpec(_STAGE))
+    between = [None] * ((axis or 1) - 1)
+    return PartitionSpec(_STAGE, *between, *([] if axis is None else [DATA]))
 
 
 class _Stages(Collectives):
     """Global arrays, as `Sharded` has them, and stacks that run in stages."""
 
-    def __init__(self, mesh: Mesh, microbatches: int):
+    def __init__(self, mesh: Mesh, microbatches: int, sharers: int):
         self.mesh = mesh
         self.microbatches = microbatches
+        self.sharers = sharers
 
     def arrange(self, model: PyTree) -> PyTree:
         def staged(stack: Stack) -> _Staged:
-            return _Staged(stack, self.mesh, self.microbatches)
+            return _Staged(stack, self.mesh, self.microbatches, self.sharers)
 
         return map_nodes(Stack, staged, model)
 
@@ -121,6 +166,8 @@ class _Staged(eqx.Module):
     stack: Stack
     mesh: Mesh = eqx.field(static=True)
     microbatches: int = eqx.field(static=True)
+    sharers: int = eqx.field(static=True)
+    """Devices that share the blocks of a stage."""
 
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
@@ -147,11 +194,18 @@ class _Staged(eqx.Module):
     ) -> PyTree:
         """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
         data = None if size % self.mesh.shape[DATA] else DATA
+        specs = jax.tree.map(lambda leaf: _spec_of_blocks(leaf, self.sharers), arrays)
+
+        def stage(arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+            with jax.named_scope("parameters"):
+                whole = jax.tree.map(_gathered, arrays, specs)
+            return self._stage(rest, whole, x, keys)
+
         return jax.shard_map(
-            functools.partial(self._stage, rest),
+            stage,
             mesh=self.mesh,
             in_specs=(
-                PartitionSpec(_STAGE),
+                specs,
                 PartitionSpec(data),
                 PartitionSpec(data, _STAGE),
             ),
@@ -198,3 +252,10 @@ class _Staged(eqx.Module):
             return jax.lax.psum(last, _STAGE)
 
         return jax.tree.map(whole, values)
+
+
+def _gathered(leaf: Array, spec: PartitionSpec) -> Array:
+    """What the devices of a stage have shards of."""
+    if DATA not in spec:
+        return leaf
+    return jax.lax.all_gather(leaf, DATA, axis=spec.index(DATA), tiled=True)

@@ -34,9 +34,15 @@ def single():
     return train(SingleDevice(), val=DATA, epochs=10)
 
 
-@pytest.mark.slow_cases("<lambda>1")
+@pytest.mark.slow_cases("two devices")
 @pytest.mark.parametrize(
-    "strategy", [lambda: Pipeline(4, 4), lambda: Pipeline(2, 5, devices=2)]
+    "strategy",
+    [
+        lambda: Pipeline(4, 4),
+        lambda: Pipeline(2, 5, devices=2),
+        lambda: Pipeline(2, 4, fsdp=True),
+    ],
+    ids=["four stages", "two devices", "fsdp"],
 )
 def test_the_numbers_are_those_of_one_device(single, strategy):
     expected, losses = single
@@ -103,6 +109,27 @@ def test_a_stage_has_its_own_blocks_only_and_sends_what_they_give():
         (rows if each.groups[0] == (0, 1, 2, 3) else between).append(each.operand_bytes)
     assert rows == [12 * 8 * 4] * 3
     assert own <= sum(between) <= own + 8
+
+
+def test_devices_of_a_stage_share_its_blocks_and_gather_them_once_a_step():
+    trainer, _ = train(Pipeline(4, 6, fsdp=True), epochs=1, data=DATA[:1])
+    params, (adam, *_) = trainer.state.params, trainer.state.opt_state
+    for tree in (params, adam.mu, adam.nu):
+        weight = tree.blocks.stacked.linear.weight
+        assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 4, 8)}
+    layouts = trainer.strategy.layouts(trainer.state)
+    assert layouts["params: blocks.stacked.linear.weight"].reason == (
+        "split by blocks, and along axis 1, gathered before the step"
+    )
+    of_stage = sum(
+        leaf.nbytes // 4 for leaf in jax.tree.leaves(params.blocks) if leaf.ndim > 1
+    )
+    sent = {}
+    for each in hlo.read(trainer.compiled_train_step().as_text()).collectives:
+        if each.kind in ("all-gather", "reduce-scatter"):
+            assert each.times == 1
+            sent[each.kind] = sent.get(each.kind, 0) + each.wire_bytes
+    assert sent == dict.fromkeys(("all-gather", "reduce-scatter"), of_stage / 2)
 
 
 @pytest.mark.slow

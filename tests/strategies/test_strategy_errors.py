@@ -140,6 +140,8 @@ REFUSED = {
     "Pipeline": [
         (lambda: Pipeline(3, 2), ValueError, "`stages`: 3 do not divide the 8 devices"),
         (lambda: Pipeline(2, 0), ValueError, "`microbatches` must be 1 or more; got 0"),
+        (lambda: Pipeline(8, 4, fsdp=True), ValueError, "each of the 8 stages has one"),
+        (lambda: Pipeline(4, 4, fsdp=2), TypeError, "`fsdp` must be True or False"),
         (lambda: fit(Pipeline(4, 2)), ValueError,
          r"blocks of a jaxdp\.Stack, but the model ha"),
         (lambda: fit(Pipeline(4, 2), Deep(6)), ValueError,
