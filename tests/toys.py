@@ -250,7 +250,7 @@ def run(strategy, model=None, epochs=10, data=None, **kwargs):
 
 def make_small(model=None, *args, **kwargs):
     """A trainer of a perceptron of eight hidden units, or of another model; quiet."""
-    kwargs.setdefault("enable_progress_bar", False)
+    kwargs = {"enable_progress_bar": False, "strategy": SingleDevice()} | kwargs
     small = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
     return Trainer(small if model is None else model, *args, **kwargs)
 

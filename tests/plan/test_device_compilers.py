@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from jaxdp.plan import device_compilers
+from jaxdp.plan import hardware
 from jaxdp.plan.hardware import topology
 
 JAXLIB = importlib.metadata.version("jaxlib")
@@ -84,8 +84,8 @@ def test_a_gpu_compiler_that_refused_is_registered_without_its_check(
 ):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     before = dict(os.environ)
-    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
-    assert device_compilers.gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
+    assert hardware.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert hardware.gpu_devices("h100x16", "", "1x2x8") == ("1x2x8",)
     assert cuda_plugin.seen == ["1"]
     assert dict(os.environ) == before
 
@@ -94,7 +94,7 @@ def test_a_gpu_compiler_that_jax_has_registered_is_taken_as_it_is(
     packages, cuda_plugin
 ):
     cuda_plugin.registered = True
-    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert hardware.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
     assert cuda_plugin.seen == []
 
 
@@ -110,7 +110,7 @@ def test_a_compiler_that_does_not_start_is_not_to_be_installed_again(
         ImportError,
         match=rf"cuda12-pjrt 0\.4\.1, jaxlib {JAXLIB}\).*start: a library is broken\.",
     ):
-        device_compilers.gpu_devices("h100x8", "", "1x1x8")
+        hardware.gpu_devices("h100x8", "", "1x1x8")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_every_missing_package_of_the_gpu_compiler_is_named(packages, missing):
 def test_ptxas_of_another_cuda_will_do(packages, cuda_plugin, monkeypatch):
     del packages["nvidia-cuda-nvcc-cu12"]
     monkeypatch.setattr(shutil, "which", "/opt/cuda/bin/{}".format)
-    assert device_compilers.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
+    assert hardware.gpu_devices("h100x8", "", "1x1x8") == ("1x1x8",)
 
 
 def test_the_newest_cuda_of_jax_is_taken(packages):
@@ -168,7 +168,7 @@ def test_variables_are_set_for_as_long_and_only_where_the_user_has_none(monkeypa
     monkeypatch.delenv("JAXDP_TEST_OURS", raising=False)
     before = dict(os.environ)
     with pytest.raises(KeyError):
-        with device_compilers._environment(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
+        with hardware._environment(JAXDP_TEST_HIS="1", JAXDP_TEST_OURS="2"):
             assert os.environ["JAXDP_TEST_HIS"] == "his"
             assert os.environ["JAXDP_TEST_OURS"] == "2"
             raise KeyError

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.plan import device_compilers, hlo
+from jaxdp.plan import hardware, hlo
 from jaxdp.plan.hardware import topology
 from jaxdp.plan.hlo_loops import _turns
 
@@ -19,7 +19,7 @@ WIDTH = 64
 GPU = pytest.param(
     "h100",
     marks=pytest.mark.skipif(
-        device_compilers._version("jax-cuda12-plugin") is None,
+        hardware._version("jax-cuda12-plugin") is None,
         reason="no GPU compiler",
     ),
 )

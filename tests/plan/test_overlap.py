@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxdp import FSDP, Stack, Trainer
-from jaxdp.plan import device_compilers
+from jaxdp.plan import hardware
 
 TOKENS = 512
 
 pytestmark = pytest.mark.skipif(
-    device_compilers._version("jax-cuda12-plugin") is None, reason="no GPU compiler"
+    hardware._version("jax-cuda12-plugin") is None, reason="no GPU compiler"
 )
 
 
