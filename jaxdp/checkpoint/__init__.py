@@ -1,7 +1,7 @@
 """Checkpoints: whole or absent, checked when they are read."""
 
 from .folder import CheckpointDir
-from .leaves import arrays_of, frozen_leaves, plain
+from .leaves import arrays_of, frozen_leaves, plain, shape_text
 from .orbax_quirks import check_name
 from .restoring import (
     CheckpointCorrupt,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
-from ..fit.views import shapes_of
+from ..fit import shapes_of
 from ..trainer import Trainer
 from .weight_files import Stacked, View, opened, region_of
 from .weight_names import is_tensor, leaves_of, norms_in, resolved

@@ -99,8 +99,8 @@ def leaves_of(model: PyTree, state: eqx.nn.State | None) -> list[Leaf]:
     values, places = jax.tree.leaves(state), numbered(state)
     norms = _nodes(eqx.nn.BatchNorm, model)
     for name, norm in norms.items():
-        found = statistics_of(norm, places)
-        pairs = ("running_mean", found.mean), ("running_var", found.variance)
+        held = statistics_of(norm, places)
+        pairs = ("running_mean", held.mean), ("running_var", held.variance)
         for what, place in pairs:
             whole = f"{name}.{what}".lstrip(".")
             leaves.append(Leaf("state", place, values[place], {whole: ()}))

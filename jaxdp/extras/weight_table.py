@@ -6,7 +6,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from ..checkpoint.leaves import shape_text
+from ..checkpoint import shape_text
 from .weight_files import View, seen_through
 from .weight_names import Leaf, Tensor, Wanted, grouped, pattern
 

@@ -4,3 +4,4 @@ from .instead import instead_of_training
 from .limits import Wanted
 from .pass_metrics import Metric, PassMetric
 from .run import Run
+from .views import shapes_of
