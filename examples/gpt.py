@@ -88,12 +88,11 @@ class GPT(eqx.Module):
 
 def sample(model: GPT, start: list[int], length: int, key: jax.Array) -> list[int]:
     """`length` letters that follow `start`, drawn one by one."""
-    context = len(model.places)
     logits_at = eqx.filter_jit(lambda model, window, last: model(window)[last])
     letters = list(start)
     for draw in jax.random.split(key, length):
-        seen = letters[-context:]
-        logits = logits_at(model, np.resize(seen, context), jnp.int32(len(seen) - 1))
+        window = np.resize(seen := letters[-len(model.places) :], len(model.places))
+        logits = logits_at(model, window, jnp.int32(len(seen) - 1))
         letters.append(int(jax.random.categorical(draw, logits / 0.8)))
     return letters
 
@@ -119,7 +118,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return TensorDataset(torch.tensor(x), torch.tensor(y))
 
     train, val = map(windows, np.split(letters, [int(0.95 * len(letters))]))
-    size = args.batch // args.accumulate
     model = GPT(len(vocab), [getattr(args, s) for s in sizes], jax.random.key(0))
     model = jaxdp.fuse_attention(model, causal=True) if args.fused else model
     strategies = {
@@ -131,19 +129,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     trainer = Trainer(
         model,
         jaxdp.muon(rate, consistent_rms=0.2) if args.muon else optax.adamw(rate),
-        **({"loss_fn": GPT.loss} if args.chunked else {"loss": "cross_entropy"}),
+        loss=None if args.chunked else "cross_entropy",
+        loss_fn=GPT.loss if args.chunked else None,
         strategy=strategies.get(args.strategy, getattr(jaxdp, args.strategy))(),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,
         remat="blocks.stacked" if args.remat else False,
         gradient_clip_val=1.0,
     )
+    size = args.batch // args.accumulate
     history = trainer.fit(DataLoader(train, size, shuffle=True), max_steps=args.steps)
     tested = trainer.validate(DataLoader(val, size))
     print(f"{trainer.strategy}, {args.precision}: val_loss {tested['val_loss']:.3f}")
-    sampled = sample(trainer.model, [letters[0]], args.sampled, jax.random.key(1))
-    print(written := "".join(vocab[letter] for letter in sampled))
-    return {"trainer": trainer, "history": history, **tested, "text": written}
+    drawn = sample(trainer.model, [letters[0]], args.sampled, jax.random.key(1))
+    print(text := "".join(vocab[drawn]))
+    return {"trainer": trainer, "history": history, **tested, "text": text}
 
 
 if __name__ == "__main__":

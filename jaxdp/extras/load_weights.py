@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.console import say
-from ..fit import shapes_of
+from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
 from .weight_files import Stacked, View, opened, region_of
 from .weight_names import is_tensor, leaves_of, norms_in, resolved
@@ -78,7 +78,7 @@ def _into_trainer(
 ) -> None:
     """Sets the weights of a trainer, read as its strategy lays them out."""
     run, recipe = trainer.run, trainer.run.recipe
-    begin = run.begin_anew("`load_weights`")
+    begin = begin_anew(run, "`load_weights`")
     params, buffers, model_state = shapes_of(run)
 
     def laid_out(own: Any, held: Any) -> Any:

@@ -3,5 +3,5 @@
 from .instead import instead_of_training
 from .limits import Wanted
 from .pass_metrics import Metric, PassMetric
-from .run import Run
+from .run import Run, begin_anew
 from .views import shapes_of

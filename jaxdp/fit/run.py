@@ -368,33 +368,6 @@ class Run:
         if to_train:
             take_over(callbacks, self._trainer_id)
 
-    def begin_anew(self, wanted: str) -> Callable[[PyTree, Any], None]:
-        """Lets others set the weights that the trainer begins with.
-
-        Args:
-            wanted: by whom, for messages: "`load_weights`".
-
-        Returns:
-            What takes a model and its `eqx.nn.State`, or None, of the structure that
-            they have, wherever their arrays lie.
-
-        Raises:
-            RuntimeError: where training has begun.
-        """
-        if self.doing or self.progress.global_step:
-            steps = self.progress.global_step
-            when = f"after {steps} steps" if steps else f"during {self.doing}"
-            raise RuntimeError(
-                f"{wanted} sets the weights that a trainer begins with, and was called"
-                f" {when}. Call it before, or make a new Trainer."
-            )
-
-        def begin(model: PyTree, model_state: Any) -> None:
-            self.arguments = {**self.arguments, "model": model, "state": model_state}
-            self.recipe, self._engine = Recipe(self.arguments), None
-
-        return begin
-
     # For callbacks: see docs/callbacks.md.
 
     def stop_on(self, *signals: str, returns: bool = False) -> None:
@@ -445,6 +418,35 @@ class Run:
         """Puts parts of an earlier state, as `strategy.gather` gave them, into this."""
         engine = self.engine
         engine.state = engine.place(engine.state._replace(**parts))
+
+
+def begin_anew(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:
+    """Lets others set the weights that a trainer begins with.
+
+    Args:
+        run: of the trainer.
+        wanted: by whom, for messages: "`load_weights`".
+
+    Returns:
+        What takes a model and its `eqx.nn.State`, or None, of the structure that they
+        have, wherever their arrays lie.
+
+    Raises:
+        RuntimeError: where training has begun.
+    """
+    if run.doing or run.progress.global_step:
+        steps = run.progress.global_step
+        when = f"after {steps} steps" if steps else f"during {run.doing}"
+        raise RuntimeError(
+            f"{wanted} sets the weights that a trainer begins with, and was called"
+            f" {when}. Call it before, or make a new Trainer."
+        )
+
+    def begin(model: PyTree, model_state: Any) -> None:
+        run.arguments = {**run.arguments, "model": model, "state": model_state}
+        run.recipe, run._engine = Recipe(run.arguments), None
+
+    return begin
 
 
 def with_defaults(
