@@ -1,6 +1,7 @@
 """Files in the names of well-known models fill Equinox models, and come back."""
 
 import json
+import sys
 
 import equinox as eqx
 import jax
@@ -397,3 +398,13 @@ def test_what_cant_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match="names no tensor for embed.weight"):
         jaxdp.save_weights(model, path, names)
     assert not path.exists()
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    model, path = Decoder(False), tmp_path / "model.safetensors"
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[safetensors\]"'):
+        jaxdp.load_weights(path, model, LLAMA_NAMES)
+    with pytest.raises(ImportError, match=r'pip install "jaxdp\[safetensors\]"'):
+        jaxdp.save_weights(model, path, LLAMA_NAMES)
