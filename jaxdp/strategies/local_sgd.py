@@ -229,8 +229,14 @@ class _ByReplica(ByRows):
         self.every = every
 
     def weights(self, state: TrainState) -> Weights:
-        (local,) = nodes_of(LocalState, state.opt_state)
-        return state.weights._replace(params=local.replicas)
+        states = nodes_of(LocalState, state.opt_state)
+        if not states:  # `Trainer.compare` takes that of the trainer's own strategy
+            raise ValueError(
+                "`strategy`: LocalSGD needs a state with its replicas, and this one was"
+                " made under another strategy. Compare its losses with those of a fit"
+                " under the other strategy instead."
+            )
+        return state.weights._replace(params=states[0].replicas)
 
     def mean_gradients(self, gradients: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.mean(0), gradients)

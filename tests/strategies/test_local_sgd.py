@@ -350,6 +350,11 @@ def test_a_batch_of_one_row_per_replica():
 # --- refusals -----------------------------------------------------------------------
 
 
+def test_it_is_not_compared_with_strategies_whose_state_has_no_replicas():
+    with pytest.raises(ValueError, match="needs a state with its replicas"):
+        make_small().compare(DATA, LocalSGD(2), steps=1)
+
+
 def test_changes_in_half_precision_are_averaged_in_float32():
     """In bfloat16 a sum of eight would lose the last bits of each."""
     start = jnp.zeros(1, jnp.bfloat16)
