@@ -3,15 +3,23 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 # Softmax needs a maximum and a sum over all keys, which are kept as far as the loop has
 # come (arXiv:1805.02867). The derivative is written by hand (arXiv:2205.14135): JAX's
 # own would keep what each turn begins with.
+
+
+MODEL: Final = "model"
+"""The axis of a mesh that heads are split over, as by `tensor_rules`."""
+
+SEQ: Final = "seq"
+"""The axis that tokens are split over, as by `SequenceParallel`."""
 
 
 class Hidden(NamedTuple):
@@ -87,7 +95,7 @@ def _loop(
 
     def turn(carry: Any, own: Any) -> tuple[Any, None]:
         most, total, attended = carry
-        number, key, value = own
+        number, key, value = own[0], *_whole(*own[1:])
         scores = _scores(blocks, number, query, key, hidden)[0]
         higher = jnp.maximum(most, scores.max(axis=-1))
         base = jnp.where(higher == -jnp.inf, 0, higher)
@@ -95,7 +103,8 @@ def _loop(
         fading = jnp.exp(most - base)
         total = total * fading + weights.sum(axis=-1)
         added = _product("hqk,khd->hqd", _kept(number, weights, hidden), value)
-        return (higher, total, attended * fading[..., None] + added), None
+        attended = _over_tokens(attended * fading[..., None] + added, 1)
+        return (higher, total, attended), None
 
     queries, heads, _ = query.shape
     nothing = jnp.zeros((heads, queries), dtype)
@@ -104,7 +113,7 @@ def _loop(
     # all blocks once, before the loop over a model's layers, and keep them.
     numbers, key = jax.lax.optimization_barrier((jnp.arange(blocks.count), key))
     cut = numbers, _cut(blocks, key), _cut(blocks, value)
-    start = nothing - jnp.inf, nothing, attended
+    start = nothing - jnp.inf, nothing, _over_tokens(attended, 1)
     (most, total, attended), _ = jax.lax.scan(turn, start, cut)
 
     # Two, not the logarithm of their product: where all is masked, the greatest score
@@ -135,7 +144,7 @@ def _backward(blocks: _Blocks, kept: Any, gradient: Array) -> tuple[Any, ...]:
     mean = (gradient.astype(dtype) * attended.astype(dtype)).sum(axis=-1).T
 
     def turn(of_query: Array, own: Any) -> tuple[Array, tuple[Array, Array]]:
-        number, key, value = own
+        number, key, value = own[0], *_whole(*own[1:])
         scores, visible = _scores(blocks, number, query, key, hidden)
         weights = jnp.exp(scores - base[..., None]) / total[..., None]
         of_value = _product("hqk,qhd->khd", _kept(number, weights, hidden), gradient)
@@ -147,7 +156,8 @@ def _backward(blocks: _Blocks, kept: Any, gradient: Array) -> tuple[Any, ...]:
         return of_query, (of_key.astype(key.dtype), of_value.astype(value.dtype))
 
     cut = jnp.arange(blocks.count), _cut(blocks, key), _cut(blocks, value)
-    of_query, others = jax.lax.scan(turn, jnp.zeros(query.shape, dtype), cut)
+    start = _over_tokens(jnp.zeros(query.shape, dtype), 0)
+    of_query, others = jax.lax.scan(turn, start, cut)
     of_key, of_value = (_joined(blocks, leaf) for leaf in others)
     return of_query.astype(query.dtype), of_key, of_value, None
 
@@ -160,6 +170,7 @@ def _scores(
 ) -> tuple[Array, Array]:
     """Products `(heads, queries, block)`, and which are visible, broadcastable."""
     scores = _product("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+    scores = _over_tokens(scores, 1)
     positions = jnp.arange(len(key)) * blocks.count + number
     there = (positions < blocks.keys)[None]
     if blocks.causal:
@@ -210,6 +221,26 @@ def _cut(blocks: _Blocks, array: Array) -> Array:
     if missing:
         array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
     return jnp.swapaxes(array.reshape(-1, blocks.count, *array.shape[1:]), 0, 1)
+
+
+def _whole(*blocks: Array) -> tuple[Array, ...]:
+    """Keys and values of a block, `(block, ...)`, on all devices that share tokens."""
+    return tuple(_over_tokens(block, 0, None) for block in blocks)
+
+
+def _over_tokens(array: Array, axis: int, over: str | None = SEQ) -> Array:
+    """The same split over the devices that share tokens, or whole on each of them.
+
+    If the ambient mesh has such, as under `SequenceParallel`: left to itself, XLA may
+    gather queries in place of keys, and sum what they attend to, for each block.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(SEQ) != AxisType.Auto or array.shape[axis] % mesh.shape[SEQ]:
+        return array
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
+    spec[axis] = over
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(*spec))
 
 
 def _joined(blocks: _Blocks, cut: Array) -> Array:

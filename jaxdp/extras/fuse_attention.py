@@ -16,12 +16,9 @@ from ..basics.arguments import check_choice, check_count
 from ..basics.console import warn
 from ..basics.tree import leaf_path
 from ..step import matches
-from .attention_in_blocks import Hidden, in_blocks
+from .attention_in_blocks import MODEL, Hidden, in_blocks
 
 _IMPLEMENTATIONS: Final = "auto", "cudnn", "blocks"
-
-_MODEL: Final = "model"
-"""The axis of a mesh that heads are split over, as by `tensor_rules`."""
 
 _LARGEST_HEAD: Final = 256
 _OF_LENGTHS: Final = 64
@@ -272,13 +269,13 @@ def _by_cudnn(heads: Any, causal: bool) -> Array:
         jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
     )
     mesh = jax.typeof(heads[0]).sharding.mesh
-    if _MODEL in _split_by_xla(mesh):
-        of_heads = PartitionSpec(None, _MODEL)
+    if MODEL in _split_by_xla(mesh):
+        of_heads = PartitionSpec(None, MODEL)
         compute = jax.shard_map(
             compute,
             in_specs=of_heads,
             out_specs=of_heads,
-            axis_names={_MODEL},
+            axis_names={MODEL},
             check_vma=False,
         )
     return compute(*heads)
@@ -339,8 +336,8 @@ def _why_not_here(mesh: Any, heads: int) -> str | None:
         alone = jax.device_count() == 1
         return None if alone else "how tokens are split over the devices is not known"
     by_xla = _split_by_xla(mesh)
-    if others := [name for name in by_xla if name != _MODEL]:
+    if others := [name for name in by_xla if name != MODEL]:
         return f"tokens may be split over {' and '.join(map(repr, others))}"
-    if by_xla and heads % mesh.shape[_MODEL]:
-        return f"{_MODEL!r} does not divide the {heads} heads"
+    if by_xla and heads % mesh.shape[MODEL]:
+        return f"{MODEL!r} does not divide the {heads} heads"
     return None

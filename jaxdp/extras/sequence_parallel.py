@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -15,8 +15,7 @@ from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, ResultKind
 from ..strategies import FSDP, Layout, Sharded
 from ..strategies.base import Devices, Role, Rows, one_batch
-
-_SEQ: Final = "seq"
+from .attention_in_blocks import SEQ
 
 
 class SequenceParallel(FSDP):
@@ -54,15 +53,15 @@ class SequenceParallel(FSDP):
     ):
         in_order = list(Sharded(devices).mesh.devices.flat)
         if mesh_shape is None:
-            mesh_shape = {DATA: 1, _SEQ: len(in_order)}
+            mesh_shape = {DATA: 1, SEQ: len(in_order)}
         _check_mesh_shape(mesh_shape, len(in_order))
         if not isinstance(fsdp, bool):
             raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
         self.fsdp = fsdp
         self._lengths: frozenset[int] | None = None
         mesh = jax.make_mesh(
-            (mesh_shape[DATA], mesh_shape[_SEQ]),
-            (DATA, _SEQ),
+            (mesh_shape[DATA], mesh_shape[SEQ]),
+            (DATA, SEQ),
             (AxisType.Auto,) * 2,
             devices=in_order,
         )
@@ -72,7 +71,7 @@ class SequenceParallel(FSDP):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that a batch is split over, and gradients summed."""
-        return DATA, _SEQ
+        return DATA, SEQ
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -89,7 +88,7 @@ class SequenceParallel(FSDP):
         if len(leaf.shape) < 2:
             return PartitionSpec(DATA)
         lengths = self._lengths or {self._tokens([leaf])}
-        return PartitionSpec(DATA, _SEQ if leaf.shape[1] in lengths else None)
+        return PartitionSpec(DATA, SEQ if leaf.shape[1] in lengths else None)
 
     def batch_layouts(self, batch: PyTree) -> dict[str, Layout]:
         """How each leaf of a batch is split over the devices, and why.
@@ -110,7 +109,7 @@ class SequenceParallel(FSDP):
             why = f"rows over {DATA!r}"
             if len(leaf.shape) > 1:
                 length = leaf.shape[1]
-                over = f"{length} tokens, axis 1, over {_SEQ!r}"
+                over = f"{length} tokens, axis 1, over {SEQ!r}"
                 other = f"axis 1 has {length}, not the {tokens} tokens"
                 why += f"; {over if length == tokens else other}"
             layouts[name] = Layout(knowing.batch_spec(leaf), why)
@@ -148,7 +147,8 @@ class SequenceParallel(FSDP):
             over_all.num_shards = self.mesh.size
             inner = super(SequenceParallel, over_all).collectives(groups, rows)
         by_rows = None if rows == "whole" else DATA
-        return _OfTokens(inner, functools.partial(self._split_tokens, by_rows))
+        split = functools.partial(self._split_tokens, by_rows)
+        return _OfTokens(inner, split, self.mesh.abstract_mesh)
 
     def _split_tokens(self, rows: str | None, group: Group) -> Group:
         """The group with its tokens split; in a table (`Arrays`) they are not yet.
@@ -162,7 +162,7 @@ class SequenceParallel(FSDP):
         def split(leaf: Array) -> Array:
             if leaf.shape[2:3] != (tokens,):
                 return leaf
-            spec = PartitionSpec(None, rows, _SEQ)
+            spec = PartitionSpec(None, rows, SEQ)
             return jax.lax.with_sharding_constraint(
                 leaf, NamedSharding(self.mesh, spec)
             )
@@ -194,7 +194,7 @@ class SequenceParallel(FSDP):
                 f"`strategy`: {self!r} splits axis 1 of a batch's leaves, its tokens,"
                 f" and none has one: {shapes}. Use Sharded()."
             )
-        tokens, parts = max(lengths.values()), self.mesh.shape[_SEQ]
+        tokens, parts = max(lengths.values()), self.mesh.shape[SEQ]
         if tokens % parts:
             longest = ", ".join(name for name in lengths if lengths[name] == tokens)
             shift = ""
@@ -205,7 +205,7 @@ class SequenceParallel(FSDP):
                 )
             raise ValueError(
                 f"`strategy`: {self!r} splits axis 1 of {longest}, {tokens} tokens,"
-                f" over the {parts} devices of {_SEQ!r}, which do not divide them."
+                f" over the {parts} devices of {SEQ!r}, which do not divide them."
                 f"{shift} Else cut or pad rows to a multiple of {parts}."
             )
         return tokens
@@ -221,10 +221,16 @@ class _OfTokens(Collectives):
     Args:
         inner: the collectives by which the step reaches other devices.
         split: makes a group of batches into one whose tokens are split.
+        mesh: the axes over which they are.
     """
 
-    def __init__(self, inner: Collectives, split: Callable[[Group], Group]):
-        self._inner, self._split = inner, split
+    def __init__(
+        self,
+        inner: Collectives,
+        split: Callable[[Group], Group],
+        mesh: jax.sharding.AbstractMesh,
+    ):
+        self._inner, self._split, self._mesh = inner, split, mesh
 
     def over_rows(
         self,
@@ -234,7 +240,9 @@ class _OfTokens(Collectives):
         results: ResultKind | tuple[ResultKind, ...],
     ) -> Any:
         groups = [self._split(group) for group in groups]
-        return self._inner.over_rows(function, inputs, groups, results)
+        # Ambient, so that `fuse_attention` knows that tokens are split.
+        with jax.sharding.use_abstract_mesh(self._mesh):
+            return self._inner.over_rows(function, inputs, groups, results)
 
     def like_gradients(self, params: PyTree) -> PyTree:
         return self._inner.like_gradients(params)
@@ -247,7 +255,7 @@ def _named(batch: PyTree) -> list[tuple[str, Any]]:
 
 
 def _check_mesh_shape(mesh_shape: Any, count: int) -> None:
-    names = {DATA, _SEQ}
+    names = {DATA, SEQ}
     if not isinstance(mesh_shape, Mapping) or {*mesh_shape} != names:
         raise (ValueError if isinstance(mesh_shape, Mapping) else TypeError)(
             '`mesh_shape` must be two sizes by name, such as {"data": 2, "seq": 4}: how'

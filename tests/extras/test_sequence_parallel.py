@@ -20,6 +20,7 @@ from jaxdp import (
     SingleDevice,
     Stack,
     Trainer,
+    fuse_attention,
     muon,
 )
 from jaxdp.losses import token_cross_entropy
@@ -125,6 +126,7 @@ CASES = {
     "shifted": {"loss": None, "loss_fn": shifted, "data": [x for x, _ in RAGGED]},
     "arrays": {"data": arrays},
     "muon": {"optimizer": muon(0.02)},
+    "fused": {},
     "recomputed": {"remat": "blocks.stacked", "steps_per_execution": 3},
 }
 SPLITS = {
@@ -143,6 +145,8 @@ def trained(case, strategy=SingleDevice):
     loader = loader() if callable(loader) else loader
     model = Model(jax.random.key(0))
     model = eqx.nn.inference_mode(model) if case == "without dropout" else model
+    if case == "fused":
+        model = fuse_attention(model, causal=True, block=4)
     trainer = quiet(
         model,
         strategy=strategy(),
@@ -308,6 +312,34 @@ def test_memory_is_split_and_a_plan_says_so():
     (sent, *_) = plan.bounds
     assert "over the devices that share the batch" in sent.what
     assert sent.least == 2 * 7 / 8 * plan.memory.parameters
+
+
+@slow
+def test_fused_attention_gathers_keys_and_values_and_sums_nothing_forwards():
+    """XLA by itself would gather queries, and sum what they attend to, by blocks."""
+
+    class Layer(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+
+        def __call__(self, x, key=None):
+            return x + self.attention(x, x, x)
+
+    layers = [
+        Layer(eqx.nn.MultiheadAttention(2, 16, key=key))
+        for key in jax.random.split(jax.random.key(0), 2)
+    ]
+    model = fuse_attention(Stack(layers), causal=True, block=32)
+    trainer = quiet(model, loss="mse", strategy=SPLITS["2x4"](), remat="stacked")
+    x = np.zeros((2, 256, 16), np.float32)
+    forward = [
+        traffic
+        for traffic in trainer.plan([(x, x)]).traffic
+        if traffic.part.startswith("forward: FusedAttention")
+    ]
+    assert {traffic.kind for traffic in forward} == {"all-gather"}
+    one_of_two_layers = 256 * 16 * 4  # bytes of keys, or of values, of a row
+    sent = sum(traffic.wire_bytes for traffic in forward)
+    assert sent == 2 * 2 * one_of_two_layers * 3 / 4
 
 
 @slow
