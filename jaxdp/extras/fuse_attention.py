@@ -159,6 +159,12 @@ class FusedAttention(eqx.nn.MultiheadAttention):
         if deterministic is not None:
             inference = deterministic
             warn("`deterministic` is deprecated in favor of `inference`")
+        for name, array in {"query": query, "key_": key_, "value": value}.items():
+            if array.ndim != 2:
+                raise ValueError(
+                    f"`{name}` must have shape (tokens, features); got {array.shape}."
+                    " For several rows, call the layer by jax.vmap."
+                )
         lengths = len(query), len(key_)
         self._check(lengths, len(value), mask)
         heads = tuple(
@@ -244,7 +250,7 @@ def _pair(ids: Any, lengths: tuple[int, int]) -> tuple[Array | None, Array | Non
     """The segments of queries and of keys, if there are any."""
     if ids is None:
         return None, None
-    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    pair = tuple(map(jnp.asarray, ids if isinstance(ids, tuple) else (ids, ids)))
     if len(pair) != 2 or [x.shape for x in pair] != [(length,) for length in lengths]:
         queries, keys = lengths
         raise ValueError(

@@ -9,6 +9,7 @@ import optax
 
 from jaxdp import (
     FSDP,
+    SequenceParallel,
     Sharded,
     SingleDevice,
     Stack,
@@ -102,6 +103,7 @@ def losses(fused, strategy="single", dropout_p=0.0, by="blocks", **arguments):
         "single": SingleDevice,
         "sharded": Sharded,
         "fsdp": functools.partial(FSDP, min_size=1),
+        "sequence": lambda: SequenceParallel({"data": 2, "seq": 4}, fsdp=True),
         "tensor": lambda: TensorParallel({"data": 4, "model": 2}, tensor_rules(model)),
     }
     fuse = functools.partial(fuse_attention, block=5, implementation=by)

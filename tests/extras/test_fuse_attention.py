@@ -228,7 +228,7 @@ def test_losses_in_mixed_precision():
     np.testing.assert_allclose(*mixed, rtol=2e-3)
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor"])
+@pytest.mark.parametrize("strategy", ["sharded", "fsdp", "tensor", "sequence"])
 @pytest.mark.slow_but("sharded")
 def test_dropout_is_the_same_on_any_number_of_devices(strategy):
     alone = losses(True, dropout_p=0.2)
@@ -343,6 +343,12 @@ def test_models_without_attention_are_refused():
     ("options", "changes", "error", "text"),
     [
         ({}, {"value": tokens(16)}, ValueError, "17 tokens and `value` of 16"),
+        (
+            {},
+            {"query": jnp.ones((2, 13, 16))},
+            ValueError,
+            "call the layer by jax.vmap",
+        ),
         ({"causal": True}, {}, ValueError, "13 queries and 17 keys"),
         ({}, {"mask": jnp.ones((17, 13), bool)}, ValueError, r"\(13, 17\)"),
         ({}, {"mask": jnp.zeros((13, 17))}, TypeError, "`mask` must be of booleans"),
