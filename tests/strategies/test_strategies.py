@@ -21,6 +21,7 @@ from jaxdp import (
     Members,
     Pipeline,
     Pmap,
+    SequenceParallel,
     Sharded,
     SingleDevice,
     TensorParallel,
@@ -93,6 +94,7 @@ CONFORMING = {
     "fsdp 1": plain(FSDP, 1),
     "tensors": plain(TensorParallel, {"data": 4, "model": 2}, RULES),
     "grid": plain(TensorParallel, {"data": 2, "fsdp": 2, "model": 2}, RULES),
+    "tokens": plain(SequenceParallel, {"data": 4, "seq": 2}),
     "pipeline": lambda: (Pipeline(2, 3, devices=2), {"model": Deep()}),
     "members": lambda: (Members(2), eight_models()),
     "bitwise": lambda: (Bitwise(Sharded()), {}),
@@ -109,7 +111,11 @@ def test_strategy_conforms(strategy):
 
 
 def test_conformance_is_checked_of_every_class_there_is():
-    public = [getattr(jaxdp.strategies, name) for name in jaxdp.strategies.__all__]
+    public = [
+        getattr(module, name)
+        for module in (jaxdp, jaxdp.strategies)
+        for name in module.__all__
+    ]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, DataParallel)}
     checked = {type(strategy()[0]) for strategy in CONFORMING.values()}
     assert classes - checked == {DataParallel, jaxdp.strategies.OwnState}
