@@ -23,7 +23,7 @@ _MOST: Final = 3
 
 _UNNAMED: Final = re.compile(
     r"vmap|jvp|transpose|shard_map|while|body|cond|closed_call|branch_\d+_fun"
-    r"|checkpoint|remat\w*|custom_\w+|own_loop|runs_\d+_times|"
+    r"|checkpoint|remat\w*|custom_\w+|eval_jaxpr|own_loop|runs_\d+_times|"
 )
 """What transformations, control flow and our own loops put into a path."""
 
