@@ -17,8 +17,8 @@
 
 DEFAULT_PYTHON := python3.11
 PYTHON ?= $(DEFAULT_PYTHON)
-# How many tests run at a time.
-JOBS ?= 2
+# How many tests run at a time: one more than most cores, since some wait.
+JOBS ?= 3
 # A file's tests stay in one process, which has compiled what they share.
 # In the order of conftest.py, which begins with the files that take longest.
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder

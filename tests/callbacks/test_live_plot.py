@@ -7,7 +7,6 @@ import types
 import numpy as np
 import pytest
 from logs import Losses
-from matplotlib.figure import Figure
 from toys import batches, linear_trainer
 
 from jaxdp import Callback
@@ -16,6 +15,8 @@ from jaxdp.callbacks import (
     NanGuard,
 )
 from jaxdp.step import IN_FLIGHT as LAG
+
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
 @pytest.fixture
