@@ -118,8 +118,10 @@ def _products(equation: Any) -> Products:
         times = times_of(str(equation.source_info.name_stack)) or 1
     elif name == "shard_map":
         # Its body is what one device does of these axes, and all do of the others. A
-        # KeyError says that JAX has renamed them; no other reading would be right.
-        axes = params["newly_manual_axes"]
+        # KeyError says that JAX has renamed them, as after 0.10.0; no other reading
+        # would be right.
+        old = "manual_axes" in params
+        axes = params["manual_axes" if old else "newly_manual_axes"]
         times = math.prod(params["mesh"].shape[axis] for axis in axes)
     inside: Products = collections.Counter()
     for program in programs_in(equation):
