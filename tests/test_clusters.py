@@ -136,7 +136,7 @@ def test_slurm_starts_a_job_again_which_goes_on(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     job = environment(
         PATH=f"{tools}:{os.environ['PATH']}",
-        SLURM_JOB_ID=str(free_port() - 61440 + 4096 * 7),
+        SLURM_JOB_ID="77",
         SLURM_NTASKS="2",
         SLURM_LOCALID="0",
         SLURM_STEP_NODELIST="localhost",

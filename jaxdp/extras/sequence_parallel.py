@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, ResultKind
 from ..strategies import FSDP, Layout, Sharded
 from ..strategies.base import Devices, Role, Rows, one_batch
+from ..strategies.tensor_parallel import check_sizes
 from .attention_in_blocks import SEQ
 
 
@@ -263,12 +262,4 @@ def _check_mesh_shape(mesh_shape: Any, count: int) -> None:
             " many devices share the rows, and how many the tokens of each; got"
             f" {mesh_shape!r}."
         )
-    for name, size in mesh_shape.items():
-        check_count(f"mesh_shape: {name}", size)
-    product = math.prod(mesh_shape.values())
-    if product != count:
-        raise ValueError(
-            f"`mesh_shape` {dict(mesh_shape)} is for {product} devices, and there are"
-            f" {count}. Change a size, or pass `devices={product}` if fewer are to be"
-            " used."
-        )
+    check_sizes(mesh_shape, count)

@@ -227,6 +227,11 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
             '`mesh_shape` must be sizes by name, such as {"data": 4, "model": 2}, with'
             f" {DATA!r}, which rows are split over, among them; got {mesh_shape!r}."
         )
+    check_sizes(mesh_shape, count)
+
+
+def check_sizes(mesh_shape: Mapping[str, int], count: int) -> None:
+    """Raises unless the sizes of a mesh are counts whose product is `count` devices."""
     for name, size in mesh_shape.items():
         check_count(f"mesh_shape: {name}", size)
     product = math.prod(mesh_shape.values())
