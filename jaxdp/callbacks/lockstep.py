@@ -42,7 +42,6 @@ _PHASES: Final = {
     "engine.engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",
     "distributed.meetings": "the other processes",
-    "distributed.agreement": "the other processes",
     "strategies": "the device (a step, or its compilation)",
     "step.metrics": "the device (a step whose result is read)",
     "data": "the loader",

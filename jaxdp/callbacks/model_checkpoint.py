@@ -14,8 +14,15 @@ from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from .base import Callback, Trainer
-from .monitor import announce, check_monitor, is_fitting
-from .scores import Keeping, Scores, as_json, from_json
+from .monitor import (
+    Keeping,
+    Scores,
+    announce,
+    as_json,
+    check_monitor,
+    from_json,
+    is_fitting,
+)
 from .states import saved_state
 
 _INSTEAD: Final = {

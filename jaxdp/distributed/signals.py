@@ -15,7 +15,7 @@ import jax
 
 from ..basics.console import end_quietly, say
 from . import meetings
-from .agreement import Processes, Pulse
+from .meetings import Processes, Pulse
 
 EXIT_CODE: Final = 143
 """128 + SIGTERM: what SLURM, Kubernetes and torchrun take for a job that was told to

@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jaxdp.data.index_lists import IndexLists  # noqa: E402
+from jaxdp.data.torch_source import IndexLists  # noqa: E402
 
 
 class Index:

@@ -11,7 +11,7 @@ import pytest
 from crew import free_port
 
 from jaxdp.distributed.launchers import Rank
-from jaxdp.distributed.roll_call import call_the_roll
+from jaxdp.distributed.start import call_the_roll
 
 CARD = {"job": "j", "process": 1, "of": 2, "name": "x", "facts": {}}
 
