@@ -67,10 +67,8 @@ class CSVLogger(Logger):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if not trainer.is_global_zero:
-            return
         for path in _files_of(self._folder(trainer) / self.name):
-            if path.is_dir():  # which would be found after the first step
+            if trainer.is_global_zero and path.is_dir():
                 raise IsADirectoryError(
                     f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder,"
                     " where a file is to be written. Move it away, or pass another"
@@ -80,13 +78,10 @@ class CSVLogger(Logger):
     def open(self, trainer: Trainer, folder: Path) -> None:
         path, known, run_id = folder / self.name, self.path, trainer.record.run_id
         self.path = self._table = path
-        whose, saved = _run_of(path), self._restored
-        is_own = whose == run_id and (saved is not None or path == known)
-        # The record of a table of 0.1 does not tell whose it is.
-        is_own = is_own or (whose is None and saved is not None and saved["rows"] > 0)
-        if not (is_own and path.exists() and self._reads_columns()):
+        self._columns, self._record = _columns_of(path), {}
+        is_own = _run_of(path) == run_id and (self._restored or path == known)
+        if not (self._columns and is_own):
             self._columns, self._rows = [], 0
-            self._restored = saved and {**saved, "rows": 0}
             if path.exists():
                 kept = free_name(path)
                 for old, new in zip(_files_of(path), _files_of(kept), strict=True):
@@ -98,76 +93,71 @@ class CSVLogger(Logger):
 
     def rewind(self, step: int) -> None:
         """Keeps the rows that the checkpoint knows; those after come again."""
-        path, saved = self._table, self._restored
-        if saved is None or not path.exists():
+        path = self._table
+        if self._restored is None or not path.exists():
             return
         _, rows, torn = read_table(path)
-        count = saved["rows"]
-        kept = rows[:count]
-        if len(kept) < count:
+        count = self._restored["rows"]
+        self._rows = min(count, len(rows))
+        if len(rows) < count:
             text = f"{path} has {len(rows)} rows, and {count} when it was saved."
             announce(self._trainer, "CSVLogger", text)
-        self._rows = len(kept)
         if len(rows) > count or torn:
             shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-        if torn or kept != rows:
-            self._rewrite(kept)
+            self._rewrite(rows[:count])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._widen(values)
-        path, row = self._table, {"epoch": epoch, "step": step, **values}
+        row, path = {"epoch": epoch, "step": step, **values}, self._table
         with naming(path, "CSVLogger"), path.open("ab", buffering=0) as file:
-            append_whole(file, _text(self._columns, [row], with_head=not file.tell()))
+            append_whole(file, self._text([row], with_head=not file.tell()))
         self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
-        self._record = {**facts, "started": _now(), "ended": None, "status": "running"}
-        self._write_record()
+        self._note({**facts, "started": _now(), "ended": None, "status": "running"})
 
     def log_plan(self, plan: Any) -> None:
-        self._record["plan"] = plan.to_dict()
-        self._write_record()
-        path = self._table.with_suffix(PLAN)
-        with naming(path, "CSVLogger"):
-            write_whole(path, f"{plan}\n")
+        self._note({"plan": plan.to_dict()})
+        self._write(f"{plan}\n", PLAN)
 
     def close(self) -> None:
         error = self._error
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
-        self._record |= {"ended": _now(), "status": status}
-        self._write_record()
+        self._note({"ended": _now(), "status": status})
 
     def own_state(self) -> dict[str, Any]:
         return {"rows": self._rows}
 
-    def _write_record(self) -> None:
-        path = self._table.with_suffix(".json")
-        text = json.dumps(self._record, indent=2, default=str)
-        with naming(path, "CSVLogger"):
-            write_whole(path, text + "\n")
-
-    def _reads_columns(self) -> bool:
-        """Whether the table that is there is one, whose columns are then known."""
-        try:
-            self._columns, *_ = read_table(self._table)
-        except csv.Error:
-            return False
-        return self._columns[:2] == ["epoch", "step"]
+    def _note(self, facts: Facts) -> None:
+        """Adds to the record beside the table."""
+        self._record |= facts
+        self._write(json.dumps(self._record, indent=2, default=str) + "\n", ".json")
 
     def _widen(self, names: Iterable[str]) -> None:
         """Adds columns, to the file too when it is there."""
-        known = self._columns or ["epoch", "step"]
-        columns = sorted({**dict.fromkeys(known), **dict.fromkeys(names)}, key=_kind)
+        known = dict.fromkeys(["epoch", "step", *self._columns, *names])
+        columns = sorted(known, key=_kind)
         if columns != self._columns:
             self._columns = columns
             if self._table.exists():
-                _, rows, _ = read_table(self._table)
-                self._rewrite(rows)
+                self._rewrite(read_table(self._table)[1])
 
     def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the whole table anew, in one piece."""
-        with naming(self._table, "CSVLogger"):
-            write_whole(self._table, _text(self._columns, rows, with_head=True))
+        self._write(self._text(rows, with_head=True), self._table.suffix)
+
+    def _text(self, rows: Iterable[Mapping[str, Any]], *, with_head: bool) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="")
+        if with_head:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def _write(self, text: str, suffix: str) -> None:
+        """Writes the table, or what is beside it, in one piece."""
+        path = self._table.with_suffix(suffix)
+        with naming(path, "CSVLogger"):
+            write_whole(path, text)
 
 
 def _files_of(table: Path) -> list[Path]:
@@ -175,21 +165,19 @@ def _files_of(table: Path) -> list[Path]:
     return [table, table.with_suffix(".json"), table.with_suffix(PLAN)]
 
 
-def _text(
-    columns: list[str], rows: Iterable[Mapping[str, Any]], *, with_head: bool
-) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="")
-    if with_head:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def _kind(column: str) -> tuple[bool, bool, bool]:
     """Sorts the columns of steps before those of epochs and of validations."""
     is_place = column in ("epoch", "step")
     return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
+
+
+def _columns_of(table: Path) -> list[str]:
+    """The columns of a table; none of what is not there, or is no table of a run."""
+    try:
+        columns, *_ = read_table(table)
+    except (OSError, csv.Error):
+        return []
+    return columns if columns[:2] == ["epoch", "step"] else []
 
 
 def _run_of(table: Path) -> str | None:

@@ -84,8 +84,9 @@ class EarlyStopping(MetricCheck):
         if not improved:
             self.wait_count += 1
         elif self.restore_best:
-            learned = fetch(_learned(trainer.state))
-            self._best = trainer.global_step, learned
+            learned = ("params", "model_state", "opt_state")
+            values = {name: getattr(trainer.state, name) for name in learned}
+            self._best = trainer.global_step, fetch(values)
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
         if self.reason is not None:
@@ -143,8 +144,3 @@ class EarlyStopping(MetricCheck):
         if not improved and self.wait_count >= self.patience:
             return f"{self.not_improved()}."
         return None
-
-
-def _learned(state: Any) -> dict[str, Any]:
-    """What of a state belongs to its weights."""
-    return {k: getattr(state, k) for k in ("params", "model_state", "opt_state")}

@@ -9,46 +9,39 @@ from ..basics.console import warn
 from .base import Callback, overrides
 
 _ELSEWHERE: Final = {
-    # Lightning's
-    "on_train_start": "on_fit_start",
-    "on_train_end": "on_fit_end",
-    "on_validation_epoch_start": "on_validation_start",
-    "on_validation_epoch_end": "on_validation_end",
-    "on_test_epoch_start": "on_test_start",
-    "on_test_epoch_end": "on_test_end",
-    "on_predict_epoch_start": "on_predict_start",
-    "on_predict_epoch_end": "on_predict_end",
-    "on_validation_batch_start": "on_validation_start",
-    "on_test_batch_start": "on_test_start",
-    "on_test_batch_end": "on_test_end",
-    "on_predict_batch_start": "on_predict_start",
-    "on_predict_batch_end": "on_predict_end",
-    "on_sanity_check_start": "on_fit_start",
-    "on_sanity_check_end": "on_fit_start",
-    "on_load_checkpoint": "load_state_dict",
-    "on_before_backward": "inside_step",
-    "on_after_backward": "inside_step",
-    "on_before_optimizer_step": "inside_step",
-    "on_before_zero_grad": "inside_step",
-    "on_epoch_start": "on_train_epoch_start",
-    "on_batch_start": "on_train_batch_start",
-    "on_init_start": "setup",
-    "on_init_end": "setup",
-    "on_keyboard_interrupt": "on_exception",
-    # Lightning's and Keras's
-    "on_epoch_end": "on_train_epoch_end",
-    "on_batch_end": "on_train_batch_end",
-    # Keras's
-    "on_epoch_begin": "on_train_epoch_start",
-    "on_batch_begin": "on_train_batch_start",
-    "on_train_begin": "on_fit_start",
-    "on_train_batch_begin": "on_train_batch_start",
-    "on_test_begin": "on_validation_start",
-    "on_test_batch_begin": "on_validation_start",
-    "on_predict_begin": "on_predict_start",
-    "on_predict_batch_begin": "on_predict_start",
+    name: ours
+    for ours, names in {
+        "on_fit_start": (
+            "on_train_start on_sanity_check_start on_sanity_check_end on_train_begin"
+        ),
+        "on_fit_end": "on_train_end",
+        "on_validation_start": (
+            "on_validation_epoch_start on_validation_batch_start on_test_begin"
+            " on_test_batch_begin"
+        ),
+        "on_validation_end": "on_validation_epoch_end",
+        "on_test_start": "on_test_epoch_start on_test_batch_start",
+        "on_test_end": "on_test_epoch_end on_test_batch_end",
+        "on_predict_start": (
+            "on_predict_epoch_start on_predict_batch_start on_predict_begin"
+            " on_predict_batch_begin"
+        ),
+        "on_predict_end": "on_predict_epoch_end on_predict_batch_end",
+        "load_state_dict": "on_load_checkpoint",
+        "inside_step": (
+            "on_before_backward on_after_backward on_before_optimizer_step"
+            " on_before_zero_grad"
+        ),
+        "on_train_epoch_start": "on_epoch_start on_epoch_begin",
+        "on_train_batch_start": "on_batch_start on_batch_begin on_train_batch_begin",
+        "setup": "on_init_start on_init_end",
+        "on_exception": "on_keyboard_interrupt",
+        "on_train_epoch_end": "on_epoch_end",
+        "on_train_batch_end": "on_batch_end",
+    }.items()
+    for name in names.split()
 }
-"""Public hooks of other trainers that nothing calls here, and what does their work."""
+"""Hooks of Lightning and Keras that nothing calls here, and what does their work."""
 
 _METHODS: Final = {
     name: tuple(inspect.signature(method).parameters)[1:]

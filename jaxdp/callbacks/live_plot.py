@@ -41,7 +41,7 @@ class LivePlot(Logger):
         super().__init__(None if path is None else Path(path).parent)
         self._name = "curves.png" if path is None else Path(path).name
         self.every_n_seconds = every_n_seconds
-        self._columns: dict[str, list[tuple[float, float]]] = {}
+        self._columns: dict[str, list[tuple[float, float]]] = {"loss": []}
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -49,14 +49,13 @@ class LivePlot(Logger):
             draw({}, "")  # Raises when matplotlib is missing, before anything is lost.
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        self._path, self._step = folder / self._name, 0
+        self._path, self._step = folder / self._name, trainer.global_step
         self._display: Any = None
         self._due = time.monotonic() + self.every_n_seconds
-        done = trainer.global_step
         self._columns = {
-            name: [point for point in points if point[0] <= done]
+            name: [point for point in points if point[0] <= self._step]
             for name, points in self._columns.items()
-        } or {"loss": []}
+        }
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         self._step = step

@@ -37,8 +37,6 @@ class TensorBoardLogger(Logger):
     ):
         super().__init__(dirpath, hyperparameters)
         self._writer: Any = None
-        self._is_open = False
-        self._step = 0
         self._folder_of_events = Path()
         self._suffix = ""
 
@@ -47,25 +45,29 @@ class TensorBoardLogger(Logger):
         _tensorboard("summary.writer.event_file_writer")
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        self._step, self._is_open = trainer.global_step, True
         self._folder_of_events = folder
         self._suffix = f".jaxdp-{trainer.record.run_id}"
-        self._move_others(trainer)
-
-    def on_validation_start(self, trainer: Trainer) -> None:
-        self._step = max(trainer.global_step, self._step)
+        # Event files of another run would be shown as one with this run's.
+        if others := [path for path in self._files() if path not in self._own()]:
+            before = free_name(folder / "before")
+            before.mkdir()
+            for path in others:
+                path.rename(before / path.name)
+            text = f"{folder} had events of another run; they are in {before}."
+            announce(trainer, "TensorBoardLogger", text)
 
     def rewind(self, step: int) -> None:
         """Cuts the files of this run to what they held when it was saved."""
-        sizes = self._restored["sizes"] if self._restored else {}
-        for path in self._own() if self._restored else ():
-            if path.name not in sizes:
+        if self._restored is None:
+            return
+        for path in self._own():
+            size = self._restored["sizes"].get(path.name)
+            if size is None:
                 path.unlink()
-            elif path.stat().st_size > sizes[path.name]:
-                os.truncate(path, sizes[path.name])
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        self._step = max(step, self._step)
         make, tagged = _proto("Summary").Value, {"epoch": epoch, **values}
         self._write(step, [make(tag=k, simple_value=v) for k, v in tagged.items()])
 
@@ -86,23 +88,24 @@ class TensorBoardLogger(Logger):
             tensor_shape={"dim": [{"size": 1}]},
         )
         value = _proto("Summary").Value(tag=name, metadata=metadata, tensor=tensor)
-        self._write(self._step, [value])
+        self._write(None, [value])
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Shows a `matplotlib.figure.Figure` under `name`; during a fit."""
         width, height = map(int, figure.get_size_inches() * figure.dpi)
         facts = {"width": width, "height": height, "colorspace": 4}
         image = _proto("Summary").Image(encoded_image_string=to_png(figure), **facts)
-        self._write(self._step, [_proto("Summary").Value(tag=name, image=image)])
+        self._write(None, [_proto("Summary").Value(tag=name, image=image)])
 
     def close(self) -> None:
-        writer, self._writer, self._is_open = self._writer, None, False
+        writer, self._writer = self._writer, None
         if writer is not None:
             with self._naming():
                 writer.close()
 
-    def _write(self, step: int, values: list[Any]) -> None:
-        if not self._is_open:
+    def _write(self, step: int | None, values: list[Any]) -> None:
+        """Writes values of a step, or of now."""
+        if self._trainer is None:
             raise RuntimeError(
                 "`TensorBoardLogger` writes during a fit only: between the hooks"
                 " `on_fit_start` and `on_fit_end`."
@@ -112,6 +115,7 @@ class TensorBoardLogger(Logger):
             folder = str(self._folder_of_events)
             self._writer = make(folder, filename_suffix=self._suffix)
         summary, now = _proto("Summary")(value=values), time.time()
+        step = self._trainer.global_step if step is None else step
         event = _proto("Event")(wall_time=now, step=step, summary=summary)
         with self._naming():
             self._writer.add_event(event)
@@ -126,17 +130,6 @@ class TensorBoardLogger(Logger):
 
     def own_state(self) -> dict[str, Any]:
         return {"sizes": {path.name: path.stat().st_size for path in self._own()}}
-
-    def _move_others(self, trainer: Trainer) -> None:
-        """Event files of another run would be shown as one with this run's."""
-        others = [path for path in self._files() if path not in self._own()]
-        if others:
-            folder = free_name(others[0].with_name("before"))
-            folder.mkdir()
-            for path in others:
-                path.rename(folder / path.name)
-            text = f"{folder.parent} had events of another run; they are in {folder}."
-            announce(trainer, "TensorBoardLogger", text)
 
     def _files(self) -> list[Path]:
         """The event files that this class wrote, of all runs."""
