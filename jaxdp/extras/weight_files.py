@@ -4,7 +4,7 @@ import contextlib
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -69,15 +69,15 @@ class InFile(NamedTuple):
         return part[tuple(slice(*ends) for ends in region)]
 
 
-class Transposed(NamedTuple):
-    """A view with other axes first."""
+class Seen(NamedTuple):
+    """A view with its numbers in other places."""
 
     of: View
-    axes: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.of.shape[axis] for axis in self.axes)
+    shape: tuple[int, ...]
+    before: Callable[[Region], Region]
+    """Which part of the other view a part of this one is made of."""
+    after: Callable[[np.ndarray], np.ndarray] = lambda part: part
+    """What makes it of that."""
 
     @property
     def dtype(self) -> Any:
@@ -85,78 +85,7 @@ class Transposed(NamedTuple):
 
     def read(self, region: Region) -> np.ndarray:
         """Reads a part."""
-        before = tuple(region[self.axes.index(i)] for i in range(len(region)))
-        return self.of.read(before).transpose(self.axes)
-
-
-class Split(NamedTuple):
-    """One of equal parts of a view."""
-
-    of: View
-    count: int
-    index: int
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = list(self.of.shape)
-        sizes[self.axis] //= self.count
-        return tuple(sizes)
-
-    @property
-    def dtype(self) -> Any:
-        return self.of.dtype
-
-    def read(self, region: Region) -> np.ndarray:
-        """Reads a part."""
-        first = self.shape[self.axis] * self.index
-        start, stop = region[self.axis]
-        ends = (start + first, stop + first)
-        return self.of.read((*region[: self.axis], ends, *region[self.axis + 1 :]))
-
-
-class Expanded(NamedTuple):
-    """A view with more axes of size 1."""
-
-    of: View
-    axes: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = iter(self.of.shape)
-        count = len(self.of.shape) + len(self.axes)
-        return tuple(1 if i in self.axes else next(sizes) for i in range(count))
-
-    @property
-    def dtype(self) -> Any:
-        return self.of.dtype
-
-    def read(self, region: Region) -> np.ndarray:
-        """Reads a part."""
-        kept = tuple(ends for i, ends in enumerate(region) if i not in self.axes)
-        return np.expand_dims(self.of.read(kept), self.axes)
-
-
-class Squeezed(NamedTuple):
-    """A view without some axes of size 1."""
-
-    of: View
-    axes: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(n for i, n in enumerate(self.of.shape) if i not in self.axes)
-
-    @property
-    def dtype(self) -> Any:
-        return self.of.dtype
-
-    def read(self, region: Region) -> np.ndarray:
-        """Reads a part."""
-        kept = iter(region)
-        count = len(self.of.shape)
-        whole = tuple((0, 1) if i in self.axes else next(kept) for i in range(count))
-        return self.of.read(whole).squeeze(self.axes)
+        return self.after(self.of.read(self.before(region)))
 
 
 class Stacked(NamedTuple):
@@ -188,27 +117,61 @@ def seen_through(view: View, operation: Operation) -> View:
         ValueError: if its shape does not allow it; the message says why.
     """
     kind, numbers = operation
-    rank = len(view.shape)
+    shape, rank = view.shape, len(view.shape)
     if kind == "T":
         axes = numbers or tuple(reversed(range(rank)))
         if sorted(axes) != list(range(rank)):
             raise ValueError(f"has {rank} axes")
-        return Transposed(view, axes)
+        return Seen(
+            view,
+            tuple(shape[axis] for axis in axes),
+            lambda region: tuple(region[axes.index(i)] for i in range(rank)),
+            lambda part: part.transpose(axes),
+        )
     if kind == "split":
         count, index, axis = (*numbers, 0)[:3]
         axis = axis + rank if axis < 0 else axis
-        if not 0 <= axis < rank or view.shape[axis] % count:
+        if not 0 <= axis < rank or shape[axis] % count:
             raise ValueError(f"can't be split into {count} along axis {axis}")
-        return Split(view, count, index, axis)
+        size = shape[axis] // count
+
+        def moved(region: Region) -> Region:
+            ends = tuple(end + size * index for end in region[axis])
+            return (*region[:axis], ends, *region[axis + 1 :])
+
+        return Seen(view, (*shape[:axis], size, *shape[axis + 1 :]), moved)
+
+    # Axes of size 1, more or fewer.
     after = rank + (len(numbers) if kind == "expand" else 0)
     axes = tuple(axis + after if axis < 0 else axis for axis in numbers)
     if len({*axes}) < len(axes) or not all(0 <= axis < after for axis in axes):
         raise ValueError(f"has {rank} axes")
     if kind == "expand":
-        return Expanded(view, axes)
-    if any(view.shape[axis] != 1 for axis in axes):
+        return Seen(
+            view,
+            _with_axes(shape, axes, 1),
+            lambda region: _without_axes(region, axes),
+            lambda part: np.expand_dims(part, axes),
+        )
+    if any(shape[axis] != 1 for axis in axes):
         raise ValueError("has more than one number along such an axis")
-    return Squeezed(view, axes)
+    return Seen(
+        view,
+        _without_axes(shape, axes),
+        lambda region: _with_axes(region, axes, (0, 1)),
+        lambda part: part.squeeze(axes),
+    )
+
+
+def _with_axes(items: Sequence[Any], axes: Sequence[int], item: Any) -> tuple[Any, ...]:
+    """An item for each axis, and this one for those in `axes`, which come in."""
+    others = iter(items)
+    count = len(items) + len(axes)
+    return tuple(item if i in axes else next(others) for i in range(count))
+
+
+def _without_axes(items: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(item for i, item in enumerate(items) if i not in axes)
 
 
 def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
