@@ -1,18 +1,17 @@
 """The tokens of each row split over the devices."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import stored_path
-from ..step import DATA, Collectives, Group, ResultKind
+from ..step import DATA, Collectives, Group, OnRows, Results
 from ..strategies import FSDP, Layout, Sharded
-from ..strategies.base import Devices, Role, Rows, one_batch
+from ..strategies.base import Devices, Role, Rows, changed, one_batch, wired_mesh
 from ..strategies.tensor_parallel import check_sizes
 from .attention_in_blocks import SEQ
 
@@ -58,12 +57,7 @@ class SequenceParallel(FSDP):
             raise TypeError(f"`fsdp` must be True or False; got {fsdp!r}.")
         self.fsdp = fsdp
         self._lengths: frozenset[int] | None = None
-        mesh = jax.make_mesh(
-            (mesh_shape[DATA], mesh_shape[SEQ]),
-            (DATA, SEQ),
-            (AxisType.Auto,) * 2,
-            devices=in_order,
-        )
+        mesh = wired_mesh(in_order, {name: mesh_shape[name] for name in (DATA, SEQ)})
         gather = "auto" if fsdp else "once"
         super().__init__(mesh=mesh, min_size=min_size, gather=gather)
 
@@ -141,9 +135,8 @@ class SequenceParallel(FSDP):
         """
         inner = Collectives()
         if self.fsdp:
-            over_all = copy.copy(self)
-            over_all.row_axes = self.batch_axes
-            over_all.num_shards = self.mesh.size
+            axes, size = self.batch_axes, self.mesh.size
+            over_all = changed(self, row_axes=axes, num_shards=size)
             inner = super(SequenceParallel, over_all).collectives(groups, rows)
         by_rows = None if rows == "whole" else DATA
         split = functools.partial(self._split_tokens, by_rows)
@@ -170,9 +163,7 @@ class SequenceParallel(FSDP):
 
     def _for(self, lengths: Iterable[int]) -> "SequenceParallel":
         """This, for batches whose rows have so many tokens."""
-        knowing = copy.copy(self)
-        knowing._lengths = frozenset(lengths)
-        return knowing
+        return changed(self, _lengths=frozenset(lengths))
 
     def _lengths_in(self, groups: Sequence[Group]) -> set[int]:
         """How many tokens the rows of each group have; none of numbers of rows."""
@@ -233,11 +224,7 @@ class _OfTokens(Collectives):
         self._inner, self._split, self._mesh = inner, split, mesh
 
     def over_rows(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         groups = [self._split(group) for group in groups]
         # Ambient, so that `fuse_attention` knows that tokens are split.

@@ -136,7 +136,8 @@ def seen_through(view: View, operation: Operation) -> View:
         size = shape[axis] // count
 
         def moved(region: Region) -> Region:
-            ends = tuple(end + size * index for end in region[axis])
+            start, stop = region[axis]
+            ends = (start + size * index, stop + size * index)
             return (*region[:axis], ends, *region[axis + 1 :])
 
         return Seen(view, (*shape[:axis], size, *shape[axis + 1 :]), moved)

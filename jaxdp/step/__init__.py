@@ -1,7 +1,14 @@
 """The pure computation of a step: no devices, no jit."""
 
 from .after_update import AfterUpdate
-from .collectives import DATA, AxisCollectives, Collectives, ResultKind, RowsInteract
+from .collectives import (
+    DATA,
+    AxisCollectives,
+    Collectives,
+    OnRows,
+    Results,
+    RowsInteract,
+)
 from .ensemble import Ensemble, init_each, update_each
 from .inference import InferenceModel
 from .jaxprs import (

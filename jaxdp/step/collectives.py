@@ -14,6 +14,10 @@ ResultKind = Literal["gradients", "rows", "replicated"]
 """What a result of `Collectives.over_rows` is: gradients like the parameters, values
 per row, or small values that every device holds."""
 
+Results = ResultKind | tuple[ResultKind, ...]
+OnRows = Callable[["Collectives", Any, Sequence[Any]], Any]
+"""A part of a step that uses rows: `function(collectives, inputs, groups)`."""
+
 
 class RowsInteract(Exception):
     """A step was traced as if its rows were independent, and they are not."""
@@ -37,11 +41,7 @@ class Collectives:
         return jnp.arange(rows)
 
     def over_rows(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Any],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Any], results: Results
     ) -> Any:
         """Runs the part of a step that uses rows: `function(self, inputs, groups)`.
 

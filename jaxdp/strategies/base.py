@@ -437,6 +437,12 @@ def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
     return Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
+def wired_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
+    """The same, in the order in which the devices are wired, where JAX knows it."""
+    auto = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
+
+
 def draws_by_row() -> bool:
     """Whether the keys of rows draw the same however many rows are drawn for at once.
 

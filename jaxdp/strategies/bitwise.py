@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from ..basics.console import say
 from ..distributed import row_blocks
-from ..step import Collectives, Group, ResultKind, RowsInteract, repeated
+from ..step import Collectives, Group, OnRows, Results, RowsInteract, repeated
 from .base import DataParallel, Role, Rows, laid_out
 from .offload import jitted
 from .placing import put_rows
@@ -197,11 +197,7 @@ class VirtualShards(Collectives):
         self.turns = SHARDS // devices
 
     def over_rows(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         try:
             return self._in_turns(function, inputs, groups, results)
@@ -214,11 +210,7 @@ class VirtualShards(Collectives):
             return self._whole(function, inputs, groups, results)
 
     def _in_turns(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         # One more than there are turns: a stack of one would need no indexing, and the
         # body would be another program.
@@ -279,11 +271,7 @@ class VirtualShards(Collectives):
         return treedef.unflatten(_loop(1, first, zero, gather, latest))
 
     def _whole(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         """The same computation of all rows on every device."""
 

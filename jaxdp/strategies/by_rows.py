@@ -18,7 +18,8 @@ from ..step import (
     AxisCollectives,
     Collectives,
     Group,
-    ResultKind,
+    OnRows,
+    Results,
     RowsInteract,
     Weights,
 )
@@ -95,11 +96,7 @@ class ByRows(Collectives):
         self._shards: dict[str, PartitionSpec] = {}
 
     def over_rows(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         this_step = self._knowing(inputs)
         together = functools.partial(function, this_step)
@@ -146,11 +143,7 @@ class ByRows(Collectives):
         return knowing
 
     def _mapped(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         run = functools.partial(self._on_devices, function, results)
         if not self._shards:
@@ -189,8 +182,8 @@ class ByRows(Collectives):
 
     def _on_devices(
         self,
-        function: Callable[..., Any],
-        results: ResultKind | tuple[ResultKind, ...],
+        function: OnRows,
+        results: Results,
         trained: Mapping[str, PartitionSpec],
         shards: Mapping[str, PartitionSpec],
         inputs: Any,

@@ -24,7 +24,8 @@ from ..step import (
     AxisCollectives,
     Collectives,
     Group,
-    ResultKind,
+    OnRows,
+    Results,
     TrainState,
     Weights,
     init_each,
@@ -275,11 +276,7 @@ class _ByReplica(ByRows):
         return state._replace(params=outer, opt_state=opt_state)
 
     def over_rows(
-        self,
-        function: Callable[..., Any],
-        inputs: Any,
-        groups: Sequence[Group],
-        results: ResultKind | tuple[ResultKind, ...],
+        self, function: OnRows, inputs: Any, groups: Sequence[Group], results: Results
     ) -> Any:
         if "gradients" not in results:
             return super().over_rows(function, inputs, groups, results)

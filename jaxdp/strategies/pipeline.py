@@ -7,13 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
-from .base import Devices, Layout, Rows, find_devices
+from .base import Devices, Layout, Rows, find_devices, wired_mesh
 from .fsdp import split_axis
 from .sharded import Sharded
 from .stack import Stack, in_turn, stacks_in
@@ -71,13 +71,8 @@ class Pipeline(Sharded):
                 f"`fsdp`: each of the {stages} stages has one device, and nobody to"
                 " share its blocks with. Take fewer stages, or leave `fsdp` out."
             )
-        mesh = jax.make_mesh(
-            (len(in_order) // stages, stages),
-            (DATA, _STAGE),
-            (AxisType.Auto,) * 2,
-            devices=in_order,
-        )
-        super().__init__(mesh=mesh)
+        shape = {DATA: len(in_order) // stages, _STAGE: stages}
+        super().__init__(mesh=wired_mesh(in_order, shape))
         self.stages = stages
         self.microbatches = microbatches
         self.fsdp = fsdp

@@ -1,19 +1,18 @@
 """Layers split over the devices by rules, next to data parallelism: a mesh of axes."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
-from ..step import DATA, TrainState
-from .base import Devices, Layout, find_devices, names_of
+from ..step import DATA, TrainState, matches
+from .base import Devices, Layout, find_devices, names_of, wired_mesh
 from .by_rows import NO_GATHERERS
 from .fsdp import Gathering, split_axis
 from .gathering import Gatherers
@@ -73,13 +72,7 @@ class TensorParallel(Gathering):
         self.min_size = min_size
         if _FSDP in mesh_shape:
             self.row_axes = (DATA, _FSDP)
-        mesh = jax.make_mesh(
-            tuple(mesh_shape.values()),
-            tuple(mesh_shape),
-            (AxisType.Auto,) * len(mesh_shape),
-            devices=in_order,
-        )
-        super().__init__(mesh=mesh)
+        super().__init__(mesh=wired_mesh(in_order, mesh_shape))
         if gather != "auto" and _FSDP not in mesh_shape:
             raise ValueError(
                 f"`gather`: {gather!r} is about an axis {_FSDP!r}, and `mesh_shape` has"
@@ -122,7 +115,7 @@ class TensorParallel(Gathering):
 
     def _rule(self, path: str) -> Rule | None:
         """The first rule that fits."""
-        return next((rule for rule in self.rules if _fits(rule[0], path)), None)
+        return next((rule for rule in self.rules if matches(path, rule[0])), None)
 
     def _ruled_and_split(self, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
         rule = self._rule(path)
@@ -214,11 +207,6 @@ def _rules(model: PyTree, axis: str) -> list[Rule]:
                     rules.append((f"{prefix}{name}.bias", PartitionSpec(axis)))
             rules.append((f"{prefix}{inward}.weight", PartitionSpec(None, axis)))
     return rules
-
-
-def _fits(pattern: str, path: str) -> bool:
-    """Whether the whole path is like the pattern. (fnmatch takes brackets as sets.)"""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), path) is not None
 
 
 def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
