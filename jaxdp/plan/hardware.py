@@ -166,7 +166,9 @@ def gpu_devices(name: str, target: str, shape: str) -> tuple[Any, ...]:
     """
     cuda = _cuda()
     packages = [f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"]
-    if not _has_ptxas():
+    # CUDA may be installed apart from Python, where XLA looks for it.
+    ptxas = shutil.which("ptxas") or os.path.exists("/usr/local/cuda/bin/ptxas")
+    if not ptxas:
         packages.append("nvidia-cuda-nvcc" + ("-cu12" if cuda == "12" else ""))
     _check_there(name, "GPU", packages)
 
@@ -276,11 +278,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _has_ptxas() -> bool:
-    """Whether CUDA is installed apart from Python, where XLA looks for it."""
-    return bool(shutil.which("ptxas")) or os.path.exists("/usr/local/cuda/bin/ptxas")
 
 
 def _line(error: Exception) -> str:

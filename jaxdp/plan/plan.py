@@ -164,7 +164,10 @@ class Plan:
         return values | {"wire_bytes": self.wire_bytes}
 
     def __str__(self) -> str:
-        return text(self)
+        parts = [f"Plan for {self.device}: {headline(self)}"]
+        for title, lines in sections(self):
+            parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         return f"Plan({self.device}, peak {self.memory.peak:,} bytes per device)"
@@ -176,7 +179,9 @@ class Scaling(NamedTuple):
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        return scaling_table(self)
+        names = "devices rows peak/device sent/device step rows/s efficiency"
+        rows = [names.split(), *map(_scaling_row, self.rows)]
+        return "\n".join(columns(rows, right=range(len(rows[0]))))
 
     def to_dict(self) -> list[dict[str, Any]]:
         """A dict for each number of devices."""
@@ -257,23 +262,6 @@ _MOST: Final = 10
 """How many leaves a section lists."""
 
 
-class Section(NamedTuple):
-    """A part of the report: a table, and sentences."""
-
-    title: str
-    rows: Sequence[Sequence[str]] = ()
-    lines: Sequence[str] = ()
-
-
-def text(plan: Any) -> str:
-    """The report for a terminal."""
-    parts = [f"Plan for {plan.device}: {headline(plan)}"]
-    for section in sections(plan):
-        lines = [*columns(section.rows), *section.lines]
-        parts.append("\n".join([section.title, *(f"  {line}" for line in lines)]))
-    return "\n\n".join(parts)
-
-
 def headline(plan: Any) -> str:
     """What is planned, in one line."""
     hosts = f" on {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
@@ -282,50 +270,38 @@ def headline(plan: Any) -> str:
     return f"{plan.strategy}{hosts}, {plan.rows} rows per step{batches}{steps}"
 
 
-def sections(plan: Any) -> Iterator[Section]:
-    """All that a plan has to say, the most important first."""
+def sections(plan: Any) -> Iterator[tuple[str, list[str]]]:
+    """All that a plan has to say, the most important first: titles, and lines."""
     # What it holds, sends and copies.
-    yield _memory(plan.memory)
-
-    yield Section(
-        f"Communication: a device sends {in_bytes(plan.wire_bytes)} per step",
-        [_traffic(entry) for entry in plan.traffic],
-        ["Nothing is sent."] * (not plan.traffic),
-    )
-    yield Section(
-        "Lower bounds of this layout",
-        [
-            (
-                f"{entry.ratio:.3f} x",
-                in_bytes(entry.found),
-                f"of {in_bytes(entry.least)}",
-                entry.what,
-            )
-            for entry in plan.bounds
-        ],
-    )
-    yield Section("Donation", lines=[_donation(plan)])
+    yield "Memory per device", _memory(plan.memory)
+    sent = f"a device sends {in_bytes(plan.wire_bytes)} per step"
+    traffic = columns(map(_traffic, plan.traffic)) or ["Nothing is sent."]
+    yield f"Communication: {sent}", traffic
+    bounds = [
+        (
+            f"{entry.ratio:.3f} x",
+            in_bytes(entry.found),
+            f"of {in_bytes(entry.least)}",
+            entry.what,
+        )
+        for entry in plan.bounds
+    ]
+    yield "Lower bounds of this layout", columns(bounds)
+    yield "Donation", [_donation(plan)]
 
     # What it computes, and how long that takes.
-    yield Section("Operations", lines=_operations(plan))
-    if plan.estimate is not None:
-        yield _estimate(plan)
+    yield "Operations", _operations(plan)
+    if (estimate := plan.estimate) is not None:
+        yield f"Time on {estimate.hardware} at its peaks", _estimate(plan)
     traced, took = plan.trace_seconds, f"compiled in {plan.compile_seconds:.1f} s."
     begin = "Traced and " if traced is None else f"Traced in {traced:.1f} s, "
-    yield Section("Compilation", lines=[begin + took])
+    yield "Compilation", [begin + took]
     for kind, notes in plan.notes.items():
         if notes:
-            yield Section(_NOTES[kind], lines=[f"- {note}" for note in notes])
+            yield _NOTES[kind], [f"- {note}" for note in notes]
 
 
-def scaling_table(scaling: Any) -> str:
-    """A line per number of devices."""
-    names = "devices rows peak/device sent/device step rows/s efficiency"
-    rows = [names.split(), *map(_scaling_row, scaling.rows)]
-    return "\n".join(columns(rows, right=range(len(rows[0]))))
-
-
-def _memory(memory: Memory) -> Section:
+def _memory(memory: Memory) -> list[str]:
     """What the peak is made of; alignment goes to the smallest of what is held."""
     held = {label: getattr(memory, name) for name, label in _LABELS.items()}
     held[_LABELS["other"]] += memory.arguments - sum(held.values())
@@ -341,16 +317,13 @@ def _memory(memory: Memory) -> Section:
             "Each step moves it to the device and back. The compiler moves it as"
             " early as the device's memory allows; it then counts as temporary."
         ]
-    return Section(
-        "Memory per device",
-        [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()],
-        [
-            f"All gradients together take {in_bytes(memory.gradients)}. The"
-            " compiler decides how many of them exist at a time; the peak"
-            " includes them.",
-            *moved,
-        ],
-    )
+    rows = [(label, in_bytes(size), f"{size:,}") for label, size in shown.items()]
+    return [
+        *columns(rows),
+        f"All gradients together take {in_bytes(memory.gradients)}. The compiler"
+        " decides how many of them exist at a time; the peak includes them.",
+        *moved,
+    ]
 
 
 def _traffic(each: Traffic) -> tuple[str, ...]:
@@ -411,20 +384,17 @@ def _operations(plan: Any) -> list[str]:
     return lines or ["Not known for this strategy."]
 
 
-def _estimate(plan: Any) -> Section:
+def _estimate(plan: Any) -> list[str]:
     estimate = plan.estimate
     fits = "fits" if estimate.fits else "does NOT fit"
-    return Section(
-        f"Time on {estimate.hardware} at its peaks",
-        lines=[
-            f"{in_seconds(estimate.best)} to {in_seconds(estimate.worst)} per step,"
-            f" {in_short(plan.rows / estimate.worst)} rows/s: computing"
-            f" {in_seconds(estimate.compute)}, memory {in_seconds(estimate.memory)},"
-            f" communication {in_seconds(estimate.communication)}; efficiency"
-            f" {estimate.efficiency:.0%} or more of one device.",
-            f"The peak {fits} into what JAX takes of its memory.",
-        ],
-    )
+    return [
+        f"{in_seconds(estimate.best)} to {in_seconds(estimate.worst)} per step,"
+        f" {in_short(plan.rows / estimate.worst)} rows/s: computing"
+        f" {in_seconds(estimate.compute)}, memory {in_seconds(estimate.memory)},"
+        f" communication {in_seconds(estimate.communication)}; efficiency"
+        f" {estimate.efficiency:.0%} or more of one device.",
+        f"The peak {fits} into what JAX takes of its memory.",
+    ]
 
 
 def _scaling_row(row: Row) -> tuple[str, ...]:

@@ -21,21 +21,19 @@ from jaxdp.callbacks import (
     ModelCheckpoint,
     ThroughputMonitor,
 )
-from jaxdp.reports.page import (
-    metric_charts,
-    other_charts,
-    throughput_charts,
-    write_comparison,
-    write_report,
-)
 from jaxdp.reports.runs import (
     Run,
     comparison,
     differences,
     in_percent,
     in_words,
+    metric_charts,
+    other_charts,
     read_run,
+    throughput_charts,
     throughput_of,
+    write_comparison,
+    write_report,
 )
 
 
