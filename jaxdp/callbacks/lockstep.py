@@ -94,7 +94,8 @@ class Lockstep(Callback):
         self._fingerprints: tuple[int, Callable[[], dict[str, str]]] | None = None
         self._has_compared_model = False
         self._has_failed = False
-        self._onlooker: Onlooker | None = None
+        # A thread that watches this one, and what ends it.
+        self._watcher: tuple[threading.Thread, threading.Event] | None = None
 
     def setup(self, trainer: Trainer) -> None:
         self._has_failed, self._fingerprints = False, None
@@ -103,7 +104,12 @@ class Lockstep(Callback):
         self._set_limits()
         if is_fitting(trainer):
             # Should this process not come, it tells the others why, from a thread.
-            self._onlooker = Onlooker("Lockstep", self._watch)
+            main, end = threading.get_ident(), threading.Event()
+            watcher = threading.Thread(
+                target=self._watch, args=(main, end), name="jaxdp Lockstep", daemon=True
+            )
+            watcher.start()
+            self._watcher = watcher, end
         facts = dict(_facts_of(trainer))
         if not self._has_compared_model:
             facts |= _facts_of_model(trainer.run.arguments["model"])
@@ -166,9 +172,11 @@ class Lockstep(Callback):
         self._has_failed = True
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._onlooker is not None:
-            self._onlooker.stop()
-        self._onlooker = None
+        if self._watcher is not None:
+            watcher, end = self._watcher
+            end.set()
+            watcher.join()
+        self._watcher = None
         if self._has_failed:
             return
         if self._fingerprints is not None:
@@ -196,13 +204,14 @@ class Lockstep(Callback):
         where = f"the state after step {step - IN_FLIGHT}"
         self._meet(trainer, where, read())
 
-    def _watch(self, onlooker: "Onlooker") -> None:
+    def _watch(self, main: int, end: threading.Event) -> None:
+        """Tells the others what the thread `main` is busy with, where it is late."""
         patience = min(meetings.TELLS_AFTER, self.warn_after / 3)
         here = meetings.here()
-        while onlooker.sleep(patience / 2):
+        while not end.wait(patience / 2):
             late = time.monotonic() - here.since > patience
             if late and not here.is_waiting:
-                here.tell(onlooker.sees())
+                here.tell(waits_for(sys._current_frames().get(main)))
 
 
 def _facts_of(trainer: Trainer) -> Iterator[tuple[str, str]]:
@@ -234,36 +243,6 @@ def _shapes(tree: Any, axis: int = 0) -> str:
     return ", ".join(
         f"{leaf.dtype}{list(leaf.shape[axis:])}" for leaf in jax.tree.leaves(tree)
     )
-
-
-class Onlooker:
-    """A thread that watches the one it was started by.
-
-    Args:
-        name: the callback that starts it.
-        watch: runs in the thread, with this object as the argument.
-    """
-
-    def __init__(self, name: str, watch: Callable[["Onlooker"], None]):
-        self._watched = threading.get_ident()
-        self._end = threading.Event()
-        self._thread = threading.Thread(
-            target=watch, args=(self,), name=f"jaxdp {name}", daemon=True
-        )
-        self._thread.start()
-
-    def sleep(self, seconds: float) -> bool:
-        """Waits, and says whether to go on."""
-        return not self._end.wait(seconds)
-
-    def sees(self) -> str:
-        """What the other thread waits for."""
-        return waits_for(sys._current_frames().get(self._watched))
-
-    def stop(self) -> None:
-        """Ends it, and waits until it has."""
-        self._end.set()
-        self._thread.join()
 
 
 def waits_for(frame: FrameType | None) -> str:

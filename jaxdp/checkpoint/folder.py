@@ -134,7 +134,9 @@ class CheckpointDir:
         self._lock = lock
         _taken.add(folder)
         os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        os.pwrite(lock, json.dumps(me).encode(), 0)
         self.sweep()
 
     def close(self) -> None:
@@ -185,14 +187,6 @@ class CheckpointDir:
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir(follow_symlinks=False)
-
-
-def _this_process() -> dict[str, object]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
 
 
 def _holder(lock: int) -> str:

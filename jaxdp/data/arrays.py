@@ -114,7 +114,9 @@ class Arrays:
         nbytes = sum(column.nbytes for column in self._columns)
         if not self.on_device:
             return None
-        if _ignores_rows(self.tree):
+        # Rows of weight 0 are replaced by the trainer, on the host.
+        is_tuple = isinstance(self.tree, list | tuple) and len(self.tree) == 3
+        if is_tuple and not np.all(self.tree[2]):
             if self.on_device is True and not self._is_told:
                 say("`jaxdp.Arrays`: with rows of weight 0 the arrays stay on the host")
                 self._is_told = True
@@ -186,11 +188,6 @@ class ArraysSource(Source):
 
 def _on_host(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf  # on the host
-
-
-def _ignores_rows(tree: Any) -> bool:
-    """Whether rows have the weight 0. The trainer replaces those, on the host."""
-    return isinstance(tree, list | tuple) and len(tree) == 3 and not np.all(tree[2])
 
 
 def _columns(tree: Any) -> tuple[list[np.ndarray], int]:

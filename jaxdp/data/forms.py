@@ -48,12 +48,6 @@ class Form:
         self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
         self.if_full: dict[tuple[int, int], Any] = {}  # the packer's, of this size
 
-    def parted(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
-        """The leaves that have rows, and those that have none."""
-        places = range(len(leaves))
-        rows = [leaves[place] for place in places if place not in self.wholes]
-        return rows, [leaves[place] for place in self.wholes]
-
 
 class Forms:
     """The forms that one kind of step has met.
@@ -94,8 +88,9 @@ class Forms:
         key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
         if key != self._key:
             self._turn_to(key_of(batch), batch)
-        if self._form.wholes:
-            return *self._form.parted(leaves), self._form
+        if wholes := self._form.wholes:
+            rows = [leaf for at, leaf in enumerate(leaves) if at not in wholes]
+            return rows, [leaves[at] for at in wholes], self._form
         return leaves, [], self._form
 
     def size_of(self, key: Key) -> int:

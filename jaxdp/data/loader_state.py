@@ -56,7 +56,9 @@ class OwnState:
         """What an epoch that began now would start from; JSON."""
         if self._sticky:
             return None
-        if _is_of_torchdata(self.owner) and self.owner._iterator is None:
+        kind = type(self.owner).__module__
+        is_torchdatas = kind.startswith("torchdata.stateful_dataloader")
+        if is_torchdatas and self.owner._iterator is None:
             return _encoded(self.owner.next_iter_state or {})  # or workers would start
         return self._ask()
 
@@ -213,10 +215,6 @@ def _is_of_huggingface(thing: Any) -> bool:
 def _is_of_grain(thing: Any) -> bool:
     classes = type(thing).__mro__
     return any(cls.__module__.partition(".")[0] == "grain" for cls in classes)
-
-
-def _is_of_torchdata(thing: Any) -> bool:
-    return type(thing).__module__.startswith("torchdata.stateful_dataloader")
 
 
 class _NotJson(TypeError):

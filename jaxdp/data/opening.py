@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from .arrays import Arrays, ArraysSource
+from .iterables import ReplayingSource, TellingSource
 from .loader_state import own_state
-from .replaying import ReplayingSource
 from .shares import Share
 from .source import ALL, ListSource, Source
-from .telling import TellingSource
 
 
 def open_loader(

@@ -19,6 +19,7 @@ from typing import Any, Final
 from ..basics.console import say_once, warn
 from ..step import Batch
 from .batches import taken
+from .iterables import ReplayingSource, TellingSource
 from .loader_state import OwnState, own_state
 from .random_states import (
     Generators,
@@ -26,11 +27,9 @@ from .random_states import (
     seed_of,
     torch_generators,
 )
-from .replaying import ReplayingSource
 from .shares import Share
 from .source import ALL, Position, Raw, Source
 from .table import fetch, table
-from .telling import TellingSource
 from .torch_workers import (
     WORKER_RULES,
     Seeded,

@@ -132,7 +132,7 @@ def _init_worker(users: Any, worker_id: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _end_soon)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))  # to end soon
     _end_with_the_trainer()
 
     info: Any = get_worker_info()
@@ -140,10 +140,6 @@ def _init_worker(users: Any, worker_id: int) -> None:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
     if users is not None:
         users(worker_id)
-
-
-def _end_soon(number: int, frame: Any) -> None:
-    signal.alarm(20)
 
 
 def _end_with_the_trainer() -> None:
