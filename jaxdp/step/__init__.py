@@ -1,6 +1,5 @@
 """The pure computation of a step: no devices, no jit."""
 
-from .after_update import AfterUpdate
 from .collectives import (
     DATA,
     AxisCollectives,
@@ -56,6 +55,7 @@ from .precision import (
     note_on_products,
 )
 from .remat import Remat, check_remat, is_recomputed, matches, outermost_matching
+from .returned import AfterUpdate
 from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .model_call import as_given, takes_key
+from .model_call import as_given_state, takes_key
 
 
 class InferenceModel(eqx.Module):
@@ -42,6 +42,6 @@ class InferenceModel(eqx.Module):
             model, state = eqx.combine(arrays, static)
             if state is None:
                 return model(x, **keywords)
-            return model(x, as_given(state), **keywords)[0]
+            return model(x, as_given_state(state), **keywords)[0]
 
         return jax.vmap(call)(arrays) if self.is_ensemble else call(arrays)

@@ -1,19 +1,18 @@
 """Exact means over real rows, however they are split into micro-batches."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .jaxprs import OWN_LOOP, has_convolutions
-from .metrics import Facts, sum_dtype, vector
+from .ensemble import Ensemble
+from .metrics import Facts, check_count, sum_dtype, vector
 from .objective import Values
-from .precision import widen
 from .row_mixing import mark_values
-from .state import Group, MicroBatch
+from .state import Group
 
 
 @jax.tree_util.register_dataclass
@@ -75,59 +74,27 @@ def _ratio(value: Array, weight: Array) -> Array:
     return jnp.where(weight == 0, 0, value / jnp.where(weight == 0, 1, weight))
 
 
-def over_micro_batches(
-    gradients: Callable[[PyTree, MicroBatch], tuple[PyTree, PyTree, Sums]],
-    params: PyTree,
-    model_state: PyTree,
-    groups: Sequence[Group],
-    *,
-    unroll: bool,
-) -> tuple[PyTree, PyTree, Sums]:
-    """Sums `gradients` over the micro-batches in order, by a scan within a group.
-
-    With `unroll` the scan is no loop in the program if there are convolutions in it.
-    """
-
-    def body(carry: tuple[PyTree, PyTree], micro: MicroBatch) -> tuple[Any, Sums]:
-        grads, model_state = carry
-        more, model_state, summed = gradients(model_state, micro)
-        return (jax.tree.map(jnp.add, grads, more), model_state), summed
-
-    rows_before = jnp.int32(0)
-    before_these: Any = None
-
-    for group in groups:
-        counts = group.counts.sum(axis=1)
-        before = rows_before + jnp.cumsum(counts) - counts
-        rows_before = rows_before + counts.sum()
-        micros = MicroBatch(*group, before)
-
-        if len(group.counts) == 1:
-            micro = jax.tree.map(lambda x: x[0], micros)
-            grads, model_state, summed = gradients(model_state, micro)
-        else:
-            zeros = widen(jax.tree.map(jnp.zeros_like, params))
-            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
-            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
-            with jax.named_scope(OWN_LOOP):
-                (grads, model_state), parts = jax.lax.scan(
-                    body, start, micros, unroll=len(group.counts) if unrolled else 1
-                )
-            summed = jax.tree.map(lambda x: x.sum(axis=0), parts)
-
-        if before_these is not None:
-            before, sums = before_these
-            grads, summed = jax.tree.map(jnp.add, before, grads), sums + summed
-        before_these = grads, summed
-
-    grads, summed = before_these
-    return grads, model_state, summed
-
-
 def count_rows(groups: Sequence[Group]) -> Float[Array, ""]:
     """How many real rows there are, on all devices."""
     total = jnp.stack([group.counts.sum() for group in groups]).sum()
     return total.astype(sum_dtype())
+
+
+def facts_of(
+    found: Values, ensemble: Ensemble | None, most: int, *, interact: bool
+) -> Facts:
+    """What the values of a batch tell of all; at `most` so many can be kept.
+
+    Args:
+        interact: whether rows are known to depend on each other.
+    """
+    names, weighted = tuple(found.values), tuple(found.weights)
+    if ensemble is not None:
+        names += tuple(one for name in names for one in ensemble.names(name))
+    check_count(names + weighted, most)
+    least = int(ensemble is not None)  # the axis of members
+    scalars = any(value.ndim == least for value in found.values.values())
+    return Facts(names, scalars or interact, found.num_classes, found.notes, weighted)
 
 
 def sums_of(found: Values, mask: Array, facts: Facts) -> Sums:

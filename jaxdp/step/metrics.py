@@ -1,6 +1,6 @@
 """Values of a step by name, and their exact sums over an epoch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -117,6 +117,36 @@ class Metrics(Mapping[str, Any]):
     def tree_unflatten(cls, facts: Facts, children: Any) -> "Metrics":
         means, inside = children
         return cls(facts, means, inside)
+
+
+def seen_inside(
+    hooks: Sequence[Callable[..., Any]], given: tuple[Any, ...], facts: Facts
+) -> dict[str, Array]:
+    """What the `inside_step` of callbacks make of a step, by names that are new."""
+    inside: dict[str, Array] = {}
+    for hook in hooks:
+        values = hook(*given)
+        if not isinstance(values, dict):
+            owner = type(getattr(hook, "__self__", hook)).__name__
+            raise TypeError(
+                f"{owner}.inside_step returned a {type(values).__name__}; it must"
+                " return a dict of named arrays."
+            )
+        inside = with_names(inside, values, facts)
+    return inside
+
+
+def with_names(
+    inside: dict[str, Array], more: dict[str, Array], facts: Facts
+) -> dict[str, Array]:
+    """The values inside a step and some more, whose names must be new."""
+    if clash := {*more} & {*inside, *facts.names, "epoch", "step"}:
+        raise ValueError(
+            f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
+            " of callbacks returned, and the trainer's own (`skipped`, `loss_scale`,"
+            " `epoch`, `step`) must differ in their names. Rename yours."
+        )
+    return inside | more
 
 
 def tells_of_gradients(facts: Facts, means: Any) -> bool:

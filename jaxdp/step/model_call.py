@@ -1,4 +1,4 @@
-"""Calls of a user's model and loss inside a step: vmapped, with the axes they name.
+"""Calls of a user's model inside a step: vmapped, with the axes it names.
 
 A BatchNorm reduces over axes by name. Which of them exist differs, as a step sees all
 rows or one device's; here every one that is asked for does.
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.tree import map_nodes, nodes_of
-from .collectives import DATA
 from .row_keys import MaskAndKeys
 from .whole import is_whole, plain
 
@@ -33,11 +32,11 @@ def call_model(
     The model is vmapped, but for what of `x` is in a `Whole`, and given a key where its
     `__call__` has a `key`. The axis is named as its BatchNorm layers want it.
     """
-    names = _axis_names(model)
+    names = axis_names(model)
     axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
     row_axis = next((name for name in names if name not in bound_axes), None)
     others = [name for name in names if name not in (row_axis, *bound_axes)]
-    given_state = as_given(model_state)
+    given_state = as_given_state(model_state)
     keyed = takes_key(model)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
@@ -51,7 +50,7 @@ def call_model(
         batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=row_axis)
         return batched(x, rows.keys)
 
-    prediction, new_state = _with_axes(others, all_rows)()
+    prediction, new_state = with_axes(others, all_rows)()
     return prediction, as_plain_state(new_state)
 
 
@@ -70,33 +69,7 @@ def told_of_dicts(x: PyTree) -> Iterator[None]:
         ) from error
 
 
-def call_loss_fn(
-    bound: Callable[[PyTree], Callable[[], Any]],
-    model: PyTree,
-    model_state: PyTree,
-    bound_axes: tuple[str, ...],
-) -> Any:
-    """What a user's loss over a whole batch returns: that of `bound(model_state)`.
-
-    The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
-    axes are bound; and "data" is if the loss asks for it, which a loss that was written
-    for `jax.pmap` may do.
-    """
-    names = _axis_names(model)
-    names = names if len(names) > 1 else ()
-    unbound = [name for name in names if name not in bound_axes]
-
-    try:
-        return _with_axes(unbound, bound(as_given(model_state)))()
-    except NameError:  # what JAX raises for an axis that is not bound
-        if DATA not in (*unbound, *bound_axes):
-            with contextlib.suppress(NameError):
-                call = bound(as_given(model_state))
-                return _with_axes([*unbound, DATA], call)()
-        raise
-
-
-def _with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
+def with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
     """`call`, where each of the names is that of an axis of one.
 
     So a model that reduces over ("batch", "data") runs where there is no "data" axis.
@@ -113,7 +86,7 @@ def _with_axes(names: list[str], call: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def _axis_names(model: PyTree) -> tuple[str, ...]:
+def axis_names(model: PyTree) -> tuple[str, ...]:
     """Names of batch axes that the model's layers reduce over (BatchNorm), in order."""
     names: dict[str, None] = {}
     for norm in nodes_of(eqx.nn.BatchNorm, model):
@@ -156,7 +129,7 @@ class _TakesConstants(eqx.nn.State):
         return _of_class(_TakesConstants, super().update(plain))
 
 
-def as_given(model_state: PyTree) -> PyTree:
+def as_given_state(model_state: PyTree) -> PyTree:
     """The state as a model is given it: a copy, since a State may be used only once."""
     is_manual = jax.sharding.get_abstract_mesh().manual_axes
     return _of_class(_TakesConstants if is_manual else eqx.nn.State, model_state)

@@ -4,6 +4,7 @@
 `Trainer(loss_fn=...)`; both are called inside the compiled step.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,7 +17,14 @@ from jaxtyping import Array, PyTree
 
 from .. import losses
 from ..basics.tree import is_key
-from .model_call import as_plain_state, call_loss_fn, call_model
+from .collectives import DATA
+from .model_call import (
+    as_given_state,
+    as_plain_state,
+    axis_names,
+    call_model,
+    with_axes,
+)
 from .returned import (
     UNWRAPPED,
     Found,
@@ -248,6 +256,32 @@ class LossFnObjective:
 
 
 Objective = CriterionObjective | LossFnObjective
+
+
+def call_loss_fn(
+    bound: Callable[[PyTree], Callable[[], Any]],
+    model: PyTree,
+    model_state: PyTree,
+    bound_axes: tuple[str, ...],
+) -> Any:
+    """What a user's loss over a whole batch returns: that of `bound(model_state)`.
+
+    The loss vmaps the model itself. If that reduces over ("batch", "data"), all of its
+    axes are bound; and "data" is if the loss asks for it, which a loss that was written
+    for `jax.pmap` may do.
+    """
+    names = axis_names(model)
+    names = names if len(names) > 1 else ()
+    unbound = [name for name in names if name not in bound_axes]
+
+    try:
+        return with_axes(unbound, bound(as_given_state(model_state)))()
+    except NameError:  # what JAX raises for an axis that is not bound
+        if DATA not in (*unbound, *bound_axes):
+            with contextlib.suppress(NameError):
+                call = bound(as_given_state(model_state))
+                return with_axes([*unbound, DATA], call)()
+        raise
 
 
 def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -23,7 +23,6 @@ from .ensemble import Ensemble
 from .means import Sums, count_rows
 from .metrics import Facts, Metrics, check_count
 from .objective import LossFnObjective
-from .precision import with_products
 from .remat import matches
 from .state import Group, TrainState, Weights, as_before
 from .steps import Steps, Taken
@@ -213,64 +212,68 @@ def optimizer_of(parts: Sequence[FoundPart]) -> optax.GradientTransformationExtr
 class StepsOfParts(Steps):
     """The steps of a trainer with several parts, which run in their order."""
 
-    @with_products
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
         """One step of each part that is due."""
-        params, model_state = state.params, state.model_state
-        states = dict(self._states(state.opt_state))
-        total = count_rows(groups)
-        nothing = jax.tree.map(lambda _: None, params)
-        grads, updates, ran, summed = nothing, nothing, [], []
+        with self.precision.of_products():
+            params, model_state = state.params, state.model_state
+            states = dict(self._states(state.opt_state))
+            total = count_rows(groups)
+            nothing = jax.tree.map(lambda _: None, params)
+            grads, updates, ran, summed = nothing, nothing, [], []
 
-        for part in self.parts:
-            # The same step, in which the other parts are frozen.
-            trained, others = part.split(params)
-            seen = state._replace(
-                params=trained,
-                buffers=eqx.combine(others, state.buffers),
-                model_state=model_state,
-                opt_state=states[part.name],
-            )
-            steps = self._of(part)
-
-            def take(
-                seen: TrainState, steps: Steps = steps, name: str = part.name
-            ) -> Taken:
-                with noted(f"in the Part {name!r}"):
-                    taken = steps.taken(collectives, seen, groups)
-                return taken._replace(
-                    opt_state=as_before(
-                        seen.opt_state, taken.opt_state, "optimizer state"
-                    ),
-                    model_state=as_before(
-                        seen.model_state, taken.model_state, "model state"
-                    ),
+            for part in self.parts:
+                # The same step, in which the other parts are frozen.
+                trained, others = part.split(params)
+                seen = state._replace(
+                    params=trained,
+                    buffers=eqx.combine(others, state.buffers),
+                    model_state=model_state,
+                    opt_state=states[part.name],
                 )
+                steps = self._of(part)
 
-            due, taken = _when_due(take, seen, part.every)
-            params = eqx.combine(
-                eqx.apply_updates(collectives.like_gradients(trained), taken.updates),
-                others,
+                def take(
+                    seen: TrainState, steps: Steps = steps, name: str = part.name
+                ) -> Taken:
+                    with noted(f"in the Part {name!r}"):
+                        taken = steps.taken(collectives, seen, groups)
+                    return taken._replace(
+                        opt_state=as_before(
+                            seen.opt_state, taken.opt_state, "optimizer state"
+                        ),
+                        model_state=as_before(
+                            seen.model_state, taken.model_state, "model state"
+                        ),
+                    )
+
+                due, taken = _when_due(take, seen, part.every)
+                params = eqx.combine(
+                    eqx.apply_updates(
+                        collectives.like_gradients(trained), taken.updates
+                    ),
+                    others,
+                )
+                model_state, states[part.name] = taken.model_state, taken.opt_state
+                grads = eqx.combine(grads, taken.grads)
+                updates = eqx.combine(updates, taken.updates)
+                ran.append(due)
+                summed.append(taken.summed)
+
+            joined, due = self._joined(ran, summed, total)
+            updates, opt_state = self.optimizer.update(
+                updates, state.opt_state, state.params, states=states
             )
-            model_state, states[part.name] = taken.model_state, taken.opt_state
-            grads = eqx.combine(grads, taken.grads)
-            updates = eqx.combine(updates, taken.updates)
-            ran.append(due)
-            summed.append(taken.summed)
-
-        joined, due = self._joined(ran, summed, total)
-        updates, opt_state = self.optimizer.update(
-            updates, state.opt_state, state.params, states=states
-        )
-        taken = Taken(grads, updates, opt_state, model_state, joined)
-        state, metrics = self.finished(collectives, state, groups, taken)
-        if any(part.every > 1 for part in self.parts):
-            means = metrics.means
-            means = means.at[: len(due)].set(jnp.where(due, means[: len(due)], jnp.nan))
-            metrics = Metrics(metrics.facts, means, metrics.inside)
-        return state, metrics
+            taken = Taken(grads, updates, opt_state, model_state, joined)
+            state, metrics = self.finished(collectives, state, groups, taken)
+            if any(part.every > 1 for part in self.parts):
+                means = metrics.means
+                means = means.at[: len(due)].set(
+                    jnp.where(due, means[: len(due)], jnp.nan)
+                )
+                metrics = Metrics(metrics.facts, means, metrics.inside)
+            return state, metrics
 
     def evaluated(
         self,

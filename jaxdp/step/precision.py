@@ -9,10 +9,10 @@ loss, the metrics, the gradients' sums and the optimizer never see a narrow numb
 for modules that gather their own parameters, whose gradients `FSDP` sums as computed.)
 """
 
-import functools
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -36,6 +36,12 @@ class Precision(NamedTuple):
     products: str | None = None
     """What products of float32 arrays are computed in, unless the loss says it; None
     leaves that to JAX's default for the device."""
+
+    def of_products(self) -> AbstractContextManager[Any]:
+        """Around the tracing of a step: its products are computed in `products`."""
+        if self.products is None:
+            return nullcontext()
+        return jax.default_matmul_precision(self.products)
 
 
 PRECISIONS: Final = {
@@ -63,25 +69,6 @@ def find_precision(name: Any) -> Precision:
     """The precision of that name, or an error that lists those there are."""
     check_choice("precision", name, list(PRECISIONS))
     return PRECISIONS[name]
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def with_products(step: Method) -> Method:
-    """A method of `Steps` that is traced with the products of its `precision`.
-
-    What the loss sets inside, by `jax.default_matmul_precision` or `precision=`, stays.
-    """
-
-    @functools.wraps(step)
-    def traced(self: Any, *arguments: Any) -> Any:
-        if self.precision.products is None:
-            return step(self, *arguments)
-        with jax.default_matmul_precision(self.precision.products):
-            return step(self, *arguments)
-
-    return cast(Method, traced)
 
 
 def float32_products(precision: Precision, device: Any) -> str:

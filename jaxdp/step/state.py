@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from ..basics.tree import leaf_path
-from .precision import first_scale
+from .precision import first_scale, next_scale
 
 if TYPE_CHECKING:
     from .steps import Steps
@@ -153,3 +153,29 @@ def as_before(old: PyTree, new: PyTree, what: str) -> PyTree:
                 f" {jnp.shape(before)}, is {jnp.shape(after)}."
             )
     return jax.tree.map(lambda o, n: jnp.asarray(n).astype(o.dtype), old, new)
+
+
+def unless_nonfinite(
+    old: TrainState, new: TrainState, means: Array, finite: Array
+) -> tuple[TrainState, dict[str, Array]]:
+    """The new state, or if the step is not `finite` the old one, which has skipped it.
+
+    Both go on with the next loss scale, where there is one. With it what is logged.
+    """
+    kept, named = old._replace(step=new.step), {}
+    if old.loss_scale is not None:
+        # An overflow in the gradients alone leaves a loss that counts.
+        is_loss = jnp.isfinite(means).all()
+        totals = jnp.where(is_loss, new.totals, old.totals)
+        scale = next_scale(old.loss_scale, finite)
+        new, kept = (
+            state._replace(totals=totals, loss_scale=scale) for state in (new, kept)
+        )
+        named["loss_scale"] = old.loss_scale.scale
+    new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
+    return new, named | {"skipped": ~finite}
+
+
+def all_finite(tree: PyTree) -> Array:
+    leaves = jax.tree.leaves(tree)
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()

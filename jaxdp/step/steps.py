@@ -15,17 +15,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from .after_update import AfterUpdate
 from .collectives import Collectives
 from .ensemble import Ensemble, OfMembers, call_members
-from .means import Sums, count_rows, over_micro_batches, sums_of
+from .jaxprs import OWN_LOOP, has_convolutions
+from .means import Sums, count_rows, facts_of, sums_of
 from .metrics import (
     MAX_METRICS,
-    Facts,
     Metrics,
     add_to_totals,
-    check_count,
+    seen_inside,
     sum_dtype,
+    with_names,
 )
 from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
@@ -35,11 +35,10 @@ from .precision import (
     Precision,
     cast_batch,
     computing,
-    next_scale,
     widen,
-    with_products,
 )
 from .remat import Remat, remat_function, remat_submodules
+from .returned import AfterUpdate, check_depends
 from .row_keys import key_after_update, key_outside_training, mask_and_keys
 from .row_mixing import check_constant, mark_rows
 from .state import (
@@ -47,10 +46,12 @@ from .state import (
     MicroBatch,
     TrainState,
     Weights,
+    all_finite,
     as_before,
     only_micro_batch,
+    unless_nonfinite,
 )
-from .value_fn import conjugated, notes_on_complex, offered
+from .value_fn import notes_on_complex, updated
 from .whole import as_given, joined
 
 
@@ -113,7 +114,6 @@ class Steps(NamedTuple):
         """Whether `evaluate` gives predictions and targets."""
         return self.objective is not None and self.objective.keeps_outputs
 
-    @with_products
     def train(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
     ) -> tuple[TrainState, Metrics]:
@@ -122,8 +122,9 @@ class Steps(NamedTuple):
         The gradient is that of the mean loss over all real rows, however they are
         split into micro-batches and over devices.
         """
-        taken = self.taken(collectives, state, groups)
-        return self.finished(collectives, state, groups, taken)
+        with self.precision.of_products():
+            taken = self.taken(collectives, state, groups)
+            return self.finished(collectives, state, groups, taken)
 
     def taken(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -143,7 +144,9 @@ class Steps(NamedTuple):
                 grads, _, summed = self._mean_gradients(collectives, there, groups)
                 return summed.means(total)[0], grads
 
-            updates, opt_state = self._update(grads, state, loss, evaluate)
+            updates, opt_state = updated(
+                self.optimizer, grads, state, loss, evaluate, self.conjugate_complex
+            )
         return Taken(grads, updates, opt_state, model_state, summed)
 
     def finished(
@@ -176,39 +179,18 @@ class Steps(NamedTuple):
         with jax.named_scope("update"):
             new = self._after_update(collectives, state, new)
 
-        inside: dict[str, Array] = {}
         seen = collectives.mean_gradients(grads)
         if (ensemble := self.ensemble) is not None:  # they are of the mean loss
             seen = jax.tree.map(lambda leaf: leaf * ensemble.size, seen)
-        for hook in self.inside:
-            values = hook(seen, updates, new)
-            if not isinstance(values, dict):
-                owner = type(getattr(hook, "__self__", hook)).__name__
-                raise TypeError(
-                    f"{owner}.inside_step returned a {type(values).__name__}; it must"
-                    " return a dict of named arrays."
-                )
-            inside = _with_names(inside, values, summed.facts)
+        inside = seen_inside(self.inside, (seen, updates, new), summed.facts)
 
         if self.skip_nonfinite or state.loss_scale is not None:
-            finite = _all_finite((means[0], grads))
-            kept = state._replace(step=new.step)
-            if state.loss_scale is not None:
-                # An overflow in the gradients alone leaves a loss that counts.
-                is_loss = jnp.isfinite(means).all()
-                totals = jnp.where(is_loss, new.totals, state.totals)
-                scale = next_scale(state.loss_scale, finite)
-                new, kept = (
-                    state_of._replace(totals=totals, loss_scale=scale)
-                    for state_of in (new, kept)
-                )
-                of_scale = {"loss_scale": state.loss_scale.scale}
-                inside = _with_names(inside, of_scale, summed.facts)
-            new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
-            inside = _with_names(inside, {"skipped": ~finite}, summed.facts)
+            finite = all_finite((means[0], grads))
+            new, named = unless_nonfinite(state, new, means, finite)
+            inside = with_names(inside, named, summed.facts)
         elif summed.hidden is not None:
             # Behind the means, where names don't reach; see `check_gradients`.
-            spoilt = (summed.hidden > 0) & ~_all_finite(grads)
+            spoilt = (summed.hidden > 0) & ~all_finite(grads)
             means = jnp.append(means, spoilt.astype(means.dtype))
         return new, Metrics(summed.facts, means, inside)
 
@@ -246,7 +228,6 @@ class Steps(NamedTuple):
         means = summed.means(total) if facts.weighted else sums / total
         return add_to_totals(totals, total, sums), Metrics(facts, means, {}), outputs
 
-    @with_products
     def evaluated(
         self,
         collectives: Collectives,
@@ -255,17 +236,16 @@ class Steps(NamedTuple):
         group: Group,
     ) -> tuple[Sums, PyTree]:
         """The sums of one batch, in inference mode, and what is kept of its rows."""
-        inputs = weights, batch_idx
-        return collectives.over_rows(
-            self._sums, inputs, [group], ("replicated", "rows")
-        )
+        given = (weights, batch_idx), [group]
+        with self.precision.of_products():
+            return collectives.over_rows(self._sums, *given, ("replicated", "rows"))
 
-    @with_products
     def predict(
         self, collectives: Collectives, weights: Weights, group: Group
     ) -> PyTree:
         """Predictions shaped `(rows, ...)` from inputs alone, padding included."""
-        return collectives.over_rows(self._predictions, weights, [group], "rows")
+        with self.precision.of_products():
+            return collectives.over_rows(self._predictions, weights, [group], "rows")
 
     def _mean_gradients(
         self, collectives: Collectives, state: TrainState, groups: Sequence[Group]
@@ -321,7 +301,7 @@ class Steps(NamedTuple):
                 result = objective(
                     model, model_state, batch, rows, collectives.axis_names
                 )
-                _check_depends(result.values["loss"], params)
+                check_depends(result.values["loss"], params)
                 if "loss" in result.pairs:
 
                     def weights_of(params: PyTree) -> Array:
@@ -333,13 +313,12 @@ class Steps(NamedTuple):
                     check_constant(weights_of, params)
 
                 # Whether rows may have been worked on apart.
-                facts = self._facts(result, stateful=model_state is not None)
                 if self.conjugate_complex:
-                    notes = *facts.notes, *notes_on_complex(params)
-                    facts = facts._replace(notes=notes)
-                if facts.rows_interact:
-                    collectives.need_all_rows()
-                summed = sums_of(result, rows.mask, facts)
+                    notes = *result.notes, *notes_on_complex(params)
+                    result = result._replace(notes=notes)
+                summed = self._summed(
+                    collectives, result, rows.mask, stateful=model_state is not None
+                )
 
                 # The share of these rows in the mean over all.
                 loss = summed.sums["loss"]
@@ -351,7 +330,7 @@ class Steps(NamedTuple):
             grads, aux = jax.grad(recomputed, has_aux=True)(whole)
             return widen(grads), *aux
 
-        grads, model_state, summed = over_micro_batches(
+        grads, model_state, summed = _over_micro_batches(
             gradients,
             whole,
             weights.model_state,
@@ -390,10 +369,20 @@ class Steps(NamedTuple):
             collectives.axis_names,
         )
 
-        facts = self._facts(result, stateful=False)
+        summed = self._summed(collectives, result, rows.mask, stateful=False)
+        return collectives.sum(summed), result.outputs
+
+    def _summed(
+        self, collectives: Collectives, found: Values, mask: Array, *, stateful: bool
+    ) -> Sums:
+        """Sums over the rows seen here, if they may be seen apart from the others."""
+        # What is drawn for the batch as a whole, a permutation say, is over its rows.
+        keyed = self.objective is not None and self.objective.takes_key
+        interact = stateful or keyed or self.rows_interact
+        facts = facts_of(found, self.ensemble, self.most_values, interact=interact)
         if facts.rows_interact:
             collectives.need_all_rows()
-        return collectives.sum(sums_of(result, rows.mask, facts)), result.outputs
+        return sums_of(found, mask, facts)
 
     def _predictions(
         self, collectives: Collectives, weights: Weights, groups: Sequence[Group]
@@ -409,45 +398,6 @@ class Steps(NamedTuple):
             if self.ensemble is not None:
                 return call_members(self.ensemble.size, *given, collectives.axis_names)
             return call_model(*given, collectives.axis_names)[0]
-
-    def _facts(self, found: Values, *, stateful: bool) -> Facts:
-        names, weighted = tuple(found.values), tuple(found.weights)
-        if (ensemble := self.ensemble) is not None:
-            names += tuple(
-                long_name for name in names for long_name in ensemble.names(name)
-            )
-        check_count(names + weighted, self.most_values)
-        least = int(self.ensemble is not None)  # the axis of members
-        scalars = any(value.ndim == least for value in found.values.values())
-        # What is drawn for the batch as a whole, a permutation say, is over its rows.
-        keyed = self.objective is not None and self.objective.takes_key
-        interact = scalars or stateful or keyed or self.rows_interact
-        return Facts(names, interact, found.num_classes, found.notes, weighted)
-
-    def _update(
-        self,
-        grads: PyTree,
-        state: TrainState,
-        loss: Array,
-        evaluate: Callable[[PyTree], tuple[Array, PyTree]],
-    ) -> tuple[PyTree, PyTree]:
-        """The optimizer's updates and new state."""
-        update = self.optimizer.update
-        turned = conjugated if self.conjugate_complex else lambda grads: grads
-        grads = turned(grads)
-        extra = offered(update, loss, grads, evaluate, turned)
-
-        try:
-            return update(grads, state.opt_state, state.params, **extra)
-        except (AttributeError, TypeError) as error:
-            error.add_note(
-                "in `optimizer.update`, which is given gradients, the model's trained"
-                " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
-                " (the mean loss of the batch, and functions of it). Optimizers that"
-                " need other things, as optax.lookahead does parameters of its own"
-                " kind, can't be used."
-            )
-            raise
 
     def _batch(self, model: PyTree, micro: MicroBatch) -> PyTree:
         """What the objective is given, its rows marked."""
@@ -466,35 +416,50 @@ class Steps(NamedTuple):
         return computing(eqx.nn.inference_mode(model), self.precision)
 
 
-def _all_finite(tree: PyTree) -> Array:
-    leaves = jax.tree.leaves(tree)
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+def _over_micro_batches(
+    gradients: Callable[[PyTree, MicroBatch], tuple[PyTree, PyTree, Sums]],
+    params: PyTree,
+    model_state: PyTree,
+    groups: Sequence[Group],
+    *,
+    unroll: bool,
+) -> tuple[PyTree, PyTree, Sums]:
+    """Sums `gradients` over the micro-batches in order, by a scan within a group.
 
-
-def _with_names(
-    inside: dict[str, Array], more: dict[str, Array], facts: Facts
-) -> dict[str, Array]:
-    """The values inside a step and some more, whose names must be new."""
-    if clash := {*more} & {*inside, *facts.names, "epoch", "step"}:
-        raise ValueError(
-            f"there are two values named {sorted(clash)}: metrics, what `inside_step`"
-            " of callbacks returned, and the trainer's own (`skipped`, `loss_scale`,"
-            " `epoch`, `step`) must differ in their names. Rename yours."
-        )
-    return inside | more
-
-
-def _check_depends(loss: Array, params: PyTree) -> None:
-    """Raises when no trained leaf reaches the loss through differentiable operations.
-
-    While JAX differentiates, a value with a tangent is a tracer of the same type as
-    the parameters; one whose tangent is known to be zero is not.
+    With `unroll` the scan is no loop in the program if there are convolutions in it.
     """
-    leaves = jax.tree.leaves(params)
-    if leaves and not isinstance(loss, type(leaves[0])):
-        raise ValueError(
-            "The loss does not depend on any trained parameter in a way that can be"
-            " differentiated, so every gradient would be zero. Does the loss use the"
-            " model it is given, without argmax, rounding or stop_gradient in between?"
-            " Does `filter_spec` train the leaves that matter?"
-        )
+
+    def body(carry: tuple[PyTree, PyTree], micro: MicroBatch) -> tuple[Any, Sums]:
+        grads, model_state = carry
+        more, model_state, summed = gradients(model_state, micro)
+        return (jax.tree.map(jnp.add, grads, more), model_state), summed
+
+    rows_before = jnp.int32(0)
+    before_these: Any = None
+
+    for group in groups:
+        counts = group.counts.sum(axis=1)
+        before = rows_before + jnp.cumsum(counts) - counts
+        rows_before = rows_before + counts.sum()
+        micros = MicroBatch(*group, before)
+
+        if len(group.counts) == 1:
+            micro = jax.tree.map(lambda x: x[0], micros)
+            grads, model_state, summed = gradients(model_state, micro)
+        else:
+            zeros = widen(jax.tree.map(jnp.zeros_like, params))
+            start, first = (zeros, model_state), jax.tree.map(lambda x: x[0], micros)
+            unrolled = unroll and has_convolutions(jax.make_jaxpr(body)(start, first))
+            with jax.named_scope(OWN_LOOP):
+                (grads, model_state), parts = jax.lax.scan(
+                    body, start, micros, unroll=len(group.counts) if unrolled else 1
+                )
+            summed = jax.tree.map(lambda x: x.sum(axis=0), parts)
+
+        if before_these is not None:
+            before, sums = before_these
+            grads, summed = jax.tree.map(jnp.add, before, grads), sums + summed
+        before_these = grads, summed
+
+    grads, summed = before_these
+    return grads, model_state, summed

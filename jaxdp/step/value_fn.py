@@ -10,7 +10,10 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, PyTree
+
+from .state import TrainState
 
 _NAMES: Final = {"value", "grad", "value_fn", "grad_fn"}
 
@@ -33,6 +36,31 @@ def conjugated(grads: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf, grads
     )
+
+
+def updated(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: TrainState,
+    loss: Array,
+    evaluate: Callable[[PyTree], tuple[Array, PyTree]],
+    conjugate: bool,
+) -> tuple[PyTree, PyTree]:
+    """The optimizer's updates and new state; see `offered` for its arguments."""
+    turned = conjugated if conjugate else lambda grads: grads
+    grads = turned(grads)
+    extra = offered(optimizer.update, loss, grads, evaluate, turned)
+    try:
+        return optimizer.update(grads, state.opt_state, state.params, **extra)
+    except (AttributeError, TypeError) as error:
+        error.add_note(
+            "in `optimizer.update`, which is given gradients, the model's trained"
+            " leaves and what it names of `value`, `grad`, `value_fn` and `grad_fn`"
+            " (the mean loss of the batch, and functions of it). Optimizers that"
+            " need other things, as optax.lookahead does parameters of its own"
+            " kind, can't be used."
+        )
+        raise
 
 
 def offered(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxdp.step.model_call import as_plain_state, call_loss_fn, call_model
+from jaxdp.step.model_call import as_plain_state, call_model
+from jaxdp.step.objective import call_loss_fn
 from jaxdp.step.row_keys import MaskAndKeys
 
 
