@@ -28,6 +28,7 @@ INSIDE = [
     "data.conversion",
     "data.padding",
     "engine.engine",
+    "engine.program",
     "step.means",
     "step.metrics",
     "step.model_call",

@@ -3,6 +3,6 @@
 from . import passes
 from .engine import Engine
 from .hyperparams import RATES
-from .in_flight import num_in_flight, wait
+from .pace import num_in_flight, wait
 from .passes import Fetching
 from .step import Kind, StepOptions

@@ -35,14 +35,13 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
 from ..strategies.placing import fetch
-from .compile_messages import Compilations
-from .dispatch_size import DispatchSize
+from .compiling import Compilations
 from .eager import Debugged, Debugging, debugging
-from .in_flight import InFlight, most_bytes_in_flight
 from .out_of_memory import check_memory
-from .placing import Placing
+from .pace import DispatchSize, InFlight, most_bytes_in_flight
+from .program import Program, rows_in
 from .state import Model, State, first_of, placed_state, shapes_of_first
-from .step import WHAT, Kind, Program, Step, StepOptions, rows_in, traced
+from .step import WHAT, Kind, Step, StepOptions, traced
 
 
 class Engine:
@@ -67,7 +66,8 @@ class Engine:
     Attributes:
         steps: each kind of step, with its programs.
         tell: says something once.
-        placing: how batches come to the devices, and when.
+        puts_ahead: whether the next dispatch is put on the devices before the present
+            one is launched: where they are no CPUs. A test on CPUs may set it.
         held: the present state.
         options: how train steps are compiled from now on.
         one_by_one: whether a dispatch takes one step, whatever was asked for.
@@ -137,9 +137,6 @@ class Engine:
             )
             for kind, what in WHAT.items()
         }
-        self.placing = Placing(
-            strategy, self.steps, self._blocks, lambda: self.pure.objective
-        )
 
     def set(self, **fields: Any) -> None:
         """Replaces some fields of `pure`, for what is compiled from now on."""
@@ -183,7 +180,7 @@ class Engine:
         loop they take about five times as long, and round otherwise.
         """
         is_cpu = self._platform == "cpu"
-        self.placing.puts_ahead = not is_cpu and not self._is_abstract
+        self.puts_ahead = not is_cpu and not self._is_abstract
         unroll = is_cpu and not self._mode.without_jit  # else loops are Python's
         self.set(unroll_convolutions=unroll)
 
@@ -281,7 +278,7 @@ class Engine:
             together = (
                 packer.pack(run, self.micro_batches) if self._are_one(run) else None
             )
-            if together is None or self._has_wrong_targets(together):
+            if together is None or self.steps["train"].will_refuse(together):
                 yield from map(self._single, run)  # all before a wrong one are taken
             else:
                 yield together
@@ -314,7 +311,7 @@ class Engine:
             if all(done_before.shape != dispatch.shape for done_before in again):
                 step.programs.clear()  # of a program that nothing will run
             return again
-        if self._has_wrong_targets(dispatch):
+        if self.steps["train"].will_refuse(dispatch):
             return map(self._single, dispatch.windows)
         return [dispatch]
 
@@ -322,17 +319,6 @@ class Engine:
         first, *others = dispatch.windows
         prepared = self.prepare_training(self._single(first))
         return itertools.chain(prepared, map(self._single, others))
-
-    def _has_wrong_targets(self, dispatch: Dispatch) -> bool:
-        """Whether a dispatch of several steps of one process will be refused."""
-        several = len(dispatch.rows) > 1 and self._blocks.count == 1
-        if not several or not self.steps["train"].facts.names:
-            return False
-        try:
-            self.placing.check_targets("train", dispatch)
-        except ValueError:
-            return True
-        return False
 
     def train(self, dispatch: Dispatch) -> list[Metrics]:
         """Takes the steps of `dispatch`; returns each one's metrics."""
@@ -380,7 +366,7 @@ class Engine:
     ) -> tuple[Placed, Any]:
         """The only call of a compiled step, on `inputs` and the placed batches."""
         try:
-            placed = self.placing.placed(kind, dispatch, of)
+            placed = self.steps[kind].placed(dispatch, of, ahead=self.puts_ahead)
             return placed, of.compiled(*inputs, placed.groups)
         except jax.errors.JaxRuntimeError as error:
             self._check_memory(kind, dispatch, of, error)
@@ -389,7 +375,7 @@ class Engine:
     def _check_memory(
         self, kind: Kind, dispatch: Dispatch, of: Program, error: Any = None
     ) -> None:
-        batch = self.placing.bytes_per_device(dispatch), sum(dispatch.rows)
+        batch = self.steps[kind].bytes_per_device(dispatch), sum(dispatch.rows)
         what, leaves = f"the {WHAT[kind]} step", self.held.leaves
         check_memory(what, leaves, batch, of.compiled, error)
 
@@ -441,7 +427,9 @@ class Engine:
                 raise
             return self.compiled_for(kind, dispatch)
         except Exception as error:
-            self._explain(error, kind, dispatch)
+            if self._is_inferred and not any(s.programs for s in self.steps.values()):
+                self.set(objective=None)
+            step.explain(error, dispatch)
             raise
         for note in step.facts.notes:
             self.tell(note)
@@ -467,19 +455,6 @@ class Engine:
             " are not computed separately, as if you had returned the mean"
         )
         return program
-
-    def _explain(self, error: Exception, kind: Kind, dispatch: Dispatch) -> None:
-        """Notes what may be wrong with batches that no step could be compiled for."""
-        step = self.steps[kind]
-        if self._is_inferred and not any(s.programs for s in self.steps.values()):
-            self.set(objective=None)
-        self.placing.unpad(kind)
-        forms = step.packer.forms
-        if not step.programs:
-            # The first batch did not fit the model; the next one may be another.
-            forms.forget()
-        for note in filter(None, map(forms.note, dispatch.groups)):
-            error.add_note(note)
 
     def _loops_well(self, dispatch: Dispatch) -> bool:
         """Whether a loop over steps is as fast as they are; says so where not."""

@@ -13,7 +13,8 @@ from ..data import Dispatch, Packer
 from ..step import IN_FLIGHT, Batch
 from ..strategies.placing import replicated
 from .engine import Engine
-from .step import Kind, Program
+from .program import Program
+from .step import Kind
 
 
 class Ready(NamedTuple):
@@ -85,10 +86,10 @@ def ready(engine: Engine, kind: Kind, batches: Iterable[Batch]) -> Iterator[Read
     for number, batch in enumerate(batches):
         with noted(f"in batch {number}"):
             dispatch, program = prepare(engine, kind, batch)
-        if engine.placing.puts_ahead:
-            dispatch = engine.placing.put(kind, dispatch)
+        if engine.puts_ahead:
+            dispatch = engine.steps[kind].put(dispatch)
         waiting.append(Ready(batch, dispatch, program))
-        if len(waiting) > engine.placing.puts_ahead:
+        if len(waiting) > engine.puts_ahead:
             yield waiting.popleft()
     yield from waiting
 

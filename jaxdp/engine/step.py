@@ -1,10 +1,8 @@
 """One kind of step: its programs, each compiled once for a form of its batches."""
 
 import contextlib
-import math
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -15,17 +13,23 @@ from jaxtyping import Array
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.host_memory import on_device
-from ..data import Dispatch, Packer
-from ..distributed import put
+from ..data import (
+    Dispatch,
+    Packer,
+    Placed,
+    check_targets,
+    targeted,
+    without_ignored,
+)
 from ..step import (
     OWN_LOOP,
     Collectives,
+    CriterionObjective,
     Facts,
     Group,
-    Products,
+    Objective,
     RowsInteract,
     Steps,
-    Table,
     TrainState,
     Weights,
     opening,
@@ -35,6 +39,8 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import Role, Rows
 from .compiling import compiled
+from .pace import Check
+from .program import Program
 
 Kind = Literal["train", "evaluate", "predict"]
 
@@ -43,9 +49,6 @@ WHAT: Final[dict[Kind, str]] = {
     "evaluate": "validation",
     "predict": "prediction",
 }
-
-_MOST_COUNTS: Final = 128
-"""Of one program that are kept; there are more only if batches have all sizes."""
 
 _NOTHING_YET: Final = Facts((), False, None)
 
@@ -68,95 +71,6 @@ class Body(NamedTuple):
     arguments: tuple[Any, ...]
     roles: tuple[Role, ...]
     results: Role | tuple[Role, ...]
-
-
-class Program:
-    """A step compiled for batches of one form.
-
-    Attributes:
-        compiled: what runs: a `jax.stages.Compiled`, unless a user's strategy has made
-            it.
-        steps: how many optimizer steps a call takes. Rows and micro-batches are those
-            of all of them, padding included.
-        donated: whether it may overwrite the state that it is given.
-        seconds: what it took to trace and compile.
-        products: matrix operations of all devices, as traced; None if a part can't be
-            counted, or another function has compiled it.
-        trace_seconds, compile_seconds: the two parts of `seconds`.
-        layouts: how it takes the leaves of its groups, in order, once that is known.
-    """
-
-    products: Products | None = None
-    trace_seconds: float | None = None
-    compile_seconds: float | None = None
-    seconds = 0.0
-    layouts: list[Any] | None = None
-
-    def __init__(
-        self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
-    ):
-        self.compiled = compiled
-        self.steps, self.rows = len(dispatch.rows), rows_in(groups)
-        self.micro_batches = sum(len(group.counts) for group in groups)
-        self.donated = donate != "none"
-        # What a step may overwrite is not there for the next one, and a strategy of the
-        # user's may return any callable, and counts of its own.
-        is_known = isinstance(compiled, jax.stages.Compiled)
-        self._keeps = is_known and donate != "all"
-        self._counts: dict[Any, Array] = {}
-        self._last_counts: tuple[Any, Any] = (None, None)  # of the call before
-
-    def with_kept(self, groups: Any, tell: Callable[[str], None]) -> Any:
-        """`groups` with what of them stays on the devices: row counts, and tables.
-
-        Most batches have as many rows as one before, and what comes from the host is
-        sent to each device by itself: 50 us for four bytes on eight of them.
-        """
-        group, *others = groups
-        before, placed = self._last_counts
-        if group.counts is before and group.whole is None and not others:
-            return [Group(group.batch, placed, None)]
-        if not self._keeps or type(group.counts) is not np.ndarray:
-            return groups
-        kept = self._counts
-        if len(kept) > _MOST_COUNTS:
-            kept.clear()
-        counted = []
-        for place, group in enumerate(groups):
-            counts, whole = group.counts, group.whole
-            key = place, counts.tobytes()
-            if key not in kept:
-                sharding = self._shardings(place).counts
-                # None where the step has no use for them, as prediction has not.
-                kept[key] = counts if sharding is None else put(counts, sharding)
-            if type(whole) is Table:
-                if not whole.placed:
-                    tell(_kept(whole))
-                whole = self._placed(whole, place)
-            counted.append(Group(group.batch, kept[key], whole))
-            self._last_counts = counts, kept[key]
-        return counted
-
-    def _placed(self, table: Table, place: int) -> Table:
-        """A table as this program takes it, placed once for all that take it so."""
-        known = table.placed.setdefault("programs", weakref.WeakKeyDictionary())
-        if self not in known:
-            layouts = self._shardings(place).whole
-            layouts = jax.tree.leaves(layouts, is_leaf=lambda x: x is None)
-            leaves, treedef = jax.tree.flatten(table.tree)
-            placed = []
-            for number, (leaf, sharding) in enumerate(
-                zip(leaves, layouts, strict=True)
-            ):
-                if sharding is not None and (number, sharding) not in table.placed:
-                    table.placed[number, sharding] = put(leaf, sharding)
-                placed.append(table.placed.get((number, sharding), leaf))
-            known[self] = Table(treedef.unflatten(placed))
-        return known[self]
-
-    def _shardings(self, place: int) -> Group:
-        positional, _ = self.compiled.input_shardings
-        return positional[-1][place]
 
 
 class Step:
@@ -188,9 +102,10 @@ class Step:
         self.facts_of: dict[tuple[str, ...], Facts] = {}
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
+        self.tell = tell
         self._strategy = strategy
         self._compiler_options = compiler_options
-        self.tell = tell
+        self._objective: Objective | None = None
 
     def compile(
         self,
@@ -252,6 +167,7 @@ class Step:
             if before.names and self.programs:
                 before.joined(self.facts)  # which raises if it can't be
             self.facts_of[dispatch.forms] = self.facts
+            self._objective = steps.objective
         self.programs[dispatch.shape] = program
         return program
 
@@ -368,6 +284,102 @@ class Step:
 
         return Body(predict, (leaves, groups), ("state", "groups"), "rows")
 
+    # How batches come to the devices. Nothing here waits for the device.
+
+    def put(self, dispatch: Dispatch) -> Dispatch:
+        """The same with its batches on the way to the devices, if its step is known.
+
+        What is wrong with them is told when their turn comes.
+        """
+        program = self.programs.get(dispatch.shape)
+        if program is None or not isinstance(program.compiled, jax.stages.Compiled):
+            return dispatch
+        try:
+            return dispatch._replace(placed=self.placed(dispatch, program, ahead=True))
+        except ValueError:
+            return dispatch
+
+    def placed(self, dispatch: Dispatch, program: Program, *, ahead: bool) -> Placed:
+        """The batches of a dispatch, checked, as its program takes them.
+
+        Args:
+            ahead: whether to bring what is on the host to the devices, too, which on
+                CPUs the compiled call does sooner.
+        """
+        if dispatch.placed is not None and dispatch.placed.step is program:
+            return dispatch.placed
+        checks = self.check_targets(dispatch)
+        if self.kind == "train" and self.facts.weighted:
+            dispatch = self._without_ignored(dispatch)
+        self.packer.forms.keep_sizes()
+        groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
+        if isinstance(program.compiled, jax.stages.Compiled):
+            groups = program.with_kept(groups, self.tell)
+            if ahead or dispatch.are_there:
+                groups = program.moved(groups, all_of_them=ahead)
+        nbytes = self.bytes_per_device(dispatch) if ahead else 0
+        return Placed(program, groups, nbytes, checks)
+
+    def bytes_per_device(self, dispatch: Dispatch) -> int:
+        """Bytes of the rows that a device has of a dispatch."""
+        blocks = self.packer.blocks
+        shards = self._strategy.num_shards * len(blocks.own) // blocks.count
+        return dispatch.nbytes // (max(1, shards) if dispatch.split else 1)
+
+    def check_targets(self, dispatch: Dispatch) -> tuple[Check, ...]:
+        """Raises for wrong targets on the host; gives what checks those on devices."""
+        facts = self.facts_of.get(dispatch.forms)
+        if facts is None or not isinstance(self._objective, CriterionObjective):
+            return ()
+        classes = facts.num_classes
+        try:
+            checks = [
+                check_targets(targeted(group, classes), classes)
+                for group in dispatch.groups
+            ]
+        except ValueError:
+            self._unpad()
+            raise
+        return tuple(filter(None, checks))
+
+    def will_refuse(self, dispatch: Dispatch) -> bool:
+        """Whether a dispatch of several steps of one process has wrong targets."""
+        if len(dispatch.rows) == 1 or self.packer.blocks.count > 1:
+            return False
+        try:
+            self.check_targets(dispatch)
+        except ValueError:
+            return True
+        return False
+
+    def explain(self, error: Exception, dispatch: Dispatch) -> None:
+        """Notes what may be wrong with batches that it could not be compiled for."""
+        self._unpad()
+        if not self.programs:
+            # The first batch did not fit the model; the next one may be another.
+            self.packer.forms.forget()
+        for note in filter(None, map(self.packer.forms.note, dispatch.groups)):
+            error.add_note(note)
+
+    def _unpad(self) -> None:
+        """No batch is padded to the size of one that is refused."""
+        if self.packer.blocks.count == 1:  # several processes must stay of one mind
+            self.packer.forms.refuse()
+
+    def _without_ignored(self, dispatch: Dispatch) -> Dispatch:
+        """The same with copies of real rows in the place of those of weight 0."""
+        objective = self._objective
+        if not isinstance(objective, CriterionObjective):
+            return dispatch  # only its author knows what in a batch is a weight
+        apart = not self.facts.rows_interact
+        groups = [
+            group._replace(
+                batch=without_ignored(group.batch, apart, objective.is_named)
+            )
+            for group in dispatch.groups
+        ]
+        return dispatch._replace(groups=groups)
+
 
 _BODIES: Final[dict[Kind, Callable[..., Body]]] = {
     "train": Step._train,
@@ -382,16 +394,3 @@ def traced(step: Callable[..., Any], *arguments: Any) -> Any:
         return jax.make_jaxpr(lambda *given: step(Collectives(), *on_device(given)))(
             *arguments
         )
-
-
-def _kept(table: Table) -> str:
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(table.tree))
-    return (
-        f"`jaxdp.Arrays`: {size / 1e6:.3g} MB are kept on each device, where"
-        " the steps take their rows; on_device=False leaves them on the host"
-    )
-
-
-def rows_in(groups: list[Group]) -> int:
-    """All rows of the micro-batches, padding included."""
-    return sum(math.prod(jax.tree.leaves(group.batch)[0].shape[:2]) for group in groups)

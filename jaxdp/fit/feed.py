@@ -68,10 +68,10 @@ class Feed:
         """What is left of the present epoch."""
         begun, self._begun = self._begun, None
         dispatches = self._dispatches() if begun is None else begun
-        placing = self._run.engine.placing
-        if not placing.puts_ahead:
+        engine = self._run.engine
+        if not engine.puts_ahead:
             return dispatches
-        return self._ahead(placing.put("train", dispatch) for dispatch in dispatches)
+        return self._ahead(map(engine.steps["train"].put, dispatches))
 
     def _ahead(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """Each dispatch once the next one is there; if that fails, those before it are

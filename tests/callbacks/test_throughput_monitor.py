@@ -16,7 +16,7 @@ from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.basics.stopwatch import NO_STOPWATCH, Stopwatch
 from jaxdp.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor
 from jaxdp.callbacks.throughput_monitor import peak_flops
-from jaxdp.engine.in_flight import wait
+from jaxdp.engine.pace import wait
 from jaxdp.step.jaxprs import matmul_flops
 
 

@@ -8,7 +8,7 @@ import pytest
 from toys import Mlp, rows
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
-from jaxdp.engine.in_flight import InFlight, most_bytes_in_flight, num_in_flight
+from jaxdp.engine.pace import InFlight, most_bytes_in_flight, num_in_flight
 
 X, Y = rows(24)
 BATCHES = [(X[start : start + 4], Y[start : start + 4]) for start in range(0, 24, 4)]
@@ -24,7 +24,7 @@ def trainer(strategy=None, *, ahead=True, **options):
         enable_progress_bar=False,
         **options,
     )
-    made.run.engine.placing.puts_ahead = ahead
+    made.run.engine.puts_ahead = ahead
     return made
 
 

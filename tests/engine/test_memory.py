@@ -11,7 +11,7 @@ import pytest
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer
 from jaxdp.data import Packer
-from jaxdp.engine.compile_messages import Compilations
+from jaxdp.engine.compiling import Compilations
 
 ROWS, WIDTH, DEPTH = 1024, 64, 16
 

@@ -8,8 +8,8 @@ from toys import batches, make_small
 
 from jaxdp import SingleDevice
 from jaxdp.basics.hardware import least_memory
-from jaxdp.engine.in_flight import InFlight
 from jaxdp.engine.out_of_memory import explained, fits, need_of
+from jaxdp.engine.pace import InFlight
 
 SAID = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
 REMEDIES = (

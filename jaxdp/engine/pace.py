@@ -1,12 +1,19 @@
-"""How many optimizer steps a dispatch takes: a number, or one found by timing some."""
+"""How many steps the device gets at a time, and how far the host runs ahead of it."""
 
 import collections
 import math
-from collections.abc import Callable
-from typing import Final
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import jax
+from jaxtyping import Array
 
 from ..basics.console import say
+from ..basics.hardware import least_memory
 from ..distributed import find_processes
+from ..step import IN_FLIGHT
+from .out_of_memory import check_late
 
 _LONG_STEP: Final = 0.005
 _ENOUGH_SECONDS: Final = 0.05
@@ -88,3 +95,80 @@ class DispatchSize:
             f"`steps_per_execution`='auto': {most} at a time, because a step takes"
             f" {seconds * 1e3:.3g} ms"
         )
+
+
+BYTES_IN_FLIGHT: Final = 0.05
+"""Of a device's memory, at most, that batches take which wait for their step."""
+
+LEAST_IN_FLIGHT: Final = 2
+"""Dispatches, however large: with one, the device would wait for the host."""
+
+# waits for the device
+wait: Final[Callable[[Array], object]] = operator.methodcaller("block_until_ready")
+"""Waits for the device to be done with an array."""
+
+Check = Callable[[Array], None]
+"""Raises for what a result of a step, that is there, shows to be wrong."""
+
+
+class InFlight:
+    """Bounds how far the host runs ahead of the device.
+
+    Attributes:
+        most_bytes: of batches in flight, per device, if that is bounded.
+    """
+
+    def __init__(self) -> None:
+        self.wait: Callable[[Array], object] = wait
+        self.most_bytes: float = float("inf")
+        self._waiting: collections.deque[tuple[Array, int, tuple[Check, ...]]] = (
+            collections.deque()
+        )
+        self._bytes = 0
+
+    def add(
+        self,
+        array: Array,
+        nbytes: int,
+        checks: tuple[Check, ...] = (),
+        most: int = IN_FLIGHT,
+    ) -> None:
+        """Counts a dispatch by one of its results, and the bytes of its batches; waits
+        for the one `most` ago, which is then checked, or for more."""
+        self._waiting.append((array, nbytes, checks))
+        self._bytes += nbytes
+        while len(self._waiting) > most or (
+            self._bytes > self.most_bytes and len(self._waiting) > LEAST_IN_FLIGHT
+        ):
+            self._wait_for_first()
+
+    def check_all(self) -> None:
+        """Waits until all is checked that was to be."""
+        while any([checks for _, _, checks in self._waiting]):
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        array, nbytes, checks = self._waiting.popleft()
+        self._bytes -= nbytes
+        try:
+            self.wait(array)
+        except jax.errors.JaxRuntimeError as error:
+            check_late(error)
+            raise
+        for check in checks:
+            check(array)
+
+
+def most_bytes_in_flight(devices: Iterable[Any]) -> float:
+    """What batches may take of a device, of several that of the smallest.
+
+    CPUs and other devices that do not tell how much they have are not bounded.
+    """
+    memory = least_memory(devices)
+    return float("inf") if memory is None else BYTES_IN_FLIGHT * memory
+
+
+def num_in_flight(nbytes: int, memory: float) -> int:
+    """How many dispatches of so many bytes are in flight on a device at most."""
+    fitting = int(BYTES_IN_FLIGHT * memory // max(1, nbytes))
+    return min(max(fitting, LEAST_IN_FLIGHT), IN_FLIGHT)
