@@ -1,6 +1,6 @@
 """A fit, from its first batch to its last checkpoint."""
 
-from .instead import instead_of_training
+from .around import instead_of_training
 from .limits import Wanted
 from .pass_metrics import Metric, PassMetric
 from .run import Run, begin_anew

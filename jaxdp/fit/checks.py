@@ -1,6 +1,5 @@
 """What can be wrong with a trainer's arguments, found before anything is compiled."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -478,15 +477,3 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             " and return the new state last: (loss, state)."
         )
     return objective
-
-
-def check_json(callback_name: str, state: Any) -> Any:
-    """Returns what a callback's `state_dict` gave, if a checkpoint can keep it."""
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"`state_dict` of the callback {callback_name} returned what is not"
-            f" JSON: {error}. Use dicts, lists, strings, numbers, bools and None."
-        ) from error
-    return state

@@ -14,7 +14,7 @@ from ..callbacks.base import Hooks
 from ..data import Source, inputs_of, shown
 from ..engine import Fetching, passes
 from ..step import Whole, means_of
-from .endings import doing, noting
+from .around import doing, noting
 from .limits import capped
 from .pass_metrics import add_pass_values
 from .resume import taken

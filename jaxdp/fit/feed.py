@@ -1,7 +1,7 @@
 """The batches of an epoch, as many at a time as a dispatch takes."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..basics.console import say, warn
@@ -25,6 +25,9 @@ class Feed:
         source: of the batches.
         hooks: of the fit; they say at which steps somebody looks at the state.
         limits: of the fit, or None if its caller has the loop.
+
+    Attributes:
+        prepared: what the engine has made of the first dispatch.
     """
 
     def __init__(
@@ -36,38 +39,36 @@ class Feed:
     ):
         self._trainer, self._run = trainer, trainer.run
         self._source, self._hooks, self._limits = source, hooks, limits
-        self._begun: Iterator[Dispatch] | None = None
+        self.prepared: Iterable[Dispatch] = ()
+        self._left: Iterator[Dispatch] | None = None  # after the first one
         self._waiting: list[list[Batch]] = []  # steps that are read, and not begun
         self._refused: Exception | None = None  # by the engine, while some wait
         self._shows_one = False  # a single step, to see what the caller does
 
-    def begin(self) -> None:
-        """Reads the first batch and compiles for it; `epoch` goes on from there."""
-        run = self._run
+    def first(self) -> Dispatch | None:
+        """Reads the first batch, to be `prepared`; `epoch` goes on from there.
+
+        None if all batches of the epoch are done, and it lacks its end alone.
+        """
+        progress = self._run.progress
         self._set_up_engine()
 
-        dispatches = self._dispatches()
-        first = next(dispatches, None)
-        if first is None and run.progress.done:
-            if run.progress.epoch_ended or not self._compile_at_end():
-                self._begin_next_epoch()
-            return
-        if first is None:
+        self._left = self._dispatches()
+        first = next(self._left, None)
+        if first is None and not progress.done:
             raise ValueError(self._source.gave_nothing())
-
-        try:
-            engine = run.recipe.decide_loss(run.engine, first.windows[0][0])
-            prepared = engine.prepare_training(first)
-            self._begun = itertools.chain(prepared, dispatches)
-        except Exception as wrong:
-            wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
-            run.progress.begin(len(first.windows[0]))
-            raise
+        if first is None and (progress.epoch_ended or not self._compile_at_end()):
+            self._say_epoch_is_over()
+            progress.next_epoch()
+            return self.first()
+        return first
 
     def epoch(self) -> Iterator[Dispatch]:
         """What is left of the present epoch."""
-        begun, self._begun = self._begun, None
-        dispatches = self._dispatches() if begun is None else begun
+        left, self._left = self._left, None
+        dispatches = self._dispatches() if left is None else left
+        prepared, self.prepared = self.prepared, ()
+        dispatches = itertools.chain(prepared, dispatches)
         engine = self._run.engine
         if not engine.puts_ahead:
             return dispatches
@@ -161,10 +162,10 @@ class Feed:
         if window:
             engine = run.recipe.decide_loss(run.engine, window[0])
             engine.prepare_training(*engine.dispatches([window]))
-        self._begun = iter(())
+        self._left = iter(())
         return bool(run.engine.steps["train"].facts.names)
 
-    def _begin_next_epoch(self) -> None:
+    def _say_epoch_is_over(self) -> None:
         """An earlier fit stopped at the end of an epoch of unknown length, or this one
         has a smaller loader."""
         progress = self._run.progress
@@ -175,8 +176,6 @@ class Feed:
             f"epoch {progress.epoch} is over: {progress.done} batches of"
             f" `train_loader` are done, and {last}"
         )
-        progress.next_epoch()
-        self.begin()
 
     def _dispatches(self) -> Iterator[Dispatch]:
         run, source = self._run, self._source

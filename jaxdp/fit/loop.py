@@ -12,9 +12,8 @@ from ..data import Dispatch, ListSource, Source, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..step import Batch, Metrics
 from . import evaluation, resume
-from .endings import doing, noting
+from .around import check_may_train, doing, noting
 from .feed import Feed, place
-from .instead import leave_if_asked
 from .limits import Limits, Wanted, capped
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ def fit(
     ckpt_path: Any,
 ) -> None:
     """`Trainer.fit`: takes a checkpoint up, if asked, and trains what is left."""
-    leave_if_asked(trainer, train_loader)
-    _check_is_free(trainer, "fit")
+    check_may_train(trainer, "fit", train_loader)
     with UsersFramesFirst():
         trainer.run.renew_hooks(trainer.callbacks, to_train=True)
         if ckpt_path is not None:
@@ -148,7 +146,7 @@ class Loop:
 
         self.progress.go_on_with(self.train, self.vals)
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
-        self.feed.begin()
+        begin(trainer, self.feed)
         evaluation.compile_ahead(trainer, self.vals)
         run.interrupts.check()
 
@@ -343,16 +341,6 @@ class Loop:
                 source.close()
 
 
-def _check_is_free(trainer: "Trainer", method: str) -> None:
-    """Raises if a fit is running, of which another one would know nothing."""
-    if trainer.run.doing == "a fit":
-        raise RuntimeError(
-            f"`{method}` was called while a fit of the same trainer is running, from a"
-            " callback perhaps; use a Trainer of its own."
-        )
-    trainer.run.access.check(f"`{method}`")
-
-
 def _count(source: Source, wanted: Wanted) -> int | None:
     """How many batches `overfit_batches` takes of a source."""
     return capped("overfit_batches", wanted.overfit_batches, source.num_batches)
@@ -368,8 +356,7 @@ def own_loop(
     trainer: "Trainer", train_loader: Iterable[Any] | None
 ) -> Iterator[Metrics]:
     """`Trainer.steps`: one epoch, whose loop is the caller's."""
-    leave_if_asked(trainer, train_loader)
-    _check_is_free(trainer, "steps")
+    check_may_train(trainer, "steps", train_loader)
     return _own_loop(trainer, train_loader)
 
 
@@ -391,7 +378,7 @@ def _own_loop(
         hooks = set_up(trainer, run.hooks)
 
         feed = Feed(trainer, source, hooks)
-        feed.begin()
+        begin(trainer, feed)
 
         def settle() -> None:
             hooks.on_boundary(trainer)
@@ -406,6 +393,20 @@ def _own_loop(
             with run.access.with_caller():
                 yield metrics
     run.progress.next_epoch()
+
+
+def begin(trainer: "Trainer", feed: Feed) -> None:
+    """Reads the first batch and compiles the step for it."""
+    run = trainer.run
+    if (first := feed.first()) is None:
+        return  # all of the epoch is done, but for its end
+    try:
+        engine = run.recipe.decide_loss(run.engine, first.windows[0][0])
+        feed.prepared = engine.prepare_training(first)
+    except Exception as wrong:
+        wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
+        run.progress.begin(len(first.windows[0]))
+        raise
 
 
 def take(

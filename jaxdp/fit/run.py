@@ -49,10 +49,9 @@ from ..step import (
 from ..strategies import DataParallel
 from ..strategies.base import OwnState
 from . import checks
-from .description import described
 from .pass_metrics import split_metrics
 from .progress import Progress
-from .snapshot import Loaded
+from .snapshot import Loaded, described
 
 
 class Recipe:

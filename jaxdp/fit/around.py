@@ -1,0 +1,76 @@
+"""What stands around a fit: what may keep it from starting, and what comes last.
+
+Whatever happens inside, callbacks hear of it, and tidy up.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from ..basics.console import say
+from ..basics.process import refuse_to_train_in_a_worker
+from ..callbacks.base import Hooks
+from ..distributed import Preempted
+
+if TYPE_CHECKING:
+    from jaxdp import Trainer
+
+Instead = Callable[[Any, Any], NoReturn]
+"""Given the trainer and its `train_loader`; it leaves by an exception."""
+
+_ASKED: Final[ContextVar[Instead | None]] = ContextVar("instead", default=None)
+
+
+@contextlib.contextmanager
+def instead_of_training(function: Instead) -> Iterator[None]:
+    """Inside, `Trainer.fit` and `Trainer.steps` call `function` before all else.
+
+    So `python -m jaxdp plan` stops a script where it would train.
+    """
+    token = _ASKED.set(function)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
+    """What `fit` and `steps` begin with: whether they are to train, and may."""
+    refuse_to_train_in_a_worker()  # before it can open the run's own files
+    if (function := _ASKED.get()) is not None:
+        function(trainer, train_loader)
+    if trainer.run.doing == "a fit":
+        raise RuntimeError(
+            f"`{method}` was called while a fit of the same trainer is running, from a"
+            " callback perhaps; use a Trainer of its own."
+        )
+    trainer.run.access.check(f"`{method}`")
+
+
+@contextlib.contextmanager
+def doing(trainer: "Trainer", what: str, hooks: Hooks) -> Iterator[None]:
+    """Around what callbacks are `setup` for; ends with their `teardown`."""
+    outer, trainer.run.doing = trainer.run.doing, what
+    try:
+        yield
+    except BaseException as exception:
+        with noting(exception):
+            hooks.teardown(trainer)
+        raise
+    else:
+        hooks.teardown(trainer)
+    finally:
+        trainer.run.doing = outer
+
+
+@contextlib.contextmanager
+def noting(exception: BaseException) -> Iterator[None]:
+    """Keeps a second exception from hiding the first."""
+    try:
+        yield
+    except Exception as second:
+        text = f"{type(second).__name__}: {second}"
+        exception.add_note(f"and after that: {text}")
+        if isinstance(exception, Preempted):  # whose notes nobody gets to see
+            say(f"{exception.signal}: {text}")
