@@ -240,7 +240,7 @@ class Trainer:
                 checkpoint, or `"best"` or `"last"` of the `ModelCheckpoint` callback.
             limit_batches: how many of each loader; a float is a share of them.
         """
-        return evaluation.validate(self, loader, ckpt_path, limit_batches)
+        return evaluation.means(self, "validate", loader, ckpt_path, limit_batches)
 
     def test(
         self,
@@ -249,7 +249,7 @@ class Trainer:
         limit_batches: int | float | None = None,
     ) -> dict[str, float]:
         """Like `validate`, with keys such as `test_loss` and hooks of its own."""
-        return evaluation.test(self, loader, ckpt_path, limit_batches)
+        return evaluation.means(self, "test", loader, ckpt_path, limit_batches)
 
     def plan(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
@@ -224,11 +224,14 @@ class Engine:
         """What a step is compiled for: the batches of all processes."""
         # Where JAX's arrays are now is not where the step takes them.
         all_of_them = self._is_abstract or jax.process_count() > 1
-        kinds = object if all_of_them else jax.Array
-        groups = jax.tree.map(
-            lambda leaf: _shape_of(leaf) if isinstance(leaf, kinds) else leaf,
-            dispatch.groups,
-        )
+        kinds: Any = object if all_of_them else jax.Array
+
+        def shape_of(leaf: Any) -> Any:
+            if not isinstance(leaf, kinds):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        groups = jax.tree.map(shape_of, dispatch.groups)
         if self._is_abstract or not dispatch.split or self._blocks.count == 1:
             return groups
         return [self._blocks.whole(group) for group in groups]
@@ -388,10 +391,6 @@ class Engine:
         self.in_flight.check_all()
         return means_of(self.held.fetch_totals(), self.steps["train"].facts)
 
-    def weights(self) -> list[Array]:
-        """The leaves that are evaluated, asked for once per pass: they may be many."""
-        return self.held.weights()
-
     def flops_per_row(self, window: Sequence[Batch]) -> float:
         """Operations of a train step over `window`, per row that is computed."""
         packer = self.steps["train"].packer
@@ -469,7 +468,3 @@ class Engine:
                     " differently there"
                 )
         return not self._convolves
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -140,8 +140,8 @@ def predict(
 
     With several processes of all their rows, or without `gather` of this one's.
     """
-    predictions = fetching(engine, "predict", gather=gather)
-    weights = engine.weights() if weights is None else weights
+    predictions = Fetching(engine.steps["predict"].packer, gather=gather)
+    weights = engine.held.weights() if weights is None else weights
     batches = ready(engine, "predict", inputs)
     for number, (x, dispatch, program) in enumerate(batches):
         with noted(f"in batch {number}"):
@@ -150,8 +150,3 @@ def predict(
             engine.in_flight.add(jax.tree.leaves(predicted)[0], placed.nbytes)
         predictions.add(predicted, x)
     return predictions.rows()
-
-
-def fetching(engine: Engine, kind: Kind, *, gather: bool = True) -> Fetching:
-    """Takes what steps of a kind give for each row to the host."""
-    return Fetching(engine.steps[kind].packer, gather=gather)

@@ -26,17 +26,16 @@ class Program:
         steps: how many optimizer steps a call takes. Rows and micro-batches are those
             of all of them, padding included.
         donated: whether it may overwrite the state that it is given.
-        seconds: what it took to trace and compile.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
-        trace_seconds, compile_seconds: the two parts of `seconds`.
+        compile_seconds: what it took to compile, and to trace if that is not known.
+        trace_seconds: what it took to trace.
         layouts: how it takes the leaves of its groups, in order, once that is known.
     """
 
     products: Products | None = None
     trace_seconds: float | None = None
-    compile_seconds: float | None = None
-    seconds = 0.0
+    compile_seconds = 0.0
     layouts: list[Any] | None = None
 
     def __init__(

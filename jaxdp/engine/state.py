@@ -133,22 +133,20 @@ class State:
 
     def with_leaves(self, changes: Mapping[int, np.ndarray]) -> "State":
         """The same with other leaves of the same kind, by their places."""
+        self.check_handed_out()
         leaves = list(self.leaves)
-        with self._changing():
+        with no_ambient_mesh():
             for place, leaf in changes.items():
                 leaves[place] = put(leaf, leaves[place].sharding)
         return self.after(leaves)
 
     def with_zero_totals(self) -> "State":
         """The same with the epoch's sums at zero, made where it takes least time."""
+        self.check_handed_out()
         leaves = list(self.leaves)
-        with self._changing():
+        with no_ambient_mesh():
             leaves[self._of.totals] = self._of.zeros()
         return self.after(leaves)
-
-    def _changing(self) -> Any:
-        self.check_handed_out()
-        return no_ambient_mesh()
 
     def fetch_totals(self) -> np.ndarray:
         """The epoch's sums. Waits for the device."""

@@ -157,11 +157,11 @@ class Step:
             program = Program(self._checked(jitted), dispatch, groups, donate)
             if self.facts is before:  # it was not traced yet
                 traced(body.function, *body.arguments)
+            program.compile_seconds = time.perf_counter() - started
         else:
             if values_mix_rows(step.jaxpr):
                 raise RowsInteract
             program = self._compiled(step, jitted, body, dispatch, donate, started)
-        program.seconds = time.perf_counter() - started
 
         if self.facts.names:
             if before.names and self.programs:

@@ -189,15 +189,6 @@ def _check_clipping(norm: Any) -> None:
         check_number("gradient_clip_val", norm, above=0, or_else=none)
 
 
-def with_clipping(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
-    """The optimizer, after what clips the gradients if that is wanted."""
-    norm = arguments["gradient_clip_val"]
-    if norm is None:
-        return arguments["optimizer"]
-    clip = optax.clip_by_global_norm(float(norm))
-    return optax.chain(clip, arguments["optimizer"])
-
-
 def check_model(model: Any, *, must_be_callable: bool) -> None:
     """Raises for what is no Equinox model, saying what it is instead."""
     kind = type(model).__name__

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -122,8 +122,9 @@ def _totals(
         run.engine.as_settled(),
     ):
         engine = run.engine
-        weights = engine.weights() if weights is None else weights
-        outputs = passes.fetching(engine, "evaluate")
+        # Asked for once: they may be many.
+        weights = engine.held.weights() if weights is None else weights
+        outputs = Fetching(engine.steps["evaluate"].packer)
         batches = _pass(trainer, source, prefix, limit)
         decide = run.recipe.decide_loss
         batches = (batch for batch in batches if decide(engine, batch))
@@ -137,31 +138,18 @@ def _totals(
     return totals, outputs
 
 
-def validate(
-    trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any, limit: Any
+_NAMES: Final = {"validate": ("val", "validation"), "test": ("test", "test")}
+"""What methods put before the names of metrics, and how callbacks call them."""
+
+
+def means(
+    trainer: "Trainer", method: str, loader: Any, ckpt_path: Any, limit: Any
 ) -> dict[str, float]:
-    """`Trainer.validate`; callbacks hear of it unless a fit is running."""
-    return _evaluate(
-        trainer, loader, ("validate", "val", "validation"), ckpt_path, limit
-    )
+    """`Trainer.validate` or `Trainer.test`: means over a loader or several.
 
-
-def test(
-    trainer: "Trainer", loader: Iterable[Any], ckpt_path: Any, limit: Any
-) -> dict[str, float]:
-    """`Trainer.test`."""
-    return _evaluate(trainer, loader, ("test", "test", "test"), ckpt_path, limit)
-
-
-def _evaluate(
-    trainer: "Trainer",
-    loader: Any,
-    names: tuple[str, str, str],
-    ckpt_path: Any,
-    limit: Any,
-) -> dict[str, float]:
-    """Means over a loader or several; `names` are of the method, keys and hooks."""
-    method, prefix, kind = names
+    Callbacks hear of it unless a fit is running.
+    """
+    prefix, kind = _NAMES[method]
     with (
         UsersFramesFirst(),
         _asked_for(trainer, method) as hooks,

@@ -45,6 +45,7 @@ from ..step import (
     optimizer_of,
     split_batch,
     trained_by,
+    with_clipping,
 )
 from ..strategies import DataParallel
 from ..strategies.base import OwnState
@@ -158,7 +159,8 @@ class Recipe:
         """The optimizer as the arguments describe it."""
         if self.several:
             return optimizer_of(self.several)
-        optimizer = checks.with_clipping(self.arguments)
+        given = self.arguments
+        optimizer = with_clipping(given["optimizer"], given["gradient_clip_val"])
         if self.ensemble is None:
             return optimizer
         return self.ensemble.wrap_optimizer(optimizer)

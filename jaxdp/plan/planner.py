@@ -206,7 +206,7 @@ def _planned(
         not_overwritten=reading.not_overwritten,
         estimate=profile and estimate(profile, reading),
         trace_seconds=runs.trace_seconds,
-        compile_seconds=runs.compile_seconds or runs.seconds,
+        compile_seconds=runs.compile_seconds,
         notes=_notes(reading, devices, profile),
     )
 

@@ -9,7 +9,6 @@ from .collectives import (
     RowsInteract,
 )
 from .ensemble import Ensemble, init_each, update_each
-from .inference import InferenceModel
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,
@@ -35,6 +34,7 @@ from .metrics import (
     means_of,
     tells_of_gradients,
 )
+from .model_call import InferenceModel
 from .objective import CriterionObjective, LossFnObjective, Objective, split_batch
 from .own_call import with_call, without_call
 from .parts import (
@@ -44,7 +44,9 @@ from .parts import (
     find_parts,
     mask_of,
     optimizer_of,
+    trained_alone,
     trained_by,
+    with_clipping,
 )
 from .precision import (
     Precision,
@@ -60,7 +62,6 @@ from .row_mixing import values_mix_rows
 from .state import Batch, Group, TrainState, Weights, first_state
 from .steps import Steps
 from .table import TABLE, Picked, Table, opening, shapes_of_rows
-from .trained_alone import trained_alone
 from .value_fn import closed_over, offered, updates_in
 from .whole import (
     NOTHING,

@@ -1,4 +1,7 @@
-"""Several losses, each with an optimizer and leaves of its own, taken in one step."""
+"""Several losses, each with an optimizer and leaves of its own, taken in one step.
+
+And which leaves are meant, by patterns or by what modules say.
+"""
 
 import dataclasses
 import functools
@@ -17,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .. import losses
 from ..basics.tracebacks import noted
-from ..basics.tree import leaf_path
+from ..basics.tree import at_path, leaf_path
 from .collectives import Collectives
 from .ensemble import Ensemble
 from .means import Sums, count_rows
@@ -65,6 +68,15 @@ class Part:
     gradient_clip_val: float | None = None
 
 
+def with_clipping(
+    optimizer: optax.GradientTransformation, norm: float | None
+) -> optax.GradientTransformation:
+    """The optimizer, after what clips the gradients if that is wanted."""
+    if norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(float(norm)), optimizer)
+
+
 class FoundPart:
     """A part of the model at hand: `mask` has bools in the model's structure."""
 
@@ -80,10 +92,7 @@ class FoundPart:
         self.objective = LossFnObjective(
             part.loss_fn, keeps_outputs=keeps_outputs, is_part=True
         )
-        optimizer = part.optimizer
-        if part.gradient_clip_val is not None:
-            clip = optax.clip_by_global_norm(float(part.gradient_clip_val))
-            optimizer = optax.chain(clip, optimizer)
+        optimizer = with_clipping(part.optimizer, part.gradient_clip_val)
         if ensemble is not None:
             optimizer = ensemble.wrap_optimizer(optimizer)
         self.optimizer = optax.with_extra_args_support(optimizer)
@@ -184,6 +193,24 @@ def mask_of(params: PyTree, model: PyTree, argument: str) -> PyTree:
         lambda path, _: any(matches(n, p) for n in names_of(path) for p in patterns),
         model,
     )
+
+
+def trained_alone(model: PyTree) -> PyTree | None:
+    """The leaves that are trained where nobody says which, as bools; None for all.
+
+    A class of modules names fields in `trained_alone`, as adapters do. If a model has
+    one, these fields are trained and nothing else.
+    """
+
+    def is_named(path: Any, _: Any) -> bool:
+        for length, key in enumerate(path):
+            fields = getattr(type(at_path(model, path[:length])), "trained_alone", ())
+            if getattr(key, "name", None) in fields:
+                return True
+        return False
+
+    named = jax.tree_util.tree_map_with_path(is_named, model)
+    return named if any(jax.tree.leaves(named)) else None
 
 
 def trained_by(parts: Sequence[FoundPart]) -> PyTree:
