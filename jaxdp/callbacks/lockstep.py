@@ -36,9 +36,7 @@ _ARGUMENTS = (
 
 
 _PHASES: Final = {
-    "checkpoint.saving": "a checkpoint",
-    "checkpoint.restoring": "a checkpoint",
-    "checkpoint.folder": "a checkpoint",
+    "checkpoint": "a checkpoint",
     "engine.engine": "the device (a step, or its compilation)",
     "basics.coordination": "the other processes",
     "distributed.meetings": "the other processes",
@@ -46,7 +44,7 @@ _PHASES: Final = {
     "step.metrics": "the device (a step whose result is read)",
     "data": "the loader",
 }
-"""What a module of the package means, where the main thread is in it."""
+"""What a module or room of the package means, where the main thread is in it."""
 
 
 class Lockstep(Callback):

@@ -15,13 +15,14 @@ from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
 from .base import Callback, Trainer
 from .monitor import (
-    Keeping,
     Scores,
     announce,
     as_json,
     check_monitor,
     from_json,
     is_fitting,
+    kept,
+    ranked,
 )
 from .states import saved_state
 
@@ -132,6 +133,7 @@ class ModelCheckpoint(Callback):
             check_name("dirpath", self.dirpath)
         self.monitor = monitor
         self.mode = mode
+        self._way = "max" if monitor is None else mode  # then the best is the newest
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
@@ -153,13 +155,13 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        ranked = self._keeping.ranked(self._scores)
-        return self._path_of(ranked[0]) if ranked else ""
+        best_first = self._ranked(self._scores)
+        return self._path_of(best_first[0]) if best_first else ""
 
     @property
     def best_model_score(self) -> float | None:
-        ranked = self._keeping.ranked(self._scores)
-        return self._scores[ranked[0]] if ranked and self.monitor else None
+        best_first = self._ranked(self._scores)
+        return self._scores[best_first[0]] if best_first and self.monitor else None
 
     @property
     def last_model_path(self) -> str:
@@ -174,13 +176,14 @@ class ModelCheckpoint(Callback):
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that have a score in a saved state of this callback, best first."""
-        return self._keeping.ranked(from_json(state["scores"]))
+        return self._ranked(from_json(state["scores"]))
 
-    @property
-    def _keeping(self) -> Keeping:
-        # Without a monitor the best is the newest.
-        mode = "max" if self.monitor is None else self.mode
-        return Keeping(mode, self.save_top_k, self.save_last)
+    def _ranked(self, scores: Scores) -> list[int]:
+        return ranked(scores, self._way)
+
+    def _kept(self, scores: Scores) -> set[int]:
+        last = self.save_last or max(scores, default=None) == self._kept_for_resuming
+        return kept(scores, self._way, self.save_top_k, last)
 
     # When to save.
 
@@ -317,7 +320,7 @@ class ModelCheckpoint(Callback):
             "scores": as_json(self._scores),
             "measured": measured and [measured[0], str(measured[1])],
             "is_due": self._is_due,
-            "best_first": self._keeping.ranked(self._scores),  # for `load_model`
+            "best_first": self._ranked(self._scores),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -343,7 +346,7 @@ class ModelCheckpoint(Callback):
         step = trainer.global_step
         score = self._score_at(step)
         if step not in self._scores:
-            if step in self._keeping.kept({**self._scores, step: score}):
+            if step in self._kept({**self._scores, step: score}):
                 self._tell_once(trainer, score)
                 self._begin(trainer, score)
         elif self._scores[step] is None:  # saved before it was measured
@@ -404,13 +407,12 @@ class ModelCheckpoint(Callback):
 
     def _remove_what_is_not_kept(self) -> None:
         assert self._dir is not None
-        kept = self._keeping.kept(self._scores, self._kept_for_resuming)
-        removed = sorted(set(self._scores) - kept)
+        removed = sorted(set(self._scores) - self._kept(self._scores))
         for step in removed:
             del self._scores[step]
         if self._processes.index:
             return
-        best = next(iter(self._keeping.ranked(self._scores)), None)
+        best = next(iter(self._ranked(self._scores)), None)
         newest = max(self._scores, default=None)
         self._dir.link("best", best if self.monitor else None)
         self._dir.link("last", newest if self.save_last else None)

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say
@@ -135,41 +135,23 @@ def from_json(rows: list[Any]) -> dict[int, float | None]:
     return {step: s if s is None else float(s) for step, s in rows}
 
 
-class Keeping(NamedTuple):
-    """What is kept: the best, the newest, or both.
+def ranked(scores: Scores, mode: str) -> list[int]:
+    """Steps with a score, the best first, NaN last; of equals the older first."""
+    scored = [(rank(s, mode), step) for step, s in scores.items() if s is not None]
+    return [step for _, step in sorted(scored)]
 
-    Attributes:
-        mode: whether "min" or "max" is best.
-        top_k: how many of the best; -1 is all.
-        last: whether the newest is kept, whatever its score.
+
+def kept(scores: Scores, mode: str, top_k: int, last: bool) -> set[int]:
+    """The steps that stay: of the best so many, -1 for all, and if `last` the newest.
+
+    What has no score stays while it is the newest of all.
     """
-
-    mode: str
-    top_k: int
-    last: bool
-
-    def ranked(self, scores: Scores) -> list[int]:
-        """Steps with a score, the best first, NaN last; of equals the older first."""
-        scored = [
-            (rank(s, self.mode), step) for step, s in scores.items() if s is not None
-        ]
-        return [step for _, step in sorted(scored)]
-
-    def kept(self, scores: Scores, needed: int | None = None) -> set[int]:
-        """Which steps stay. What has no score stays while it is the newest of all.
-
-        Args:
-            scores: of all steps.
-            needed: one that stays until there is a newer one.
-        """
-        if self.top_k == -1:
-            return set(scores)
-        kept = set(self.ranked(scores)[: self.top_k])
-        newest = max(scores, default=None)
-        is_last = self.last or newest == needed
-        if newest is not None and (is_last or self.top_k and scores[newest] is None):
-            kept.add(newest)
-        return kept
+    if top_k == -1:
+        return set(scores)
+    steps, newest = set(ranked(scores, mode)[:top_k]), max(scores, default=None)
+    if newest is not None and (last or top_k and scores[newest] is None):
+        steps.add(newest)
+    return steps
 
 
 def is_fitting(trainer: Trainer) -> bool:

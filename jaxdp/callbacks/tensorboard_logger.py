@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,9 @@ class TensorBoardLogger(Logger):
         hyperparameters: your own, by name, to record beside the trainer's arguments.
     """
 
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        hyperparameters: Mapping[str, Any] | None = None,
-    ):
-        super().__init__(dirpath, hyperparameters)
-        self._writer: Any = None
-        self._folder_of_events = Path()
-        self._suffix = ""
+    _writer: Any = None
+    _folder_of_events = Path()
+    _suffix = ""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

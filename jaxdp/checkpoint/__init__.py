@@ -12,4 +12,4 @@ from .restoring import (
     restore,
 )
 from .saving import SaveFailed, Saving, start_saving
-from .weights import load_model, save_model
+from .weights import load_model, read_weights, save_model

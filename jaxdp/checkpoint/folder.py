@@ -26,6 +26,7 @@ from ..basics.console import say
 from ..basics.files import absolute
 from ..basics.json_checks import parse_json
 from .orbax_quirks import check_name
+from .restoring import read_meta
 
 try:
     import fcntl
@@ -183,6 +184,44 @@ class CheckpointDir:
             return [e for e in os.scandir(self.path) if _STEP.fullmatch(e.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+
+def best_in(path: str) -> str:
+    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
+    folder = CheckpointDir(path)
+    steps = folder.steps()
+    if not steps or os.path.lexists(os.path.join(path, "meta")):
+        return path
+    last = steps[-1]
+    # The link knows of what was measured after it was saved.
+    best_first = [
+        folder.linked("best"),
+        *_best_first(folder, read_meta(folder.path_of(last))),
+    ]
+    chosen = next((step for step in best_first if step in steps), last)
+    what = "the last" if chosen == last else "the best"
+    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {len(steps)} checkpoints")
+    return folder.path_of(chosen)
+
+
+def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
+    """The steps of a folder, best first, as its `ModelCheckpoint` had them.
+
+    Of several the one that had this folder, or one of the same name, if it was moved.
+    """
+    whose = meta["identities"]
+
+    def is_of(name: str) -> tuple[bool, bool]:
+        saver_folder = whose.get(name, "").partition("\n")[0]
+        base = os.path.basename
+        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
+
+    records = {
+        name: state["best_first"]
+        for name, state in meta["callbacks"].items()
+        if isinstance(state.get("best_first"), list)
+    }
+    return records[max(records, key=is_of)] if records else []
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:

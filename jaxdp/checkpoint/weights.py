@@ -15,7 +15,7 @@ from ..basics.console import say
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
-from .folder import CheckpointDir
+from .folder import best_in
 from .leaves import (
     differences,
     dtype_in,
@@ -82,7 +82,7 @@ def load_model(
             raise ValueError("`state`: a .safetensors file has none; use a checkpoint.")
         stored, read = _open_safetensors(path)
     else:
-        stored, read = _open_checkpoint(path := _one_checkpoint(path), which)
+        stored, read = _open_checkpoint(path := best_in(path), which)
         if state is not None:
             wanted |= {f"model_state: {n}": x for n, x in _shapes(state).items()}
 
@@ -141,7 +141,7 @@ def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     `path` and `which` are as for `load_model`. Typed PRNG keys are the integers that
     they are made of.
     """
-    shapes, read = _open_checkpoint(path := _one_checkpoint(absolute(path)), which)
+    shapes, read = _open_checkpoint(path := best_in(absolute(path)), which)
     wanted = [name for name in shapes if not name.startswith("model_state: ")]
     arrays = {name: np.asarray(value) for name, value in read(wanted).items()}
     if len(arrays) < len(wanted):
@@ -206,44 +206,6 @@ def _report(
 
 Reader = Callable[[Iterable[str]], dict[str, Any]]
 """Given names of leaves, reads them."""
-
-
-def _one_checkpoint(path: str) -> str:
-    """A checkpoint's path: `path`, or the best one if that is a folder of them."""
-    folder = CheckpointDir(path)
-    steps = folder.steps()
-    if not steps or os.path.lexists(os.path.join(path, "meta")):
-        return path
-    last = steps[-1]
-    # The link knows of what was measured after it was saved.
-    best_first = [
-        folder.linked("best"),
-        *_record(folder, read_meta(folder.path_of(last))),
-    ]
-    chosen = next((step for step in best_first if step in steps), last)
-    what = "the last" if chosen == last else "the best"
-    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {len(steps)} checkpoints")
-    return folder.path_of(chosen)
-
-
-def _record(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
-    """The steps of a folder, best first, as its `ModelCheckpoint` had them.
-
-    Of several the one that had this folder, or one of the same name, if it was moved.
-    """
-    whose = meta["identities"]
-
-    def is_of(name: str) -> tuple[bool, bool]:
-        saver_folder = whose.get(name, "").partition("\n")[0]
-        base = os.path.basename
-        return saver_folder == folder.path, base(saver_folder) == base(folder.path)
-
-    records = {
-        name: state["best_first"]
-        for name, state in meta["callbacks"].items()
-        if isinstance(state.get("best_first"), list)
-    }
-    return records[max(records, key=is_of)] if records else []
 
 
 def _open_checkpoint(path: str, which: str) -> tuple[dict[str, str], Reader]:

@@ -18,6 +18,7 @@ from ..basics.console import columns, end_quietly
 from ..basics.environment import versions
 from ..basics.extras import import_extra
 from ..basics.files import replacing
+from ..checkpoint import read_weights
 from ..fit import instead_of_training
 from ..reports import (
     comparison,
@@ -190,8 +191,6 @@ def _export(options: argparse.Namespace) -> None:
 
     `jaxdp.load_model` and other programs read .safetensors; NumPy reads .npz.
     """
-    from ..checkpoint.weights import read_weights  # takes Orbax with it
-
     path = Path(os.path.abspath(options.output))
     if path.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"`{options.output}` must end with .safetensors or .npz.")

@@ -1,8 +1,7 @@
 """Several processes: how they start, agree, meet, and end together."""
 
-from .global_arrays import put
 from .meetings import Processes, Pulse, find_processes
-from .row_blocks import RowBlocks, row_blocks
+from .row_blocks import RowBlocks, put, row_blocks
 from .signals import SIGNALS, Interrupts, Preempted, is_stop, tell
 from .start import first_line, forgotten, initialize
 

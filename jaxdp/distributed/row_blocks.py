@@ -1,4 +1,4 @@
-"""Which rows of a batch each process loads."""
+"""Which rows of a batch each process loads, and arrays on the devices of all."""
 
 import itertools
 import math
@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+
+from ..basics.tree import is_key
 
 
 class RowBlocks(NamedTuple):
@@ -60,3 +63,20 @@ def row_blocks(shards: Iterable[tuple[int, Any]], num_shards: int) -> RowBlocks:
             " Sharded() or another strategy that spans processes."
         )
     return RowBlocks(num_shards // size, tuple(own))
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """`leaf` with a sharding, of which each process provides its own devices' parts.
+
+    Every process must have the same `leaf`, whole; or the array is one of all
+    processes already.
+    """
+    if not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if is_key(leaf):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)

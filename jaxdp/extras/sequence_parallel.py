@@ -10,9 +10,9 @@ from jaxtyping import Array, PyTree
 
 from ..basics.tree import stored_path
 from ..step import DATA, Collectives, Group, OnRows, Results
-from ..strategies import FSDP, Layout, Sharded
-from ..strategies.base import Devices, Role, Rows, changed, one_batch, wired_mesh
-from ..strategies.tensor_parallel import check_sizes
+from ..strategies import FSDP, Layout
+from ..strategies.base import Role, Rows, changed, one_batch
+from ..strategies.meshes import Devices, check_sizes, find_devices, wired_mesh
 from .attention_in_blocks import SEQ
 
 
@@ -49,7 +49,7 @@ class SequenceParallel(FSDP):
         devices: Devices = None,
         min_size: int = 1,
     ):
-        in_order = list(Sharded(devices).mesh.devices.flat)
+        in_order = find_devices(devices)
         if mesh_shape is None:
             mesh_shape = {DATA: 1, SEQ: len(in_order)}
         _check_mesh_shape(mesh_shape, len(in_order))

@@ -48,10 +48,8 @@ class Planner:
         hardware: str | Hardware | None = None,
     ):
         mesh = getattr(strategy, "mesh", None)
-        devices = (
-            [getattr(strategy, "device", None)] if mesh is None else mesh.devices.flat
-        )
-        self.here = devices_of.here([device or jax.devices()[0] for device in devices])
+        devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
+        self.here = devices_of.here(list(devices))
         self.devices_per_host: int | None = None
         self.engine_on = engine_on
         self.strategy = strategy

@@ -43,7 +43,7 @@ class Reading:
         mesh = getattr(strategy, "mesh", None)
         self.mesh: dict[str, int] = {} if mesh is None else dict(mesh.shape)
         self.hosts = hosts
-        rows = getattr(strategy, "row_axes", ("data",))
+        rows = strategy.row_axes
         self.batch_axes: tuple[str, ...] = getattr(strategy, "batch_axes", rows)
         self.num_shards: int = strategy.num_shards
         self.branch_every = strategy.every if isinstance(strategy, LocalSGD) else 1

@@ -7,9 +7,7 @@ from .fsdp import FSDP, ZeRO
 from .local_sgd import LocalSGD
 from .members import Members
 from .pipeline import Pipeline
-from .pmap import Pmap
-from .sharded import Sharded
-from .single_device import SingleDevice
+from .sharded import Pmap, Sharded, SingleDevice
 from .tensor_parallel import TensorParallel, tensor_rules
 
 __all__ = [

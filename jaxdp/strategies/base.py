@@ -3,24 +3,22 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import leaf_path
 from ..distributed import RowBlocks, row_blocks
 from ..step import DATA, Collectives, Group, TrainState
+from .meshes import names_of
 from .offload import jitted
 from .placing import fetch, place_copy, put_rows
-
-Devices = int | Sequence[Any] | None
-"""Which devices: the first so many, the `jax.Device`s listed, or all."""
 
 Role = Literal["state", "groups", "rows", "replicated"]
 """What an argument or a result of a step is.
@@ -179,9 +177,10 @@ class DataParallel:
             of `step` without the first is called as it is, and tells plans nothing.
         """
         state = arguments[roles.index("state")]
+        by_rows = NamedSharding(self.mesh, PartitionSpec(self.row_axes))
         layouts = {
             "state": jax.tree.map(lambda leaf: leaf.sharding, state),
-            "rows": self._replicated if rows == "whole" else self._by_rows,
+            "rows": self._replicated if rows == "whole" else by_rows,
             "replicated": self._replicated,
         }
         in_shardings, out_shardings = laid_out(
@@ -203,10 +202,6 @@ class DataParallel:
         )
 
     @property
-    def _by_rows(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
-
-    @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
@@ -219,63 +214,6 @@ class DataParallel:
 
         batch = jax.tree.map(leaf_sharding, group.batch)
         return Group(batch, self._replicated, self._replicated)
-
-    def _state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        """How a leaf of the optimizer state is split that belongs to no parameter."""
-        return PartitionSpec()
-
-    def _reason(self, path: str, leaf: Array) -> str:
-        """Why a leaf of the model is held as it is."""
-        return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
-
-    def _layouts(self, state: TrainState) -> dict[str, Layout]:
-        """How each leaf of the state is held, by name.
-
-        A leaf of the optimizer state belongs to the parameter whose path its own path
-        ends with, if it has that parameter's shape too, or a stack of such; Adam's
-        `mu.layers[0].weight` does. For those that belong to none there is
-        `_state_spec`.
-        """
-        params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
-
-        def own(path: tuple[Any, ...], leaf: Any) -> Layout:
-            name = leaf_path(path)
-            return Layout(self._held(name, leaf), self._reason(name, leaf))
-
-        def updated(path: tuple[Any, ...], leaf: Any) -> None:
-            name = leaf_path(path)
-            layout = Layout(self._updated(name, leaf), f"as its parameter {name}")
-            params[tuple(map(str, path))] = leaf.shape, layout
-
-        def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
-            # The longest path of a parameter that this one ends with.
-            keys = tuple(map(str, path))
-            for start in range(len(keys) + 1):
-                shape, layout = params.get(keys[start:], (None, None))
-                if shape is None or layout is None:
-                    continue
-                stacked = leaf.ndim - len(shape)
-                if stacked >= 0 and leaf.shape[stacked:] == shape:
-                    spec = PartitionSpec(*[None] * stacked, *layout.spec)
-                    return layout._replace(spec=spec)
-            name = leaf_path(path)
-            spec = self._state_spec(name, leaf)
-            self._check_spec("`state_spec`", spec, name, leaf)
-            split = ", split by its own shape" if any(spec) else ", whole"
-            return Layout(spec, f"like no parameter{split}")
-
-        # Parameters first: the others follow them.
-        with_path = jax.tree_util.tree_map_with_path
-        with_path(updated, state.params)
-        whole = Layout(PartitionSpec(), "replicated")
-        layouts = jax.tree.map(lambda _: whole, state)._replace(
-            params=with_path(own, state.params),
-            buffers=with_path(own, state.buffers),
-            opt_state=with_path(inherited, state.opt_state),
-        )
-        is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
-        leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_layout)[0]
-        return {state_name(path): layout for path, layout in leaves}
 
     def _held(self, path: str, leaf: Any) -> PartitionSpec:
         return self._check_spec("`param_spec`", self.param_spec(path, leaf), path, leaf)
@@ -346,6 +284,58 @@ class OwnState(DataParallel):
         return state
 
 
+def layouts_of(strategy: DataParallel, state: TrainState) -> dict[str, Layout]:
+    """How each leaf of the state is held, by name.
+
+    A leaf of the optimizer state belongs to the parameter whose path its own path
+    ends with, if it has that parameter's shape too, or a stack of such; Adam's
+    `mu.layers[0].weight` does. For those that belong to none there is the strategy's
+    `state_spec`, if it has one.
+    """
+    state_spec = getattr(strategy, "state_spec", lambda *_: PartitionSpec())
+    reason = getattr(strategy, "reason", lambda *_: "")
+    params: dict[tuple[Any, ...], tuple[tuple[int, ...], Layout]] = {}
+
+    def own(path: tuple[Any, ...], leaf: Any) -> Layout:
+        name = leaf_path(path)
+        return Layout(strategy._held(name, leaf), reason(name, leaf))
+
+    def updated(path: tuple[Any, ...], leaf: Any) -> None:
+        name = leaf_path(path)
+        layout = Layout(strategy._updated(name, leaf), f"as its parameter {name}")
+        params[tuple(map(str, path))] = leaf.shape, layout
+
+    def inherited(path: tuple[Any, ...], leaf: Any) -> Layout:
+        # The longest path of a parameter that this one ends with.
+        keys = tuple(map(str, path))
+        for start in range(len(keys) + 1):
+            shape, layout = params.get(keys[start:], (None, None))
+            if shape is None or layout is None:
+                continue
+            stacked = leaf.ndim - len(shape)
+            if stacked >= 0 and leaf.shape[stacked:] == shape:
+                spec = PartitionSpec(*[None] * stacked, *layout.spec)
+                return layout._replace(spec=spec)
+        name = leaf_path(path)
+        spec = state_spec(name, leaf)
+        strategy._check_spec("`state_spec`", spec, name, leaf)
+        split = ", split by its own shape" if any(spec) else ", whole"
+        return Layout(spec, f"like no parameter{split}")
+
+    # Parameters first: the others follow them.
+    with_path = jax.tree_util.tree_map_with_path
+    with_path(updated, state.params)
+    whole = Layout(PartitionSpec(), "replicated")
+    layouts = jax.tree.map(lambda _: whole, state)._replace(
+        params=with_path(own, state.params),
+        buffers=with_path(own, state.buffers),
+        opt_state=with_path(inherited, state.opt_state),
+    )
+    is_layout = lambda node: isinstance(node, Layout)  # noqa: E731
+    leaves = jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_layout)[0]
+    return {state_name(path): layout for path, layout in leaves}
+
+
 def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
     """The sharding of each leaf of `state`, from its shape and the strategy's specs."""
     if not hasattr(strategy, "mesh"):
@@ -354,7 +344,8 @@ def state_shardings(strategy: DataParallel, state: TrainState) -> TrainState:
             " which `param_spec` and `update_spec` say how each leaf is held."
         )
 
-    layouts = strategy._layouts(state)
+    find = getattr(strategy, "layouts", functools.partial(layouts_of, strategy))
+    layouts = find(state)
 
     def held(path: tuple[Any, ...], _: Any) -> NamedSharding:
         return NamedSharding(strategy.mesh, layouts[state_name(path)].spec)
@@ -400,49 +391,6 @@ def changed(strategy: Strategy, **attributes: Any) -> Strategy:
     return other
 
 
-def find_devices(devices: Devices) -> list[Any]:
-    """The devices meant: all, the first `devices`, or the ones listed."""
-    available = jax.devices()
-    if devices is None:
-        return available
-    if isinstance(devices, int):
-        if not 1 <= devices <= len(available):
-            raise ValueError(
-                f"`devices`: {devices} asked for, but there are {len(available)}"
-                f" ({available[0].platform}). To fake more on the CPU, call"
-                f' jax.config.update("jax_num_cpu_devices", {max(devices, 1)}) before'
-                " any JAX array is made."
-            )
-        return available[:devices]
-    devices = list(devices) if isinstance(devices, Iterable) else [devices]
-    if not devices or not all(isinstance(device, jax.Device) for device in devices):
-        raise TypeError(
-            "`devices` must be a number or a list of jax.Device (a mesh is passed by"
-            f" name, `mesh=...`); got {devices!r}."
-        )
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"`devices` names a device twice: {devices!r}.")
-    return devices
-
-
-def mesh_on(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """A mesh over devices, by the sizes of its axes.
-
-    Axes are Auto: under Explicit ones (the default of `jax.make_mesh`) embeddings,
-    dropout keys and reshapes in ordinary models raise.
-    """
-    array = np.empty(len(devices), dtype=object)
-    array[:] = list(devices)
-    array = array.reshape(tuple(shape.values()))
-    return Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-
-
-def wired_mesh(devices: Sequence[Any], shape: Mapping[str, int]) -> Mesh:
-    """The same, in the order in which the devices are wired, where JAX knows it."""
-    auto = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices)
-
-
 def draws_by_row() -> bool:
     """Whether the keys of rows draw the same however many rows are drawn for at once.
 
@@ -466,13 +414,6 @@ def laid_out(
     if isinstance(results, tuple):
         return layouts, tuple(map(layout, results))
     return layouts, layout(results)
-
-
-def names_of(names: Any) -> tuple[str, ...]:
-    """The mesh axes in an entry of a `PartitionSpec`."""
-    if names is None:
-        return ()
-    return names if isinstance(names, tuple) else (names,)
 
 
 @functools.lru_cache

@@ -26,9 +26,7 @@ from ..step import Collectives, Group, OnRows, Results, RowsInteract, repeated
 from .base import DataParallel, Role, Rows, laid_out
 from .offload import jitted
 from .placing import put_rows
-from .pmap import Pmap
-from .sharded import Sharded, shardings_of
-from .single_device import SingleDevice
+from .sharded import Pmap, Sharded, SingleDevice, shardings_of
 
 SHARDS: Final = 8
 """Virtual shards of a batch; the device count must divide it."""

@@ -23,7 +23,7 @@ from ..step import (
     RowsInteract,
     Weights,
 )
-from .base import draws_by_row, names_of
+from .base import draws_by_row
 from .gathering import (
     Gatherers,
     by_parts,
@@ -32,6 +32,7 @@ from .gathering import (
     only,
     without,
 )
+from .meshes import names_of
 
 NO_GATHERERS: Final = Gatherers()
 

@@ -13,9 +13,10 @@ from ..basics.arguments import check_count
 from ..basics.console import say
 from ..basics.tree import at_path
 from ..step import DATA, TrainState, outermost_matching
-from .base import Devices, Layout, find_devices, mesh_on
+from .base import Layout
 from .by_rows import AT_ONCE, IN_CALLS, NO_GATHERERS
 from .gathering import Gatherers
+from .meshes import Devices, find_devices, mesh_on
 from .sharded import Sharded
 from .stack import Stack, stacks_in
 

@@ -27,7 +27,7 @@ from ..step import (
     with_call,
     without_call,
 )
-from .base import names_of
+from .meshes import names_of
 
 _MADE_ANEW: Final = {
     "all_gather",

@@ -31,8 +31,9 @@ from ..step import (
     init_each,
     update_each,
 )
-from .base import Devices, Layout, OwnState, Rows, state_name
+from .base import Layout, OwnState, Rows, state_name
 from .by_rows import ByRows
+from .meshes import Devices
 from .sharded import Sharded
 
 _SPLIT: Final = PartitionSpec(DATA)

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ..step import TrainState
-from .base import Devices, Layout, changed, find_devices, mesh_on
+from .base import Layout, changed
+from .meshes import Devices, find_devices, mesh_on
 from .sharded import Sharded
 
 MEMBERS: Final = "members"

@@ -13,8 +13,9 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
 from ..step import DATA, Collectives, Group, TrainState
-from .base import Devices, Layout, Rows, find_devices, wired_mesh
+from .base import Layout, Rows
 from .fsdp import split_axis
+from .meshes import Devices, find_devices, wired_mesh
 from .sharded import Sharded
 from .stack import Stack, in_turn, stacks_in
 

@@ -1,7 +1,8 @@
-"""Data parallelism by sharding: `jax.jit` sees global arrays, XLA communicates."""
+"""Data parallelism with the state whole on every device: on one, by XLA, by hand."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,19 +10,48 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..basics.tree import map_nodes
-from ..step import DATA, Collectives, Group, TrainState
+from ..step import DATA, AxisCollectives, Collectives, Group, TrainState
 from .base import (
     DataParallel,
-    Devices,
     Layout,
+    Role,
     Rows,
     changed,
-    find_devices,
-    mesh_on,
-    names_of,
+    draws_by_row,
+    laid_out,
+    layouts_of,
     one_batch,
 )
 from .by_rows import ByRows
+from .meshes import Devices, find_devices, mesh_on, names_of
+from .offload import jitted
+
+
+class SingleDevice(DataParallel):
+    """Keeps state and batches on one device; the step is plain `jax.jit`.
+
+    Args:
+        device: the device, by default the first one.
+    """
+
+    def __init__(self, device: Any = None):
+        if device is not None and not isinstance(device, jax.Device):
+            raise TypeError(
+                "`device` must be a jax.Device, such as jax.devices()[0]; got"
+                f" {device!r}."
+            )
+        self.mesh = mesh_on(find_devices(1 if device is None else [device]), {DATA: 1})
+
+    def on(self, devices: Sequence[Any]) -> "SingleDevice":
+        if len(devices) != 1:
+            raise ValueError(
+                f"`devices`: SingleDevice uses 1 device, not {len(devices)}; plan with"
+                " a strategy that splits the batch, such as Sharded()."
+            )
+        return SingleDevice(devices[0])
+
+    def __repr__(self) -> str:
+        return f"SingleDevice({self.mesh.devices.flat[0]})"
 
 
 class Sharded(DataParallel):
@@ -64,15 +94,6 @@ class Sharded(DataParallel):
         """Why a leaf of the model is held as it is, for `layouts`."""
         return "by param_spec" if any(self.param_spec(path, leaf)) else "replicated"
 
-    def _state_spec(self, path: str, leaf: Array) -> PartitionSpec:
-        return self.state_spec(path, leaf)
-
-    def _reason(self, path: str, leaf: Array) -> str:
-        return self.reason(path, leaf)
-
-    def _layouts(self, state: TrainState) -> dict[str, Layout]:
-        return self.layouts(state)
-
     def layouts(self, state: TrainState) -> dict[str, Layout]:
         """How each leaf of a state is split over the devices, and why.
 
@@ -85,7 +106,7 @@ class Sharded(DataParallel):
         Returns:
             By name, `params: layers[0].weight`.
         """
-        return super()._layouts(state)
+        return layouts_of(self, state)
 
     def on(self, devices: Sequence[Any]) -> "Sharded":
         """This strategy on other devices; the axis `"data"` is what they allow."""
@@ -139,6 +160,75 @@ class Sharded(DataParallel):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.mesh.shape)})"
+
+
+class Pmap(Sharded):
+    """What `jax.pmap` does: every device runs the step on its rows, then sums.
+
+    This holds if each value of the loss depends on one row only. If rows interact (a
+    scalar loss, BatchNorm, a `loss_fn` that takes `key`), the step is written for the
+    whole batch and XLA splits it: the numbers are those of one device, not a mean over
+    devices that each saw only their own rows. A loss from a `jax.pmap` program may
+    reduce over the axis `"data"` (`jax.lax.pmean(x, "data")`,
+    `BatchNorm(axis_name=("batch", "data"))`). As under every strategy, this axis then
+    has size one, and the whole batch lies along it.
+
+    Built on `jax.jit(jax.shard_map(...))`, which is what `jax.pmap` has become. The
+    state is replicated, never stacked, so checkpoints interchange with `Sharded`.
+
+    Args:
+        devices: how many, or which; all by default.
+    """
+
+    def __init__(self, devices: Devices = None):
+        super().__init__(devices)
+
+    def compile(
+        self,
+        step: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        roles: tuple[Role, ...],
+        results: Role | tuple[Role, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        rows: Rows = "apart",
+    ) -> Any:
+        if rows != "apart" or not draws_by_row():
+            return super().compile(
+                step, arguments, roles, results, donate=donate, rows=rows
+            )
+        everywhere, by_rows = PartitionSpec(), PartitionSpec(DATA)
+        in_specs, out_specs = laid_out(
+            arguments,
+            roles,
+            results,
+            lambda role: by_rows if role == "rows" else everywhere,
+            lambda _: Group(PartitionSpec(None, DATA), everywhere, everywhere),
+        )
+
+        # check_vma=False is pmap's rule: gradients are of this device's rows only.
+        per_device = jax.shard_map(
+            functools.partial(step, AxisCollectives(DATA, self.num_shards)),
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return jitted(
+            per_device,
+            arguments,
+            roles,
+            results,
+            shardings_of(self.mesh, in_specs),
+            shardings_of(self.mesh, out_specs),
+            donate,
+        )
+
+    def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
+        return Collectives()  # where rows interact, XLA takes the whole step apart
+
+    def __repr__(self) -> str:
+        return f"Pmap({self.num_shards})"
 
 
 def shardings_of(mesh: Mesh, specs: PyTree) -> PyTree:

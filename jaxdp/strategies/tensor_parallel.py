@@ -1,6 +1,5 @@
 """Layers split over the devices by rules, next to data parallelism: a mesh of axes."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -9,13 +8,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from ..step import DATA, TrainState, matches
-from .base import Devices, Layout, find_devices, names_of, wired_mesh
+from .base import Layout
 from .by_rows import NO_GATHERERS
 from .fsdp import Gathering, split_axis
 from .gathering import Gatherers
+from .meshes import Devices, check_sizes, find_devices, names_of, wired_mesh
 from .stack import Stack
 
 _FSDP: Final = "fsdp"
@@ -216,20 +215,6 @@ def _check_mesh_shape(mesh_shape: Mapping[str, int], count: int) -> None:
             f" {DATA!r}, which rows are split over, among them; got {mesh_shape!r}."
         )
     check_sizes(mesh_shape, count)
-
-
-def check_sizes(mesh_shape: Mapping[str, int], count: int) -> None:
-    """Raises unless the sizes of a mesh are counts whose product is `count` devices."""
-    for name, size in mesh_shape.items():
-        check_count(f"mesh_shape: {name}", size)
-    product = math.prod(mesh_shape.values())
-    if product != count:
-        sizes = " x ".join(map(str, mesh_shape.values()))
-        raise ValueError(
-            f"`mesh_shape` {dict(mesh_shape)} is for {sizes} = {product} devices, and"
-            f" there are {count}. Change a size, or pass `devices={product}` if fewer"
-            " are to be used."
-        )
 
 
 def _check_rule(rule: Any) -> None:

@@ -29,7 +29,7 @@ from jaxdp import (
 )
 from jaxdp.callbacks import ModelCheckpoint
 from jaxdp.strategies import Collectives
-from jaxdp.strategies.base import find_devices
+from jaxdp.strategies.meshes import find_devices
 
 HERE = pathlib.Path(__file__).parent
 
