@@ -129,23 +129,15 @@ class Module:
     def __getitem__(self, computation: str) -> dict[str, Instruction]:
         """The instructions of a computation by name, in order."""
         if computation not in self._parsed:
-            instructions = [
-                _instruction(match, line)
-                for line in self.texts[computation].split("\n")
-                if (match := _INSTRUCTION.match(line))
-            ]
-            self._parsed[computation] = {
-                instruction.name: instruction for instruction in instructions
-            }
+            lines = self.texts[computation].split("\n")
+            matches = ((_INSTRUCTION.match(line), line) for line in lines)
+            made = [_instruction(match, line) for match, line in matches if match]
+            self._parsed[computation] = {one.name: one for one in made}
         return self._parsed[computation]
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result is the computation's."""
-        return next(
-            instruction
-            for instruction in self[computation].values()
-            if instruction.is_root
-        )
+        return next(one for one in self[computation].values() if one.is_root)
 
     def callers(self, computation: str) -> list[tuple[str, Instruction]]:
         """The instructions that run a computation, and where they stand."""

@@ -183,23 +183,12 @@ class DataParallel:
             "rows": self._replicated if rows == "whole" else by_rows,
             "replicated": self._replicated,
         }
-        in_shardings, out_shardings = laid_out(
-            arguments,
-            roles,
-            results,
-            layouts.__getitem__,
-            lambda group: self._group_shardings(group, split=rows != "whole"),
-        )
+        of_group = functools.partial(self._group_shardings, split=rows != "whole")
+        call = arguments, roles, results
+        shardings = laid_out(*call, layouts.__getitem__, of_group)
         groups = arguments[roles.index("groups")]
-        return jitted(
-            functools.partial(step, self.collectives(groups, rows)),
-            arguments,
-            roles,
-            results,
-            in_shardings,
-            out_shardings,
-            donate,
-        )
+        program = functools.partial(step, self.collectives(groups, rows))
+        return jitted(program, *call, *shardings, donate)
 
     @property
     def _replicated(self) -> NamedSharding:

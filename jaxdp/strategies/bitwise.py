@@ -125,10 +125,9 @@ class Bitwise(DataParallel):
             *others, groups = arguments
             arguments = *others, list(map(self._cut, groups))
 
+        call = arguments, roles, results
         in_specs, out_specs = laid_out(
-            arguments,
-            roles,
-            results,
+            *call,
             lambda role: by_rows if split and role == "rows" else whole,
             lambda _: group_spec,
         )
@@ -149,15 +148,8 @@ class Bitwise(DataParallel):
             return outcome
 
         everywhere = NamedSharding(self.mesh, whole)
-        made = jitted(
-            program,
-            arguments,
-            roles,
-            results,
-            shardings_of(self.mesh, in_specs),
-            everywhere if isinstance(results, str) else (everywhere,) * len(results),
-            donate,
-        )
+        out = everywhere if isinstance(results, str) else (everywhere,) * len(results)
+        made = jitted(program, *call, shardings_of(self.mesh, in_specs), out, donate)
         return _Merged(made, arguments, _options_on(self.mesh.devices.flat[0]))
 
     def _cut(self, group: Group, devices: int | None = None) -> Group:

@@ -302,9 +302,7 @@ class _ByReplica(ByRows):
                 _split_params(inputs),
                 [Group(rows if self.apart else whole, whole, whole)] * len(groups),
             ),
-            out_specs=tuple(
-                _SPLIT if is_stack_here else whole for is_stack_here in are_stacks
-            ),
+            out_specs=tuple(_SPLIT if stack else whole for stack in are_stacks),
             check_vma=False,
         )(inputs, list(groups))
 

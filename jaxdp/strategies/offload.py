@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import jax
 
+from ..basics.compiled import nbytes
 from ..basics.console import warn
 from ..basics.host_memory import HOST, is_on_host, on_device
 from ..basics.units import in_bytes
@@ -50,15 +51,11 @@ def _check_pool(shardings: Any, tree: Any) -> None:
         jax.tree.leaves(shardings), jax.tree.leaves(tree), strict=True
     ):
         if sharding.memory_kind == HOST:
-            (device, *_) = sharding.device_set
-            shard = math.prod(sharding.shard_shape(leaf.shape))
-            here = sum(
-                d.process_index == device.process_index for d in sharding.device_set
-            )
-            needed, platform = (
-                needed + shard * leaf.dtype.itemsize * here,
-                device.platform,
-            )
+            devices = sharding.device_set
+            (device, *_) = devices
+            here = sum(d.process_index == device.process_index for d in devices)
+            needed += here * nbytes(leaf, sharding.shard_shape(leaf.shape))
+            platform = device.platform
     if platform in ("gpu", "cuda") and (text := short_of_pinned_memory(needed)):
         warn(text)
 

@@ -37,11 +37,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = treedef.flatten_up_to(shardings)
-    here = [
-        i
-        for i, layout_of_leaf in enumerate(layouts)
-        if layout_of_leaf.memory_kind != HOST
-    ]
+    here = [i for i, layout in enumerate(layouts) if layout.memory_kind != HOST]
     copied = _copies([leaves[i] for i in here], [layouts[i] for i in here])
 
     placed = dict(zip(here, copied, strict=True))
@@ -53,7 +49,7 @@ def place_copy(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _copies(leaves: list[Any], layouts: list[Any]) -> list[Any]:
-    if all(leaf_layout.is_fully_addressable for leaf_layout in layouts):
+    if all(layout.is_fully_addressable for layout in layouts):
         moved = jax.device_put(leaves, layouts)
     else:
         moved = jax.tree.map(put, leaves, layouts)

@@ -198,10 +198,9 @@ class Pmap(Sharded):
                 step, arguments, roles, results, donate=donate, rows=rows
             )
         everywhere, by_rows = PartitionSpec(), PartitionSpec(DATA)
+        call = arguments, roles, results
         in_specs, out_specs = laid_out(
-            arguments,
-            roles,
-            results,
+            *call,
             lambda role: by_rows if role == "rows" else everywhere,
             lambda _: Group(PartitionSpec(None, DATA), everywhere, everywhere),
         )
@@ -214,15 +213,8 @@ class Pmap(Sharded):
             out_specs=out_specs,
             check_vma=False,
         )
-        return jitted(
-            per_device,
-            arguments,
-            roles,
-            results,
-            shardings_of(self.mesh, in_specs),
-            shardings_of(self.mesh, out_specs),
-            donate,
-        )
+        ins, outs = shardings_of(self.mesh, (in_specs, out_specs))
+        return jitted(per_device, *call, ins, outs, donate)
 
     def collectives(self, groups: Sequence[Group], rows: Rows) -> Collectives:
         return Collectives()  # where rows interact, XLA takes the whole step apart
