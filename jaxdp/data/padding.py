@@ -13,7 +13,7 @@ import numpy as np
 from ..distributed import RowBlocks
 from ..step import Batch, Group, Picked
 from .batches import Portion, counts_of, own_of, rows_at, stacked
-from .forms import Form, Forms, Leaves, key_of
+from .forms import Form, Forms, Key, Leaves, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
@@ -157,6 +157,10 @@ class Packer:
         are_there = _are_there(formed)
         return Dispatch(windows, groups, split, rows, texts, shape, are_there)
 
+    def cut(self) -> "_Cut":
+        """A function that cuts the batches of one epoch; it remembers their sizes."""
+        return _Cut(self)
+
     def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
         """Values of the rows of a packed `batch` that are no padding, on the host.
 
@@ -255,6 +259,29 @@ class Packer:
 
     def _counts(self, counts: list[_Counts]) -> np.ndarray:
         return _counts(tuple(counts), self._in_order)
+
+
+class _Cut:
+    """Where batches are cut: as one process would have padded them at the end."""
+
+    def __init__(self, packer: Packer):
+        self.blocks, self._packer = packer.blocks, packer
+        self._sizes: dict[Key | None, int] = {None: packer.size}
+
+    def __call__(
+        self, rows: int, key: Key | None
+    ) -> tuple[tuple[int, ...], list[range]]:
+        """Real rows of every block, and this process's rows, one at least."""
+        forms = self._packer.forms
+        if key is not None and key not in self._sizes:
+            self._sizes[key] = forms.size_of(key)
+        self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
+        per_block = self._sizes[key] // self.blocks.count
+        if self._packer.rows_interact:
+            per_block = math.ceil(rows / self.blocks.count)
+        places = self.blocks.own_rows(rows, per_block)
+        counts = self.blocks.counts(rows, per_block)
+        return counts, places if any(places) else [range(1)]
 
 
 def _if_full(form: Form, steps: int, slots: int, counts: np.ndarray) -> tuple[Any, ...]:

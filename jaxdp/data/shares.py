@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -15,9 +14,8 @@ from ..basics.console import listed
 from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
 from .batches import Portion, rows_at, rows_of
-from .forms import Key, key_of, shapes_of
+from .forms import key_of, shapes_of
 from .loader_state import checksum
-from .padding import Packer
 
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""
@@ -67,14 +65,14 @@ class GlobalShare(Share):
         self._packer = packer  # asked for when an epoch begins
 
     def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
-        cut = _Cut(self._packer())
+        cut = self._packer().cut()
         for batch in batches:
             counts, places = cut(rows_of(batch), key_of(batch))
             rows_here = functools.partial(_taken, places=places)
             yield Portion(map_rows(rows_here, batch), counts)
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
-        cut = _Cut(self._packer())
+        cut = self._packer().cut()
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
 
@@ -177,29 +175,6 @@ class LocalShare(Share):
 
 def _by_process(states: Any, name: str) -> list[Any] | None:
     return states.get(name) if isinstance(states, dict) else None
-
-
-class _Cut:
-    """Where batches are cut: as one process would have padded them at the end."""
-
-    def __init__(self, packer: Packer):
-        self.blocks, self._packer = packer.blocks, packer
-        self._sizes: dict[Key | None, int] = {None: packer.size}
-
-    def __call__(
-        self, rows: int, key: Key | None
-    ) -> tuple[tuple[int, ...], list[range]]:
-        """Real rows of every block, and this process's rows, one at least."""
-        forms = self._packer.forms
-        if key is not None and key not in self._sizes:
-            self._sizes[key] = forms.size_of(key)
-        self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
-        per_block = self._sizes[key] // self.blocks.count
-        if self._packer.rows_interact:
-            per_block = math.ceil(rows / self.blocks.count)
-        places = self.blocks.own_rows(rows, per_block)
-        counts = self.blocks.counts(rows, per_block)
-        return counts, places if any(places) else [range(1)]
 
 
 def _only_shapes(told: list[list[Any]]) -> list[list[int]]:
