@@ -54,10 +54,7 @@ _WORDS: Final = frozenset(
     "trainer pl_module metrics logs outputs batch batch_idx step epoch stage path"
     " exception".split()
 )
-_SAME: Final = {
-    "metrics": ("logs", "outputs"),
-    "batch_idx": ("batch", "step"),
-}
+_SAME: Final = {"metrics": ("logs", "outputs"), "batch_idx": ("batch", "step")}
 """Names of an argument that say what it is, where trainers use several."""
 
 

@@ -37,9 +37,7 @@ class LearningRateMonitor(Callback):
     only_in_training = True
 
     def __init__(
-        self,
-        schedule: float | Callable[[Array], Any] | None = None,
-        name: str = "lr",
+        self, schedule: float | Callable[[Array], Any] | None = None, name: str = "lr"
     ):
         self.schedule = schedule
         self.name = name

@@ -33,9 +33,7 @@ class LivePlot(Logger):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        every_n_seconds: float = 5.0,
+        self, path: str | os.PathLike[str] | None = None, every_n_seconds: float = 5.0
     ):
         check_number("every_n_seconds", every_n_seconds, least=0)
         super().__init__(None if path is None else Path(path).parent)

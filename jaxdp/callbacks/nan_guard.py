@@ -74,10 +74,7 @@ class NanGuard(Callback):
         self._failed = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "skipped_steps": list(self.skipped_steps),
-            "in_a_row": self._in_a_row,
-        }
+        return {"skipped_steps": list(self.skipped_steps), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_steps = list(state["skipped_steps"])

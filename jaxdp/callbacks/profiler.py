@@ -32,12 +32,7 @@ class Profiler(Callback):
     looks_inside_blocks = False
     only_in_training = True
 
-    def __init__(
-        self,
-        dirpath: Any = None,
-        start_step: int = 10,
-        num_steps: int = 5,
-    ):
+    def __init__(self, dirpath: Any = None, start_step: int = 10, num_steps: int = 5):
         check_count("start_step", start_step, least=0)
         check_count("num_steps", num_steps)
         self.dirpath = dirpath

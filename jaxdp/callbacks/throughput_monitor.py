@@ -17,10 +17,7 @@ from .monitor import announce
 
 # Dense bfloat16 peaks of devices that `hardware` has no whole profile of, by parts of
 # their names; from the vendors' data sheets.
-_MORE_PEAKS: Final = {
-    "tpu v3": 61.5e12,
-    "tpu v2": 22.5e12,
-}
+_MORE_PEAKS: Final = {"tpu v3": 61.5e12, "tpu v2": 22.5e12}
 
 _RATES: Final = "examples_per_s", "steps_per_s", "flops_per_s", "mfu"
 """What the last row is without: a wait for a checkpoint trains nothing."""

@@ -304,10 +304,7 @@ def _read_arrays(path: str, wanted: Named) -> Named:
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
         partial_restore=True,
     )
-    with (
-        quiet_orbax(),
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    ):
+    with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return flat(checkpointer.restore(os.path.join(path, "state"), args=arguments))
 
 

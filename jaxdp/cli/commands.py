@@ -20,13 +20,7 @@ from ..basics.extras import import_extra
 from ..basics.files import replacing
 from ..checkpoint import read_weights
 from ..fit import instead_of_training
-from ..reports import (
-    comparison,
-    differences,
-    read_run,
-    write_comparison,
-    write_report,
-)
+from ..reports import comparison, differences, read_run, write_comparison, write_report
 from ..trainer import Trainer
 from .doctor import examine
 

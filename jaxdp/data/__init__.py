@@ -6,10 +6,4 @@ from .conversion import check_targets, targeted, to_host, without_ignored
 from .opening import open_loader
 from .padding import Dispatch, Packer, Placed
 from .shares import GlobalShare, LocalShare, Share
-from .source import (
-    ALL,
-    NO_LOADER,
-    ListSource,
-    Position,
-    Source,
-)
+from .source import ALL, NO_LOADER, ListSource, Position, Source

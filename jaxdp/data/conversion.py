@@ -12,16 +12,7 @@ import numpy as np
 
 from ..basics.console import say_once, some_of
 from ..basics.tree import is_key
-from ..step import (
-    IN_FLIGHT,
-    NOTHING,
-    Batch,
-    Group,
-    KeyData,
-    Picked,
-    Rowless,
-    with_rows,
-)
+from ..step import IN_FLIGHT, NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
 from .batches import Portion, is_there, leaf_name
 
 _NARROW = {

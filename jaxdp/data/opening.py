@@ -15,11 +15,7 @@ from .source import ALL, ListSource, Source
 
 
 def open_loader(
-    loader: Any,
-    argument: str,
-    seed: int,
-    share: Share = ALL,
-    **of_arrays: Any,
+    loader: Any, argument: str, seed: int, share: Share = ALL, **of_arrays: Any
 ) -> Source:
     """The source of batches for what a user passed as `argument`, if it gives some.
 

@@ -211,11 +211,7 @@ class Packer:
         return max(sizes) <= max(self.forms.size_of(*keys), first)
 
     def _padded(
-        self,
-        micros: list[Leaves],
-        counts: list[_Counts],
-        forms: list[Form],
-        slots: int,
+        self, micros: list[Leaves], counts: list[_Counts], forms: list[Form], slots: int
     ) -> tuple[list[Leaves], list[_Counts]]:
         """Each of its form's size, and so many that all slots are full."""
         for form, per_block in zip(forms, counts, strict=True):

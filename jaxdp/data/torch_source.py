@@ -21,12 +21,7 @@ from ..step import Batch
 from .batches import taken
 from .iterables import ReplayingSource, TellingSource
 from .loader_state import OwnState, own_state
-from .random_states import (
-    Generators,
-    seed_generators,
-    seed_of,
-    torch_generators,
-)
+from .random_states import Generators, seed_generators, seed_of, torch_generators
 from .shares import Share
 from .source import ALL, Position, Raw, Source
 from .table import fetch, table

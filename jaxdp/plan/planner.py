@@ -235,11 +235,11 @@ def _notes(
     exact = [
         "bytes of every leaf per device; arguments, results, temporary memory and peak,"
         " as this compiler laid them out; which inputs are overwritten; every"
-        " collective of the compiled program; matrix operations as traced",
+        " collective of the compiled program; matrix operations as traced"
     ]
     indicative = [
         f"this is the step for the shape of the first batch, {shapes}; other"
-        " shapes have programs of their own",
+        " shapes have programs of their own"
     ]
     kept = [leaf.bytes_per_device for leaf in batch if f"whole.{TABLE}" in leaf.path]
     if kept:

@@ -414,11 +414,7 @@ def _stack(leaf: Array) -> Array:
 
 
 def _loop(
-    times: int,
-    start: Array,
-    zero: Array,
-    body: Callable[[Array, Any], Any],
-    first: Any,
+    times: int, start: Array, zero: Array, body: Callable[[Array, Any], Any], first: Any
 ) -> Any:
     """`body` so many times, from `start` on; `zero` is what the compiler can't know."""
 

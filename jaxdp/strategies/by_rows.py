@@ -24,14 +24,7 @@ from ..step import (
     Weights,
 )
 from .base import draws_by_row
-from .gathering import (
-    Gatherers,
-    by_parts,
-    check_alike,
-    check_divided,
-    only,
-    without,
-)
+from .gathering import Gatherers, by_parts, check_alike, check_divided, only, without
 from .meshes import names_of
 
 NO_GATHERERS: Final = Gatherers()

@@ -200,11 +200,7 @@ class _Staged(eqx.Module):
         return jax.shard_map(
             stage,
             mesh=self.mesh,
-            in_specs=(
-                specs,
-                PartitionSpec(data),
-                PartitionSpec(data, _STAGE),
-            ),
+            in_specs=(specs, PartitionSpec(data), PartitionSpec(data, _STAGE)),
             out_specs=PartitionSpec(data),
             check_vma=False,
         )(arrays, x, keys)
