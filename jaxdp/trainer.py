@@ -34,7 +34,8 @@ class Trainer:
 
     Args:
         model: a callable pytree (an Equinox module) that takes one example; the step
-            vmaps it; with `loss_fn`, also a dict or tuple of them. It stays as it is.
+            vmaps it, and passes `key` and `training` (a bool) if it names them; with
+            `loss_fn`, also a dict or tuple of them. It stays as it is.
         optimizer: any `optax.GradientTransformation`, including those that evaluate the
             loss (`optax.lbfgs()`), or a list of `Part`. Default: `optax.adamw(1e-3)`.
         loss: compares `(prediction, target)` and returns `(batch,)` or a scalar: a name
@@ -184,8 +185,8 @@ class Trainer:
                 names: `{"clean": a, "shifted": b}` logs `val_clean_loss` and so on.
             max_epochs: total number of epochs, including those of earlier fits; 1 by
                 default, unless `max_steps` or `max_time` is given. If one of them ends
-                an epoch early, the next fit finishes that epoch.
-            max_steps: total number of optimizer steps, including earlier fits.
+                an epoch early, the next fit finishes that epoch. -1: no limit.
+            max_steps: total number of optimizer steps, including earlier fits; or -1.
             max_time: how long this fit may take, compilation excluded: "DD:HH:MM:SS", a
                 timedelta, a dict of its arguments, or seconds.
             min_epochs, min_steps: until both are done, `max_time`, callbacks and

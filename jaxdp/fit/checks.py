@@ -25,6 +25,7 @@ from ..step import (
     Objective,
     Part,
     Whole,
+    check_is_told,
     check_remat,
     find_parts,
     mask_of,
@@ -217,6 +218,8 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
             " called on one example. For other pytrees of arrays pass"
             " `loss_fn(model, *batch)`."
         )
+    if must_be_callable:
+        check_is_told(model, True, False)
 
 
 def _several_models(kind: str, models: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -30,17 +30,18 @@ def call_model(
     """The model over every row of `x`: predictions `(rows, ...)`, and the new state.
 
     The model is vmapped, but for what of `x` is in a `Whole`, and given a key where its
-    `__call__` has a `key`. The axis is named as its BatchNorm layers want it.
+    `__call__` has a `key`, and told of `training` where it has that. The axis is named
+    as its BatchNorm layers want it.
     """
     names = axis_names(model)
     axes = jax.tree.map(lambda n: None if is_whole(n) else 0, x, is_leaf=is_whole)
     row_axis = next((name for name in names if name not in bound_axes), None)
     others = [name for name in names if name not in (row_axis, *bound_axes)]
     given_state = as_given_state(model_state)
-    keyed = takes_key(model)
+    offers = offered_to(model, training=rows.training)
 
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
-        keywords = {"key": key} if keyed else {}
+        keywords = offers(key)
         row = plain(row)
         if model_state is None:
             return model(row, **keywords), None
@@ -95,12 +96,80 @@ def axis_names(model: PyTree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def takes_key(model: Any) -> bool:
-    while isinstance(model, functools.partial | eqx.Partial):
-        if "key" in model.keywords:
-            return False
-        model = model.func
-    return "key" in inspect.signature(model).parameters
+def offered_to(
+    model: Any, *, training: bool
+) -> Callable[[PRNGKeyArray | None], dict[str, Any]]:
+    """From a key to the keyword arguments that the model's call names, of ours.
+
+    Raises:
+        TypeError: see `check_is_told`.
+    """
+    check_is_told(model, training)
+    named = named_by(model)
+
+    def offers(key: PRNGKeyArray | None) -> dict[str, Any]:
+        offered = {"key": key, "training": training}
+        return {name: value for name, value in offered.items() if name in named}
+
+    return offers
+
+
+_OTHER_NAMES: Final = {
+    "train": True,
+    "is_training": True,
+    "deterministic": False,
+    "inference": False,
+}
+"""What models call `training` otherwise, and its value while they train."""
+
+
+def check_is_told(model: Any, *passes: bool) -> None:
+    """Raises if a call would run a model as in training that is not, or vice versa.
+
+    It would where the call names what nobody passes. None is Equinox's default, which
+    leaves it to the layers.
+
+    Args:
+        model: what is called.
+        passes: whether that is in training; for each kind of call there will be.
+    """
+    named = named_by(model)
+    for name in _OTHER_NAMES.keys() & named.keys():
+        default, while_training = named[name].default, _OTHER_NAMES[name]
+        if default is inspect.Parameter.empty:
+            instead = "and it has no default"
+        elif not isinstance(default, bool):
+            continue
+        elif all(default == (while_training == training) for training in passes):
+            continue
+        else:
+            trains = "in training" if default == while_training else "outside training"
+            instead = f"so that it is {default}, as {trains}, in every pass"
+        raise TypeError(
+            f"`model`: its `__call__` takes `{name}`, which nobody passes, {instead}."
+            " Call it `training`, which is passed (True in the steps of `fit`, else"
+            " False), or leave it to eqx.nn.Dropout and eqx.nn.BatchNorm, whose"
+            f" `inference` is set. For one value always, pass eqx.Partial(model,"
+            f" {name}=...)."
+        )
+
+
+def named_by(model: Any) -> Mapping[str, inspect.Parameter]:
+    """What the model's call takes by name, but for what a partial has filled."""
+
+    def as_partial(call: Any) -> Any:
+        call = inspect.unwrap(call, stop=lambda call: hasattr(call, "__signature__"))
+        if not isinstance(call, functools.partial | eqx.Partial):
+            return call
+        return functools.partial(as_partial(call.func), *call.args, **call.keywords)
+
+    call = as_partial(model)
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # not every builtin shows its own
+        return {}
+    filled = call.keywords if isinstance(call, functools.partial) else {}
+    return {name: p for name, p in parameters.items() if name not in filled}
 
 
 @jax.tree_util.register_pytree_node_class
@@ -175,7 +244,7 @@ class InferenceModel(eqx.Module):
     def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
         """The prediction for one example; `key` is for models that draw here, too."""
         arrays, static = eqx.partition((self.model, self.state), eqx.is_array)
-        keywords: dict[str, Any] = {"key": key} if takes_key(self.model) else {}
+        keywords = offered_to(self.model, training=False)(key)
 
         def call(arrays: PyTree) -> PyTree:
             model, state = eqx.combine(arrays, static)

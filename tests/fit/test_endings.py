@@ -195,3 +195,14 @@ def test_a_setup_that_fails_is_the_only_error(tmp_path):
         first, about_frames = caught.value.__notes__
         assert first == "raised by the callback Fails in setup"
         assert "JAX_TRACEBACK_FILTERING=off" in about_frames
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_minus_one_is_no_limit(limit):
+    class Stops(Callback):
+        def on_train_epoch_end(self, trainer, metrics):
+            trainer.should_stop = trainer.current_epoch == 3
+
+    trainer = make(callbacks=[Stops()])
+    trainer.fit(batches(8), **{limit: -1})
+    assert trainer.global_step == 4

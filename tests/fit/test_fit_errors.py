@@ -21,6 +21,13 @@ class Unknown:
     pass
 
 
+class Trains(eqx.nn.Linear):
+    """Has another word for `training`."""
+
+    def __call__(self, x, key=None, train=True):
+        return super().__call__(x)
+
+
 def of_other_library(name, module, **members):
     """An object that is called so there."""
     return type(name, (), {"__module__": module, **members})()
@@ -50,6 +57,8 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": eqx.nn.MLP}, TypeError, "`model` is the class MLP, not an instance"),
     ({"model": {"w": jnp.ones(3)}}, TypeError, "`model` is a dict, which can't be"),
     ({"model": lambda x: x}, ValueError, "`model` has no trainable parameters: 0 "),
+    ({"model": Trains(4, 3, key=jax.random.key(0))}, TypeError,
+     "`train`, which nobody passes, so that it is True.* Call it `training`"),
     ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
     ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
     ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from toys import quiet
 
-from jaxdp.step.model_call import as_plain_state, call_model
+from jaxdp import FSDP, SingleDevice
+from jaxdp.step.model_call import as_plain_state, call_model, named_by, offered_to
 from jaxdp.step.objective import call_loss_fn
 from jaxdp.step.row_keys import MaskAndKeys
 
@@ -22,6 +24,7 @@ def bound(loss_fn):
 X = np.arange(6, dtype=np.float32).reshape(3, 2)
 KEY = jax.random.key(0)
 KEYS = jax.random.split(KEY, 3)
+X4 = np.ones((8, 4), np.float32)
 ROWS = MaskAndKeys(jnp.ones(3, bool), KEYS, KEY, jnp.int32(0), True)
 
 
@@ -105,3 +108,91 @@ def test_a_name_that_is_not_defined_is_the_user_s_error():
     assert raised.value.__context__ is None
     with pytest.raises(NameError, match="unbound axis name: other"):
         call_loss_fn(bound(lambda state: jax.lax.psum(1, "other")), None, None, ())
+
+
+class Told(eqx.Module):
+    """Adds what it is told of to its predictions: 1 in training, else 0."""
+
+    linear: eqx.nn.Linear = eqx.field(
+        default_factory=lambda: eqx.nn.Linear(4, 3, key=KEY)
+    )
+
+    def __call__(self, x, key=None, training=None):
+        assert isinstance(training, bool)
+        return 0 * self.linear(x) + training
+
+
+class ToldWithState(Told):
+    count: eqx.nn.StateIndex = eqx.field(
+        default_factory=lambda: eqx.nn.StateIndex(jnp.array(0))
+    )
+
+    def __call__(self, x, state, *, training):  # pyright: ignore
+        return super().__call__(x, training=training), state
+
+
+MODELS = {
+    "a module": (Told, {}),
+    "with a state": (lambda: eqx.nn.make_with_state(ToldWithState)(), {}),
+    "in bfloat16": (Told, {"precision": "bf16-mixed"}),
+    "split over devices": (Told, {"strategy": FSDP(2, min_size=1)}),
+    "recomputed": (Told, {"remat": True}),
+    "an ensemble": (
+        lambda: eqx.filter_vmap(lambda _: Told())(jnp.arange(2)),
+        {"ensemble": 2},
+    ),
+    "a partial": (lambda: eqx.Partial(Told(), key=None), {"precision": "bf16-mixed"}),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_names_training_is_told_in_each_pass(kind):
+    make, options = MODELS[kind]
+    model, state = made if isinstance(made := make(), tuple) else (made, None)
+    options = {"strategy": SingleDevice(), "state": state} | options
+    trainer = quiet(model, loss=lambda p, y: p.mean(-1), **options)
+    data = [(X4, np.zeros(8, np.int32))]
+    assert trainer.fit(data)["loss"] == [1.0]
+    assert trainer.validate(data)["val_loss"] == 0
+    assert trainer.test(data)["test_loss"] == 0
+    assert not trainer.predict([X4]).any()
+    assert not trainer.inference_model()(X4[0]).any()
+
+
+@pytest.mark.parametrize("model, names", [
+    (lambda x, key=None, training=True: x, {"x", "key", "training"}),
+    (lambda *given, training: given, {"given", "training"}),
+    (functools.partial(lambda training, x: x, True), {"x"}),
+    (functools.partial(lambda x, training: x, training=True), {"x"}),
+    (eqx.Partial(functools.partial(lambda w, x, key: x, 1), key=KEY), {"x"}),
+    (jax.jit(lambda x, training: x), {"x", "training"}),
+    (eqx.nn.Dropout(0.5), {"x", "key", "inference"}),
+    (dict, set()),
+])  # fmt: skip
+def test_what_a_call_names_is_seen_through_what_is_around_it(model, names):
+    assert {*named_by(model)} - {"deterministic"} == names
+
+
+def named(name, default):
+    """A function whose argument has this name and default."""
+    scope = {"default": default}
+    exec(f"def call(x, {name}=default): return x", scope)
+    return scope["call"]
+
+
+@pytest.mark.parametrize("name, in_training", [
+    ("train", True), ("is_training", True), ("deterministic", False),
+    ("inference", False),
+])  # fmt: skip
+def test_a_name_that_nobody_passes_is_refused_where_its_default_is_wrong(
+    name, in_training
+):
+    for training in (True, False):
+        right = in_training == training
+        offered_to(named(name, right), training=training)
+        offered_to(named(name, None), training=training)
+        for model in (named(name, not right), eqx.Partial(named(name, not right))):
+            with pytest.raises(TypeError, match=f"`{name}`, .* Call it `training`"):
+                offered_to(model, training=training)
+        filled = eqx.Partial(named(name, right), **{name: not right})
+        offered_to(filled, training=training)
