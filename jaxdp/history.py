@@ -14,7 +14,7 @@ from .basics.columns import VALIDATION
 from .basics.console import columns
 from .basics.figures import Curve, draw, metric_curves
 from .basics.files import absolute, naming, save_figure, write_whole
-from .basics.metric_names import larger_is_better
+from .basics.metric_names import best_mode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,8 +96,7 @@ class History(Mapping[str, list[float]]):
             KeyError: if no values of members have that name.
         """
         check_choice("mode", mode, ("auto", "min", "max"))
-        if mode == "auto":
-            mode = "max" if larger_is_better(name) else "min"
+        mode = best_mode(name, mode)
         member = re.compile(rf"{re.escape(name)}\[(\d+)\]")
         named = filter(None, map(member.fullmatch, self))
         values = {int(match[1]): self._last(match[0]) for match in named}

@@ -9,6 +9,10 @@ _LARGER_IS_BETTER: Final = re.compile(
     "|(^|_)(map|mrr|r2)(_|$)"
 )
 _SMALLER_IS_BETTER: Final = re.compile("(loss|error|err)$")
+_IS_AN_ERROR: Final = re.compile(
+    "loss|error|entropy|perplexity"
+    "|(^|_)(err|mse|rmse|mae|mape|huber|nll|ppl|wer|cer|fid|kl|regret)(_|$)"
+)
 
 
 def larger_is_better(name: str) -> bool:
@@ -16,3 +20,18 @@ def larger_is_better(name: str) -> bool:
     name = name.partition("[")[0].lower()  # without the number of a member
     is_loss = _SMALLER_IS_BETTER.search(name)
     return not is_loss and _LARGER_IS_BETTER.search(name) is not None
+
+
+def best_mode(name: str, mode: str = "auto") -> str:
+    """Which values of a metric are best, the `"min"` or the `"max"`: as `mode` says;
+    if that is `"auto"`, as the name tells, and `"min"` if it tells nothing."""
+    if mode == "auto":
+        return mode_of_name(name) or "min"
+    return mode
+
+
+def mode_of_name(name: str) -> str | None:
+    """`"min"` or `"max"`, if the name of a metric tells which is better."""
+    if larger_is_better(name):
+        return "max"
+    return "min" if _IS_AN_ERROR.search(name.partition("[")[0].lower()) else None

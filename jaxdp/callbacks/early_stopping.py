@@ -21,7 +21,8 @@ class EarlyStopping(MetricCheck):
             to stop, and 0 stops at the first.
         min_delta: an improvement must be larger than this, in the unit of the value; an
             equal value is none.
-        mode: `"min"` when smaller is better, `"max"` when larger is.
+        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
+            `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
         check_finite: whether to stop at once when the value is NaN or infinite.
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.
@@ -45,7 +46,7 @@ class EarlyStopping(MetricCheck):
         *,
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: str = "min",
+        mode: str = "auto",
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,

@@ -19,6 +19,7 @@ from .monitor import (
     announce,
     as_json,
     check_monitor,
+    checked_mode,
     from_json,
     is_fitting,
     kept,
@@ -64,7 +65,8 @@ class ModelCheckpoint(Callback):
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
         monitor: name of a value, such as "val_loss". `best` in the folder is a link to
             the best checkpoint.
-        mode: whether "min" or "max" of it is best. Of equal ones the older stays.
+        mode: whether "min" or "max" of it is best; "auto" takes "max" for names like
+            `accuracy`, `auroc` and `f1`, else "min". Of equal ones the older stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its score, with a link `last` to it.
         every_n_train_steps: save every so many optimizer steps (a step that is also
@@ -93,7 +95,7 @@ class ModelCheckpoint(Callback):
         self,
         dirpath: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: str = "auto",
         save_top_k: int = 1,
         save_last: bool = False,
         every_n_train_steps: int | None = None,
@@ -107,7 +109,7 @@ class ModelCheckpoint(Callback):
         for name in unknown:
             more = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise TypeError(f"`ModelCheckpoint` has no argument `{name}`{more}.")
-        check_choice("mode", mode, ("min", "max"))
+        check_choice("mode", mode, ("auto", "min", "max"))
         check_choice("on_save_error", on_save_error, ("raise", "warn"))
         if not isinstance(monitor, str | None):
             text = "`monitor` must be the name of a metric or None"
@@ -132,8 +134,8 @@ class ModelCheckpoint(Callback):
             self.dirpath = absolute(dirpath)
             check_name("dirpath", self.dirpath)
         self.monitor = monitor
-        self.mode = mode
-        self._way = "max" if monitor is None else mode  # then the best is the newest
+        # Without a monitor the best is the newest.
+        self.mode = "max" if monitor is None else checked_mode(self, monitor, mode)
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
@@ -179,11 +181,11 @@ class ModelCheckpoint(Callback):
         return self._ranked(from_json(state["scores"]))
 
     def _ranked(self, scores: Scores) -> list[int]:
-        return ranked(scores, self._way)
+        return ranked(scores, self.mode)
 
     def _kept(self, scores: Scores) -> set[int]:
         last = self.save_last or max(scores, default=None) == self._kept_for_resuming
-        return kept(scores, self._way, self.save_top_k, last)
+        return kept(scores, self.mode, self.save_top_k, last)
 
     # When to save.
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number
-from ..basics.console import say
+from ..basics.console import say, say_once, warn
+from ..basics.metric_names import best_mode, mode_of_name
 from ..history import rank
 from .base import Callback, Trainer
 
@@ -43,6 +44,29 @@ def check_monitor(
     )
 
 
+def checked_mode(callback: Callback, monitor: Any, mode: Any) -> str:
+    """`"min"` or `"max"`: what the argument `mode` of a callback means for `monitor`.
+
+    Warns of a mode that contradicts the name. Says what a name that tells nothing is
+    taken for.
+    """
+    check_choice("mode", mode, ("auto", "min", "max"))
+    name, way = str(monitor), {"min": "smaller", "max": "larger"}
+    who = f"`{type(callback).__name__}(monitor={name!r})`"
+    by_name, meant = mode_of_name(name), best_mode(name, mode)
+    if mode == "auto" and by_name is None:
+        say_once(
+            f"{who}: the name does not tell which values are better, so it is the"
+            ' smaller ones; `mode="max"` if larger ones are, or `mode="min"`'
+        )
+    elif by_name not in (None, meant):
+        warn(
+            f"{who}: `mode`={mode!r} takes {way[meant]} values for better, and by its"
+            f" name {way[str(by_name)]} ones are. Leave `mode` out, if you mean these."
+        )
+    return meant
+
+
 def is_better(
     mode: str, value: float, best: float | None, min_delta: float = 0.0
 ) -> bool:
@@ -63,17 +87,17 @@ class MetricCheck(Callback):
     only_in_training = True
     reads_logged = True
 
-    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str):
+    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
         if not isinstance(monitor, str):
             raise TypeError(f"`monitor` must be the name of a metric; got {monitor!r}.")
-        check_choice("mode", mode, ("min", "max"))
         check_count("patience", patience, least=0)
         way = "; `mode` says in which direction"
         check_number("min_delta", min_delta, least=0, or_else=way)
         self.monitor = monitor
         self.patience = int(patience)
         self.min_delta = float(min_delta)
-        self.mode = mode
+        # None: somebody else knows.
+        self.mode = "min" if mode is None else checked_mode(self, monitor, mode)
         self.wait_count = 0
         self.best_score: float | None = None
 

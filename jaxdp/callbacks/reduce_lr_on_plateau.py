@@ -4,13 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ..basics.arguments import (
-    by_name_after_first,
-    check_choice,
-    check_count,
-    check_number,
-)
-from ..basics.metric_names import larger_is_better
+from ..basics.arguments import by_name_after_first, check_count, check_number
 from .base import Trainer
 from .learning_rate_monitor import is_rate, no_rate
 from .monitor import MetricCheck, announce
@@ -34,7 +28,7 @@ class ReduceLROnPlateau(MetricCheck):
         patience: how many checks in a row without improvement to wait.
         verbose: whether to print each new rate.
         mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
-            `"max"` for names like `accuracy`, `auroc` and `f1`, as `History.best`.
+            `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
         min_delta: an improvement must be larger than this, in the unit of the value.
         cooldown: how many checks to skip after a reduction.
         min_lr: the lowest rate.
@@ -60,9 +54,6 @@ class ReduceLROnPlateau(MetricCheck):
         cooldown: int = 0,
         min_lr: float = 0.0,
     ):
-        check_choice("mode", mode, ("auto", "min", "max"))
-        if mode == "auto":
-            mode = "max" if larger_is_better(str(monitor)) else "min"
         super().__init__(monitor, patience, min_delta, mode)
         check_number("factor", factor, above=0, below=1)
         check_count("cooldown", cooldown, least=0)

@@ -36,7 +36,7 @@ class OptunaPruning(MetricCheck):
     """
 
     def __init__(self, trial: Any, monitor: str = "val_loss"):
-        super().__init__(monitor, 0, 0.0, "min")
+        super().__init__(monitor, 0, 0.0, None)
         self._optuna = import_extra("optuna", "`OptunaPruning`", "optuna")
         self._is_several = isinstance(trial, Sequence)
         self.trials = list(trial) if self._is_several else [trial]

@@ -31,7 +31,7 @@ from jaxdp.callbacks import (
     (DonateBuffers, {"what": "everything"}, ValueError,
      "must be one of 'state', 'all', 'none'"),
     (EarlyStopping, {"monitor": None}, TypeError, "`monitor` must be the name of a m"),
-    (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'min', 'max'"),
+    (EarlyStopping, {"mode": "up"}, ValueError, "`mode` must be one of 'auto', "),
     (EarlyStopping, {"patience": -1}, ValueError, "`patience` must be 0 or more"),
     (EarlyStopping, {"patience": True}, TypeError, "`patience` must be an int; got T"),
     (EarlyStopping, {"min_delta": -0.1}, ValueError, "`min_delta` must be 0 or more"),
@@ -40,7 +40,7 @@ from jaxdp.callbacks import (
     (GradientMonitor, {"max_layers": -1}, ValueError, "`max_layers` must be 0 or more"),
     (GradientMonitor, {"check_steps": 1.5}, TypeError, "`check_steps` must be an int"),
     (LivePlot, {"every_n_seconds": -1.0}, ValueError, "`every_n_seconds` must be 0 or"),
-    (ModelCheckpoint, {"mode": "lowest"}, ValueError, "`mode` must be one of 'min', "),
+    (ModelCheckpoint, {"mode": "lowest"}, ValueError, "`mode` must be one of 'auto', "),
     (ModelCheckpoint, {"monitor": 5}, TypeError, "`monitor` must be the name"),
     (ModelCheckpoint, {"save_top_k": -2}, ValueError, "`save_top_k` must be -1 or mo"),
     (ModelCheckpoint, {"save_top_k": 2.5}, TypeError, "an int, -1 for all; got 2.5"),
@@ -92,5 +92,5 @@ def test_a_call_by_position_is_spelled_out(callback, given, named, meant):
 def test_what_has_one_reading_is_taken_by_position():
     assert EarlyStopping("loss").monitor == "loss"
     assert ReduceLROnPlateau("loss").monitor == "loss"
-    assert ModelCheckpoint("d", "val_loss", "max").mode == "max"
+    assert ModelCheckpoint("d", "val_area", "max").mode == "max"
     assert "*, patience: int = 3" in str(inspect.signature(EarlyStopping))

@@ -63,10 +63,10 @@ def test_early_stopping_counts_from_the_last_improvement():
 def test_early_stopping_maximizes_and_asks_for_min_delta():
     values = [0.5, 0.55, 0.58, 0.69, 0.9]
     epochs, stopping = epochs_until_stopped(
-        values, monitor="val_loss", mode="max", patience=2, min_delta=0.1
+        values, monitor="val_area", mode="max", patience=2, min_delta=0.1
     )
     assert epochs == 3 and stopping.best_score == 0.5
-    epochs, _ = epochs_until_stopped(values, mode="max", patience=2)
+    epochs, _ = epochs_until_stopped(values, monitor="val_area", mode="max", patience=2)
     assert epochs == 5
 
 

@@ -21,7 +21,7 @@ class MadeUp(Callback):
 
     def on_validation_end(self, trainer, metrics):
         epoch = trainer.current_epoch
-        metrics["val_loss"], metrics["val_acc"] = (
+        metrics["val_loss"], metrics["val_area"] = (
             self.losses[epoch],
             self.accuracies[epoch],
         )
@@ -47,16 +47,17 @@ def quiet():
 
 @pytest.mark.parametrize("saved, resumed", [
     (EarlyStopping("val_loss", patience=2),
-     EarlyStopping("val_acc", mode="max", patience=2)),
-    (EarlyStopping("val_acc", patience=9),
-     EarlyStopping("val_acc", mode="max", patience=2)),
-    (ReduceLROnPlateau("val_loss"), ReduceLROnPlateau("val_acc", patience=1)),
-    (ReduceLROnPlateau("val_acc", mode="min"),
-     ReduceLROnPlateau("val_acc", patience=1)),
-    (ModelCheckpoint("d"), ModelCheckpoint("d", "val_acc", "max")),
-    (ModelCheckpoint("d", "val_loss"), ModelCheckpoint("d", "val_acc", "max")),
-    (ModelCheckpoint("d", "val_acc"), ModelCheckpoint("d", "val_acc", "max")),
-    (ModelCheckpoint("d", "val_acc", "max"), ModelCheckpoint("d")),
+     EarlyStopping("val_area", mode="max", patience=2)),
+    (EarlyStopping("val_area", patience=9),
+     EarlyStopping("val_area", mode="max", patience=2)),
+    (ReduceLROnPlateau("val_loss"),
+     ReduceLROnPlateau("val_area", mode="max", patience=1)),
+    (ReduceLROnPlateau("val_area", mode="min"),
+     ReduceLROnPlateau("val_area", mode="max", patience=1)),
+    (ModelCheckpoint("d"), ModelCheckpoint("d", "val_area", "max")),
+    (ModelCheckpoint("d", "val_loss"), ModelCheckpoint("d", "val_area", "max")),
+    (ModelCheckpoint("d", "val_area"), ModelCheckpoint("d", "val_area", "max")),
+    (ModelCheckpoint("d", "val_area", "max"), ModelCheckpoint("d")),
 ])  # fmt: skip
 def test_another_unit_begins_anew_and_it_is_said_once(saved, resumed, tmp_path):
     for callback in (saved, resumed):
@@ -87,15 +88,18 @@ def test_nothing_that_was_saved_is_deleted_for_scores_of_another_unit(tmp_path, 
     kept = {path.name for path in tmp_path.rglob("*") if path.name.isdecimal()}
     assert kept == {"2", "4", "6", "12"} and resumed.best_model_score == 4.0
     with pytest.raises(ValueError, match="not known which is best"):
-        fit(trainer_with(ModelCheckpoint(tmp_path, "val_acc")), 7, ckpt_path="best")
+        fit(trainer_with(ModelCheckpoint(tmp_path, "val_area")), 7, ckpt_path="best")
 
 
 def test_each_gets_the_state_of_its_own_value(tmp_path, quiet):
-    losses, accuracies = EarlyStopping("val_loss"), EarlyStopping("val_acc", mode="max")
+    losses, accuracies = (
+        EarlyStopping("val_loss"),
+        EarlyStopping("val_area", mode="max"),
+    )
     first = trainer_with(losses, accuracies)
     fit(first, 2)
     path = first.save(tmp_path / "saved")
-    alone, new = EarlyStopping("val_acc", mode="max"), EarlyStopping("val_other")
+    alone, new = EarlyStopping("val_area", mode="max"), EarlyStopping("val_other")
     trainer_with(new, alone).load(path)
     assert alone.best_score == accuracies.best_score == 1.0
     assert new.best_score is None
@@ -150,7 +154,7 @@ def test_identities_of_version_0_2_are_known(tmp_path):
     from jaxdp.callbacks.states import saved_states
 
     saver = ModelCheckpoint(tmp_path, "val_loss")
-    trainer = trainer_with(EarlyStopping("val_acc"), EarlyStopping("val_loss"), saver)
+    trainer = trainer_with(EarlyStopping("val_area"), EarlyStopping("val_loss"), saver)
     meta = {
         "callbacks": {"EarlyStopping": 1, "EarlyStopping:1": 2, "ModelCheckpoint": 3},
         "identities": {

@@ -86,6 +86,7 @@ def test_what_was_due_when_a_run_died_is_saved_when_it_goes_on(tmp_path):
             assert told(root / folder / str(step)) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*takes larger values for better")
 def test_what_was_due_is_judged_by_what_it_would_have_been_judged_by(tmp_path):
     def savers(root):
         return newest(root), best(root, mode="max", save_top_k=2)
@@ -174,6 +175,7 @@ def test_a_later_fit_sets_aside_what_was_saved_by_hand_meanwhile(tmp_path, caplo
     assert "not saved: 4. They are now in" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:.*takes larger values for better")
 @pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("moved", [False, True])
 def test_savers_may_change_places(tmp_path, moved, caplog):

@@ -270,6 +270,7 @@ def test_what_a_signal_saves_displaces_no_better_one(tmp_path):
     assert resumed.best_model_score == min(history["val_loss"])
 
 
+@pytest.mark.filterwarnings("ignore:.*takes larger values for better")
 def test_what_a_signal_saves_before_its_validation_is_judged_by_it(tmp_path):
     def judging():
         return ModelCheckpoint(tmp_path, monitor="val_loss", mode="max")
