@@ -29,7 +29,6 @@ INSIDE = [
     "data.padding",
     "engine.engine",
     "engine.program",
-    "step.means",
     "step.metrics",
     "step.model_call",
     "step.objective",

@@ -19,7 +19,6 @@ from ..step import (
     LONG_IN_FLIGHT,
     Batch,
     CallsPython,
-    Group,
     Metrics,
     Objective,
     RowsInteract,
@@ -34,7 +33,6 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
-from ..strategies.placing import fetch
 from .compiling import Compilations
 from .eager import Debugged, Debugging, debugging
 from .out_of_memory import check_memory
@@ -132,10 +130,8 @@ class Engine:
         self._dispatch_size = DispatchSize(steps_per_execution)
         self._blocks = rows_of_processes(strategy) if several else RowBlocks()
         self.steps: dict[Kind, Step] = {
-            kind: Step(
-                kind, strategy, self._packer(what), self._compiler_options, self.tell
-            )
-            for kind, what in WHAT.items()
+            kind: Step(kind, strategy, self._blocks, self._in_order, self.tell)
+            for kind in WHAT
         }
 
     def set(self, **fields: Any) -> None:
@@ -209,32 +205,6 @@ class Engine:
     def steps_per_execution(self) -> int:
         """How many steps a dispatch takes at present."""
         return 1 if self.one_by_one else self._dispatch_size.steps
-
-    def _packer(self, what: str) -> Packer:
-        strategy = self.strategy
-
-        def collect(leaves: list[Any]) -> list[np.ndarray]:
-            (group,) = strategy.place_batch([Group(leaves, None)], split=True)
-            return fetch(group.batch)
-
-        shards, blocks = strategy.num_shards, self._blocks
-        return Packer(shards, what, blocks, self._in_order, collect)
-
-    def _shapes(self, dispatch: Dispatch) -> list[Group]:
-        """What a step is compiled for: the batches of all processes."""
-        # Where JAX's arrays are now is not where the step takes them.
-        all_of_them = self._is_abstract or jax.process_count() > 1
-        kinds: Any = object if all_of_them else jax.Array
-
-        def shape_of(leaf: Any) -> Any:
-            if not isinstance(leaf, kinds):
-                return leaf
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-        groups = jax.tree.map(shape_of, dispatch.groups)
-        if self._is_abstract or not dispatch.split or self._blocks.count == 1:
-            return groups
-        return [self._blocks.whole(group) for group in groups]
 
     def set_options(self, options: StepOptions) -> None:
         """How train steps are compiled from now on."""
@@ -412,7 +382,7 @@ class Engine:
             return program
         inputs = self.held.tree if kind == "train" else self.held.evaluated.weights
         donate = self.options.donate if kind == "train" else "none"
-        given = dispatch, self._shapes(dispatch), inputs, donate
+        given = dispatch, inputs, donate, self._compiler_options
         try:
             with no_ambient_mesh(), self._compilations.timed(WHAT[kind], dispatch):
                 try:

@@ -21,6 +21,7 @@ from ..data import (
     targeted,
     without_ignored,
 )
+from ..distributed import RowBlocks
 from ..step import (
     OWN_LOOP,
     Collectives,
@@ -38,6 +39,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import Role, Rows
+from ..strategies.placing import fetch
 from .compiling import compiled
 from .pace import Check
 from .program import Program
@@ -92,43 +94,48 @@ class Step:
         self,
         kind: Kind,
         strategy: DataParallel,
-        packer: Packer,
-        compiler_options: Mapping[str, Any],
+        blocks: RowBlocks,
+        in_order: bool,
         tell: Callable[[str], None],
     ):
+        def collect(leaves: list[Any]) -> list[np.ndarray]:
+            (group,) = strategy.place_batch([Group(leaves, None)], split=True)
+            return fetch(group.batch)
+
+        shards = strategy.num_shards
         self.kind: Kind = kind
-        self.packer = packer
+        self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect)
         self.facts = _NOTHING_YET
         self.facts_of: dict[tuple[str, ...], Facts] = {}
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
         self.tell = tell
         self._strategy = strategy
-        self._compiler_options = compiler_options
         self._objective: Objective | None = None
 
     def compile(
         self,
         steps: Steps,
         dispatch: Dispatch,
-        groups: list[Group],
         inputs: TrainState | Weights,
-        donate: str = "none",
+        donate: str,
+        options: Mapping[str, Any],
     ) -> Program:
         """Traces and compiles a step for batches like those of `dispatch`.
 
         Args:
             steps: what it does.
             dispatch: batches, or their shapes.
-            groups: the same of all processes.
             inputs: what a step takes besides: the state to train, else the weights.
             donate: of `StepOptions`.
+            options: the user's, of XLA.
 
         Raises:
             RowsInteract: if values that must depend on one row depend on others, which
                 `steps` don't know yet.
             CallsPython: if the step calls Python that may raise.
         """
+        groups = self._of_all_processes(dispatch, inputs)
         body = _BODIES[self.kind](self, steps, inputs, groups, len(dispatch.rows))
         body = body._replace(function=opening(body.function, groups))
         ways: list[Rows] = ["apart", "together"] if dispatch.split else ["whole"]
@@ -161,7 +168,8 @@ class Step:
         else:
             if values_mix_rows(step.jaxpr):
                 raise RowsInteract
-            program = self._compiled(step, jitted, body, dispatch, donate, started)
+            given = step, jitted, body, dispatch, donate
+            program = self._compiled(*given, options, started)
 
         if self.facts.names:
             if before.names and self.programs:
@@ -178,6 +186,7 @@ class Step:
         body: Body,
         dispatch: Dispatch,
         donate: str,
+        options: Mapping[str, Any],
         started: float,
     ) -> Program:
         begun = time.perf_counter()
@@ -188,9 +197,7 @@ class Step:
                 # what matters.
                 unused = "Some donated buffers were not usable"
                 warnings.filterwarnings("ignore", unused)
-            made, digest = compiled(
-                step, body.arguments, self._compiler_options, instead
-            )
+            made, digest = compiled(step, body.arguments, options, instead)
         self.digests += (digest,) if digest else ()
         program = Program(made, dispatch, body.arguments[-1], donate)
         program.trace_seconds = begun - started
@@ -198,6 +205,24 @@ class Step:
         with contextlib.suppress(KeyError):  # JAX has renamed something
             program.products = products(step.jaxpr)
         return program
+
+    def _of_all_processes(self, dispatch: Dispatch, inputs: Any) -> list[Group]:
+        """What it is compiled for: the batches of all processes."""
+        # Where JAX's arrays are now is not where the step takes them.
+        is_abstract = not isinstance(jax.tree.leaves(inputs)[0], jax.Array)
+        all_of_them = is_abstract or jax.process_count() > 1
+        kinds: Any = object if all_of_them else jax.Array
+
+        def shape_of(leaf: Any) -> Any:
+            if not isinstance(leaf, kinds):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        groups = jax.tree.map(shape_of, dispatch.groups)
+        blocks = self.packer.blocks
+        if not dispatch.split or blocks.count == 1:
+            return groups
+        return [blocks.whole(group) for group in groups]
 
     def _checked(self, made: Any) -> Any:
         if not callable(made):

@@ -23,8 +23,7 @@ from ..basics.tracebacks import noted
 from ..basics.tree import at_path, leaf_path
 from .collectives import Collectives
 from .ensemble import Ensemble
-from .means import Sums, count_rows
-from .metrics import Facts, Metrics, check_count
+from .metrics import Facts, Metrics, Sums, check_count, count_rows
 from .objective import LossFnObjective
 from .remat import matches
 from .state import Group, TrainState, Weights, as_before

@@ -1,7 +1,7 @@
 """The pure steps that change the state of a run. No devices, no jit.
 
 A strategy compiles them, and hands them the `Collectives` that fit how it splits the
-batch. The loss of each row is in `objective`, the mean over all real rows in `means`,
+batch. The loss of each row is in `objective`, the mean over all real rows in `metrics`,
 and the randomness of each in `row_keys`.
 """
 
@@ -18,13 +18,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from .collectives import Collectives
 from .ensemble import Ensemble, OfMembers, call_members
 from .jaxprs import OWN_LOOP, has_convolutions
-from .means import Sums, count_rows, facts_of, sums_of
 from .metrics import (
     MAX_METRICS,
     Metrics,
+    Sums,
     add_to_totals,
+    count_rows,
+    facts_of,
     seen_inside,
     sum_dtype,
+    sums_of,
     with_names,
 )
 from .model_call import call_model, told_of_dicts
