@@ -288,6 +288,16 @@ class Engine:
             return map(self._single, dispatch.windows)
         return [dispatch]
 
+    def prepare(self, kind: Kind, batch: Batch) -> tuple[Dispatch, Program]:
+        """`batch` packed for a pass, and the step for its shape, maybe compiled now."""
+        step = self.steps[kind]
+        dispatch = step.packer.pack([[batch]])
+        program = self.compiled_for(kind, dispatch)
+        if step.facts.rows_interact > step.packer.rows_interact:
+            step.packer.rows_interact = True
+            return self.prepare(kind, batch)
+        return dispatch, program
+
     def _one_by_one(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         first, *others = dispatch.windows
         prepared = self.prepare_training(self._single(first))

@@ -1,19 +1,23 @@
 """A pass over a loader without training: `validate`, `test`, `predict`."""
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from ..basics.console import say
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Source, inputs_of, shown
-from ..engine import Fetching, passes
-from ..step import Whole, means_of
+from ..data import Dispatch, Packer, Source, inputs_of, shown
+from ..engine import Engine, Kind, Program
+from ..step import IN_FLIGHT, Batch, Whole, means_of
+from ..strategies.placing import replicated
 from .around import doing, noting
 from .limits import capped
 from .pass_metrics import add_pass_values
@@ -111,7 +115,7 @@ def _totals(
     limit: int | None,
     after_batch: Callable[[], None],
     weights: list[Any] | None,
-) -> tuple[Any, Fetching]:
+) -> tuple[Any, "_Fetching"]:
     """The sums over a pass, and what is kept of its rows."""
     run, batch_idx = trainer.run, -1
     totals = run.engine.pure.new_totals()
@@ -124,12 +128,19 @@ def _totals(
         engine = run.engine
         # Asked for once: they may be many.
         weights = engine.held.weights() if weights is None else weights
-        outputs = Fetching(engine.steps["evaluate"].packer)
+        outputs = _Fetching(engine.steps["evaluate"].packer)
         batches = _pass(trainer, source, prefix, limit)
         decide = run.recipe.decide_loss
         batches = (batch for batch in batches if decide(engine, batch))
-        for batch_idx, ready in enumerate(passes.ready(engine, "evaluate", batches)):
-            totals = passes.evaluate(engine, weights, ready, totals, batch_idx, outputs)
+        ready = _ready(engine, "evaluate", batches)
+        for batch_idx, (batch, dispatch, program) in enumerate(ready):
+            with noted(f"in batch {batch_idx}"):
+                given = weights, totals, np.int32(batch_idx)
+                placed, results = engine.run("evaluate", dispatch, program, *given)
+                totals, means, *kept = results
+            engine.in_flight.add(means, placed.nbytes, placed.checks)
+            for values in kept:
+                outputs.add(values, batch)
             after_batch()
         engine.in_flight.check_all()
 
@@ -247,8 +258,18 @@ def _predictions(
         run.interrupts,
         run.engine.as_settled(),
     ):
+        engine = run.engine
+        predictions = _Fetching(engine.steps["predict"].packer, gather=gather)
+        weights = engine.held.weights() if weights is None else weights
         try:
-            return passes.predict(run.engine, inputs(), weights, gather=gather)
+            ready = _ready(engine, "predict", inputs())
+            for number, (x, dispatch, program) in enumerate(ready):
+                with noted(f"in batch {number}"):
+                    placed, result = engine.run("predict", dispatch, program, weights)
+                if placed.nbytes:
+                    engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
+                predictions.add(result, x)
+            return predictions.rows()
         except Exception as error:
             batch = shown(given[0]) if given else ()
             beside = batch[1:] if isinstance(batch, tuple) else ()
@@ -265,7 +286,7 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
     for source in sources.values():
         if (sample := source.sample()) is not None:
             with noted(f"in the first batch of `{source.argument}`"):
-                passes.prepare(trainer.run.engine, "evaluate", sample)
+                trainer.run.engine.prepare("evaluate", sample)
 
 
 def _pass(
@@ -281,3 +302,74 @@ def _pass(
         yield batch
         run.interrupts.check()
     run.processes.all(f"the end of {doing}", None)
+
+
+def _ready(
+    engine: Engine, kind: Kind, batches: Iterable[Batch]
+) -> Iterator[tuple[Batch, Dispatch, Program]]:
+    """The batches of a pass, each packed and with its step; on accelerators once
+    the next one is on its way there."""
+    waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
+    for number, batch in enumerate(batches):
+        with noted(f"in batch {number}"):
+            dispatch, program = engine.prepare(kind, batch)
+        if engine.puts_ahead:
+            dispatch = engine.steps[kind].put(dispatch)
+        waiting.append((batch, dispatch, program))
+        if len(waiting) > engine.puts_ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+class _Fetching:
+    """Fetches the real rows of what steps give, a few batches late.
+
+    Args:
+        packer: of the batches.
+        gather: whether, of several processes, each gets all rows, not its own alone.
+    """
+
+    def __init__(self, packer: Packer, *, gather: bool = True):
+        self._packer, self._gather = packer, gather
+        self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
+        self._done: list[PyTree] = []
+
+    def add(self, values: PyTree, batch: Batch) -> None:
+        """Takes the values of the rows of `batch`, padding included, on the device."""
+        self._waiting.append((replicated(values) if self._gather else values, batch))
+        if len(self._waiting) > IN_FLIGHT:
+            self._fetch()
+
+    def rows(self) -> PyTree:
+        """NumPy arrays of the rows of all batches, or None if there were none."""
+        while self._waiting:
+            self._fetch()
+        if not self._done:
+            return None
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *self._done)
+
+    def _fetch(self) -> None:
+        values, batch = self._waiting.popleft()
+
+        def real(leaf: Any) -> np.ndarray:
+            return self._packer.real_rows(leaf, batch, own=not self._gather)
+
+        # Waits for the device, `IN_FLIGHT` batches late.
+        rows = jax.tree.map(real, values)
+        self._check(rows)
+        self._done.append(rows)
+
+    def _check(self, found: PyTree) -> None:
+        """Raises unless the rows of a batch can be joined to those of the first."""
+        first, number = self._done[0] if self._done else found, len(self._done)
+        for one, other in zip(
+            jax.tree.leaves(first), jax.tree.leaves(found), strict=True
+        ):
+            if one.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"in {self._packer.what} the model returns {one.shape[1:]} for"
+                    f" a row of batch 0 and {other.shape[1:]} for one of batch"
+                    f" {number}, and one array can't hold both. Predict batches of"
+                    " one shape at a time, or let the model return one shape for"
+                    " all."
+                )

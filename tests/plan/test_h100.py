@@ -8,7 +8,6 @@ import pytest
 from planned import installed
 
 from jaxdp import SingleDevice, Trainer
-from jaxdp.engine import passes
 from jaxdp.engine.xla_options import DETERMINISTIC
 from jaxdp.plan.hardware import topology
 
@@ -36,8 +35,8 @@ def compiled_for_h100(trainer, data, folder):
         engine.infer(trainer.run.recipe.objective_for(data))
     (dispatch,) = engine.dispatches([[data]])
     engine.compiled_for("train", dispatch)
-    passes.prepare(engine, "evaluate", data)
-    passes.prepare(engine, "predict", data[0])
+    engine.prepare("evaluate", data)
+    engine.prepare("predict", data[0])
     code = {}
     for kind in ("train", "evaluate", "predict"):
         files = [*folder.glob(f"*.jit_{kind}.*.ptx")]
@@ -72,15 +71,15 @@ def test_compilations_say_once_what_products_are(precision, caplog):
     there = SingleDevice().on(topology("h100x1").devices)
     engine = new_engine(trainer, there)
     engine._compilations._quiet = False  # as that of a fit
-    passes.prepare(engine, "evaluate", data)
-    passes.prepare(engine, "predict", data[0])
+    engine.prepare("evaluate", data)
+    engine.prepare("predict", data[0])
     assert caplog.text.count(SAID) == (precision == "32-true")
 
     caplog.clear()
     with jax.default_matmul_precision("default"):
         quiet_one = new_engine(trainer, there)
         quiet_one._compilations._quiet = False
-        passes.prepare(quiet_one, "predict", data[0])
+        quiet_one.prepare("predict", data[0])
     assert SAID not in caplog.text
 
 

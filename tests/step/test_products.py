@@ -11,7 +11,6 @@ from toys import Deep, batches, quiet
 
 from jaxdp import FSDP, Part, Pipeline, Pmap, Sharded, SingleDevice
 from jaxdp.callbacks.run_facts import run_facts
-from jaxdp.engine import passes
 from jaxdp.step import BY_DEFAULT, find_precision, float32_products, note_on_products
 
 DATA = batches(16, 16)
@@ -35,8 +34,8 @@ def products_of(trainer):
     (train,) = engine.dispatches([[(x, y)]])
     programs = [engine.compiled_for("train", train)]
     programs += [
-        passes.prepare(engine, "evaluate", (x, y))[1],
-        passes.prepare(engine, "predict", x)[1],
+        engine.prepare("evaluate", (x, y))[1],
+        engine.prepare("predict", x)[1],
     ]
     return [{name for name, n in one.products.items() if n} for one in programs]
 
