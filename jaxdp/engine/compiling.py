@@ -215,7 +215,10 @@ class Compilations:
             " such as a power of two, in the dataset or `collate_fn`; see"
             " docs/shapes.md."
         )
-        if len({_without_rows(known) for known in (*before, form)}) == 1:
+        ends = [
+            {_ends(shapes, one) for _, shapes in one.groups} for one in (*before, form)
+        ]
+        if all(these == ends[0] for these in ends):
             remedy = (
                 "A loss that returns one value per row is padded to one size; a scalar"
                 " loss, or BatchNorm, needs batches of few sizes, such as"
@@ -261,10 +264,6 @@ def _why(form: _Form, before: list[_Form]) -> str:
     differing = [pair for pair, (a, b) in zip(pairs, ends, strict=True) if a != b]
     differing = differing or [pairs[form.has_rows.index(True)]]
     return some_of(f"{name} was {old} and is {new}" for name, old, new in differing)
-
-
-def _without_rows(form: _Form) -> frozenset[_Shapes]:
-    return frozenset(_ends(shapes, form) for _, shapes in form.groups)
 
 
 def _ends(shapes: _Shapes, form: _Form) -> _Shapes:

@@ -175,7 +175,7 @@ class Engine:
         XLA rewrites convolutions for the CPU's library outside of loops alone. Inside a
         loop they take about five times as long, and round otherwise.
         """
-        is_cpu = self._platform == "cpu"
+        is_cpu = self._devices[0].platform == "cpu"
         self.puts_ahead = not is_cpu and not self._is_abstract
         unroll = is_cpu and not self._mode.without_jit  # else loops are Python's
         self.set(unroll_convolutions=unroll)
@@ -196,10 +196,6 @@ class Engine:
     @property
     def _devices(self) -> list[Any]:
         return [*self.held.leaves[0].sharding.device_set]
-
-    @property
-    def _platform(self) -> str:
-        return self._devices[0].platform
 
     @property
     def steps_per_execution(self) -> int:

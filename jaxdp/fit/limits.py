@@ -29,15 +29,13 @@ class Wanted(NamedTuple):
     def of_fast_dev_run(self, epoch: int) -> "Wanted":
         """One epoch of as many batches as `fast_dev_run` says, and a validation."""
         batches = int(self.fast_dev_run)
-        return self._replace(
+        return Wanted(
             max_epochs=epoch + 1,
-            max_steps=None,
-            min_epochs=None,
-            min_steps=None,
+            max_time=self.max_time,
             limit_train_batches=batches,
             limit_val_batches=batches,
-            check_val_every_n_epoch=1,
-            val_check_interval=None,
+            fast_dev_run=self.fast_dev_run,
+            overfit_batches=self.overfit_batches,
         )
 
 

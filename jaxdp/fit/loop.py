@@ -108,7 +108,7 @@ class Loop:
                     self._warn_of_no_batches()
                     break
 
-                if self.vals and self.limits.epoch_is_due(self._epoch):
+                if self.vals and self.limits.epoch_is_due(self.progress.epoch):
                     self._validate()
                 self._end_epoch()
 
@@ -117,13 +117,13 @@ class Loop:
     def has_nothing_to_do(self) -> bool:
         """Whether the limits, which are totals, were reached before; says so."""
         limits, step = self.limits, self.progress.global_step
-        if not limits.done(step, self._epoch) or self._lacks_its_end():
+        if not limits.done(step, self.progress.epoch) or self._lacks_its_end():
             return False
         warn(
-            f"`fit` has nothing to do: {self._epoch} epochs and {step} steps are"
-            f" done, and `max_epochs`={limits.max_epochs},"
-            f" `max_steps`={limits.max_steps} are totals that include earlier"
-            " fits. Raise them to continue."
+            f"`fit` has nothing to do: {self.progress.epoch} epochs and {step} steps"
+            f" are done, and `max_epochs`={limits.max_epochs}, `max_steps`="
+            f"{limits.max_steps} are totals that include earlier fits. Raise them to"
+            " continue."
         )
         return True
 
@@ -162,8 +162,8 @@ class Loop:
         trainer, run, limits = self.trainer, self._run, self.limits
         if self.progress.done:
             say(
-                f"continuing epoch {self._epoch} after batch {self.progress.done},"
-                " where the last fit stopped"
+                f"continuing epoch {self.progress.epoch} after batch"
+                f" {self.progress.done}, where the last fit stopped"
             )
 
         loaded, run.loaded = run.loaded, None
@@ -214,8 +214,9 @@ class Loop:
 
     def _interval_is_up(self) -> bool:
         """Whether `val_check_interval` asks for a validation here."""
-        done, last = self.progress.done, self.progress.validated_at
-        return bool(self.vals) and self.limits.interval_is_up(self._epoch, done, last)
+        progress = self.progress
+        at = progress.epoch, progress.done, progress.validated_at
+        return bool(self.vals) and self.limits.interval_is_up(*at)
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
@@ -251,10 +252,6 @@ class Loop:
 
     # When it ends.
 
-    @property
-    def _epoch(self) -> int:
-        return self.progress.epoch
-
     def _goes_on(self) -> bool:
         """Whether there is another epoch, or the end of one."""
         return not self._is_done(between_epochs=True) or self._lacks_its_end()
@@ -269,13 +266,13 @@ class Loop:
             # fraction of a second later.
             stops = bool(self._wishes.beat(stops or None, now=between_epochs))
             self.trainer.should_stop = stops or self.trainer.should_stop
-        return stops or self.limits.done(self.progress.global_step, self._epoch)
+        return stops or self.limits.done(self.progress.global_step, self.progress.epoch)
 
     def _may_stop(self) -> bool:
         """Whether a fit that is to end early has done its minimum; says once if not."""
         limits, step = self.limits, self.progress.global_step
         is_over = limits.is_finished(self.progress.done)
-        may_stop = limits.may_stop(step, self._epoch + is_over)
+        may_stop = limits.may_stop(step, self.progress.epoch + is_over)
         if not (may_stop or self._told_of_minimum):
             self._told_of_minimum = True
             least = {"min_epochs": limits.min_epochs, "min_steps": limits.min_steps}
@@ -294,15 +291,15 @@ class Loop:
     def _warn_of_no_batches(self) -> None:
         if not self.trainer.should_stop and not self.limits.time_is_up():
             warn(
-                f"`train_loader` gave no batches in epoch {self._epoch}: a generator"
-                " can be iterated only once. The fit ends here."
+                f"`train_loader` gave no batches in epoch {self.progress.epoch}: a"
+                " generator can be iterated only once. The fit ends here."
             )
 
     def _warn_of_few_batches(self) -> None:
         if not self._told_of_few:
             warn(
                 f"`train_loader` gave {self.progress.done} batches in epoch"
-                f" {self._epoch}, fewer than `limit_train_batches`"
+                f" {self.progress.epoch}, fewer than `limit_train_batches`"
                 f"={self.limits.train_batches}; the epoch ends there."
             )
         self._told_of_few = True

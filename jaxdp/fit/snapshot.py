@@ -233,12 +233,14 @@ def _tell_differences(
                 " on as they were saved; `trainer.set_hyperparams` sets them."
             )
         say(f"{path} was saved with other arguments than this trainer's:\n{lines}")
-    options = {name: str(value) for name, value in recipe.compiler_options.items()}
-    if meta.get("compiler_options", {}) != options:
+    options, saved = (
+        {k: str(v) for k, v in recipe.compiler_options.items()},
+        meta.get("compiler_options", {}),
+    )
+    if saved != options:
         say(
-            f"{path} was saved with `compiler_options`="
-            f"{meta.get('compiler_options', {})}, and this trainer has {options}: last"
-            " bits may differ"
+            f"{path} was saved with `compiler_options`={saved}, and this trainer has"
+            f" {options}: last bits may differ"
         )
 
 
