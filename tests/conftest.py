@@ -35,7 +35,6 @@ INSIDE = [
     "step.precision",
     "engine.step",
     "step.remat",
-    "step.row_keys",
     "step.state",
     "step.steps",
 ]

@@ -30,13 +30,11 @@ class Program:
             counted, or another function has compiled it.
         compile_seconds: what it took to compile, and to trace if that is not known.
         trace_seconds: what it took to trace.
-        layouts: how it takes the leaves of its groups, in order, once that is known.
     """
 
     products: Products | None = None
     trace_seconds: float | None = None
     compile_seconds = 0.0
-    layouts: list[Any] | None = None
 
     def __init__(
         self, compiled: Any, dispatch: Dispatch, groups: list[Group], donate: str
@@ -49,6 +47,7 @@ class Program:
         # user's may return any callable, and counts of its own.
         is_known = isinstance(compiled, jax.stages.Compiled)
         self._keeps = is_known and donate != "all"
+        self._layouts: list[Any] | None = None  # of the leaves of groups, in order
         self._counts: dict[Any, Array] = {}
         self._last_counts: tuple[Any, Any] = (None, None)  # of the call before
 
@@ -90,15 +89,15 @@ class Program:
         device.
         """
         flat = [jax.tree.flatten(_of_batches(group)) for group in groups]
-        if self.layouts is None:
+        if self._layouts is None:
             positional, _ = self.compiled.input_shardings
-            self.layouts = [
+            self._layouts = [
                 treedef.flatten_up_to(_of_batches(layout))
                 for (_, treedef), layout in zip(flat, positional[-1], strict=True)
             ]
         there = []
         for group, (leaves, treedef), layouts in zip(
-            groups, flat, self.layouts, strict=True
+            groups, flat, self._layouts, strict=True
         ):
             # None is the layout of what the step has no use for; and what spans
             # processes was placed by the strategy.

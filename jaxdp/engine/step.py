@@ -13,14 +13,7 @@ from jaxtyping import Array
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.host_memory import on_device
-from ..data import (
-    Dispatch,
-    Packer,
-    Placed,
-    check_targets,
-    targeted,
-    without_ignored,
-)
+from ..data import Dispatch, Packer, Placed, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks
 from ..step import (
     OWN_LOOP,
@@ -79,7 +72,8 @@ class Step:
     """One kind of step under a strategy, compiled once for each form of batches.
 
         program = step.programs.get(dispatch.shape) or step.compile(...)
-        results = program.compiled(*inputs, groups)
+        placed = step.placed(dispatch, program, ahead=False)
+        results = program.compiled(*inputs, placed.groups)
 
     Attributes:
         packer: of its batches.

@@ -14,7 +14,7 @@ from ..basics.arguments import check_count
 from ..basics.tree import leaf_path
 from .model_call import call_model
 from .objective import Objective, Values
-from .row_keys import MaskAndKeys
+from .state import MaskAndKeys
 from .value_fn import offered
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.tree import map_nodes, nodes_of
-from .row_keys import MaskAndKeys
+from .state import MaskAndKeys
 from .whole import is_whole, plain
 
 

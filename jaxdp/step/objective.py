@@ -35,7 +35,7 @@ from .returned import (
     weighing,
     without_ignored,
 )
-from .row_keys import MaskAndKeys
+from .state import MaskAndKeys
 from .whole import KeyData, as_given, is_whole, plain
 
 

@@ -2,7 +2,7 @@
 
 A strategy compiles them, and hands them the `Collectives` that fit how it splits the
 batch. The loss of each row is in `objective`, the mean over all real rows in `metrics`,
-and the randomness of each in `row_keys`.
+and the randomness of each in `state`.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +32,9 @@ from .metrics import (
 )
 from .model_call import call_model, told_of_dicts
 from .objective import Objective, Values
-from .precision import (
-    PRECISIONS,
-    LossScale,
-    Precision,
-    cast_batch,
-    computing,
-    widen,
-)
+from .precision import PRECISIONS, LossScale, Precision, cast_batch, computing, widen
 from .remat import Remat, remat_function, remat_submodules
 from .returned import AfterUpdate, check_depends
-from .row_keys import key_after_update, key_outside_training, mask_and_keys
 from .row_mixing import check_constant, mark_rows
 from .state import (
     Group,
@@ -51,6 +43,9 @@ from .state import (
     Weights,
     all_finite,
     as_before,
+    key_after_update,
+    key_outside_training,
+    mask_and_keys,
     only_micro_batch,
     unless_nonfinite,
 )

@@ -13,7 +13,7 @@ from toys import quiet
 from jaxdp import FSDP, SingleDevice
 from jaxdp.step.model_call import as_plain_state, call_model, named_by, offered_to
 from jaxdp.step.objective import call_loss_fn
-from jaxdp.step.row_keys import MaskAndKeys
+from jaxdp.step.state import MaskAndKeys
 
 
 def bound(loss_fn):
