@@ -119,12 +119,7 @@ def _totals(
     """The sums over a pass, and what is kept of its rows."""
     run, batch_idx = trainer.run, -1
     totals = run.engine.pure.new_totals()
-    with (
-        source.a_pass(),
-        run.access.apart(),
-        run.interrupts,
-        run.engine.as_settled(),
-    ):
+    with source.a_pass(), run.access.apart(), run.interrupts, run.engine.as_settled():
         engine = run.engine
         # Asked for once: they may be many.
         weights = engine.held.weights() if weights is None else weights
@@ -253,11 +248,7 @@ def _predictions(
             given[:] = [batch]
             yield inputs_of(batch)
 
-    with (
-        run.access.apart(),
-        run.interrupts,
-        run.engine.as_settled(),
-    ):
+    with run.access.apart(), run.interrupts, run.engine.as_settled():
         engine = run.engine
         predictions = _Fetching(engine.steps["predict"].packer, gather=gather)
         weights = engine.held.weights() if weights is None else weights

@@ -43,11 +43,7 @@ class Limits:
     """The resolved limits of one fit, whose steps `accumulate` so many batches."""
 
     def __init__(
-        self,
-        train: Source,
-        vals: Mapping[str, Source],
-        wanted: Wanted,
-        accumulate: int,
+        self, train: Source, vals: Mapping[str, Source], wanted: Wanted, accumulate: int
     ):
         max_epochs, max_steps, max_time, min_epochs, min_steps = wanted[:5]
         ends = max_steps, max_time, wanted.limit_train_batches

@@ -156,9 +156,7 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
 
     with run.interrupts.uninterrupted():
         state, meta = checkpoint.restore(
-            path,
-            like,
-            arguments=run.recipe.description(run.hooks.callbacks),
+            path, like, arguments=run.recipe.description(run.hooks.callbacks)
         )
         _check_left_out(path, meta, run.engine.state)
         state = run.engine.place(state)

@@ -55,12 +55,7 @@ PRECISIONS: Final = {
     )
 }
 
-_NORMS: Final = (
-    eqx.nn.LayerNorm,
-    eqx.nn.RMSNorm,
-    eqx.nn.GroupNorm,
-    eqx.nn.BatchNorm,
-)
+_NORMS: Final = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
 """Layers that compute in float32 whatever they are given. The first three do it by
 themselves, and give back the dtype that came; `BatchNorm` is made to."""
 
@@ -179,8 +174,7 @@ def next_scale(scale: LossScale, finite: Array) -> LossScale:
     grown = jnp.minimum(scale.scale * jnp.where(grows, 2.0, 1.0), LARGEST_SCALE)
     shrunk = jnp.maximum(scale.scale / 2, 1.0)
     return LossScale(
-        jnp.where(finite, grown, shrunk),
-        jnp.where(finite & ~grows, good_steps, 0),
+        jnp.where(finite, grown, shrunk), jnp.where(finite & ~grows, good_steps, 0)
     )
 
 
