@@ -85,8 +85,7 @@ class Trainer:
             a `jaxdp.Ensemble`. Each step trains all of them. See docs/ensembles.md.
         seed: decides all randomness: shuffling, dropout, augmentation.
         reproducible: "run" gives the same bits when the script runs again, on GPUs too.
-            `strategy=Bitwise(...)` gives them on any number of devices. See
-            docs/reproducibility.md.
+            `Bitwise(...)` does on any number of devices. See docs/reproducibility.md.
         compiler_options: XLA's options for the steps, as a dict, or an effort level:
             from "O1" on, GPUs overlap communication and computation. See docs/speed.md.
         offload: "optimizer" keeps the optimizer's state in the host's memory between
