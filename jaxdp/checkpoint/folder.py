@@ -193,19 +193,21 @@ def best_in(path: str) -> str:
     if not steps or os.path.lexists(os.path.join(path, "meta")):
         return path
     last = steps[-1]
+    recorded, monitor = _best_first(folder, read_meta(folder.path_of(last)))
     # The link knows of what was measured after it was saved.
-    best_first = [
-        folder.linked("best"),
-        *_best_first(folder, read_meta(folder.path_of(last))),
-    ]
-    chosen = next((step for step in best_first if step in steps), last)
-    what = "the last" if chosen == last else "the best"
-    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {len(steps)} checkpoints")
+    best_first = [folder.linked("best"), *recorded]
+    chosen = next((step for step in best_first if step in steps), None)
+    what = f"the best by {monitor}" if monitor else "the best"
+    if chosen is None or not monitor and chosen == last:
+        chosen, what = last, "the last"
+    count = f"{len(steps)} checkpoint{'s' * (len(steps) > 1)}"
+    say(f"`load_model`: {folder.path_of(chosen)}, {what} of {count}")
     return folder.path_of(chosen)
 
 
-def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
-    """The steps of a folder, best first, as its `ModelCheckpoint` had them.
+def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> tuple[list[Any], str]:
+    """The steps of a folder, best first, as its `ModelCheckpoint` had them, and by what
+    they are judged: "val_loss (min)"; "" if by nothing, or if that is not known.
 
     Of several the one that had this folder, or one of the same name, if it was moved.
     """
@@ -221,7 +223,11 @@ def _best_first(folder: CheckpointDir, meta: dict[str, Any]) -> list[Any]:
         for name, state in meta["callbacks"].items()
         if isinstance(state.get("best_first"), list)
     }
-    return records[max(records, key=is_of)] if records else []
+    if not records:
+        return [], ""
+    name = max(records, key=is_of)
+    monitor, *mode = whose.get(name, "").partition("\n")[2].split(", ")
+    return records[name], f"{monitor} ({mode[0]})" if mode else ""
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:

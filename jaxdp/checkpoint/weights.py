@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Set
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_choice, check_is_local
-from ..basics.console import say
+from ..basics.console import say, some_of, warn
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
@@ -28,6 +28,14 @@ from .leaves import (
 from .restoring import CheckpointCorrupt, left_out, read_meta, restore_leaves
 
 Path = str | os.PathLike[str]
+
+_STATE: Final = "model_state: "
+"""What the names of the arrays of a model's state begin with."""
+
+_HINT_OF_STATE: Final = (
+    "\n`like` has an `eqx.nn.State` in it: pass the model alone, and the state as"
+    " `state`: `model, state = load_model(path, like=model, state=state)`."
+)
 
 
 def load_model(
@@ -50,7 +58,8 @@ def load_model(
         like: a model of the same structure. Only structure, shapes and dtypes matter,
             so `eqx.filter_eval_shape(Model, ...)` is enough. Its floats may be wider
             than those that were saved, under `precision="bf16-true"`, say.
-        state: an `eqx.nn.State` to fill as well. Only checkpoints contain one.
+        state: an `eqx.nn.State` to fill as well, with BatchNorm's running statistics,
+            say. Only checkpoints contain one; one that is not asked for is warned of.
         partial: keep the leaves of `like` that the file lacks or has in another shape,
             and say which.
         which: the weights that were validated, `"scored"`, or `"raw"` ones, that
@@ -62,7 +71,8 @@ def load_model(
 
     Raises:
         FileNotFoundError, CheckpointCorrupt: as `Trainer.load`.
-        ValueError: if leaves differ and `partial` is False; it names them.
+        ValueError: if leaves differ and `partial` is False, or if none fits; it names
+            them.
     """
     check_choice("which", which, ("scored", "raw"))
     check_is_local("path", path)
@@ -84,16 +94,27 @@ def load_model(
     else:
         stored, read = _open_checkpoint(path := best_in(path), which)
         if state is not None:
-            wanted |= {f"model_state: {n}": x for n, x in _shapes(state).items()}
+            wanted |= {f"{_STATE}{n}": x for n, x in _shapes(state).items()}
 
     stored = {n: _as_wanted(text, wanted.get(n)) for n, text in stored.items()}
-    _report(path, wanted, stored, partial)
-    values = read([name for name in wanted if stored.get(name) == wanted[name]])
+    fitting = [name for name in wanted if stored.get(name) == wanted[name]]
+    hint = _HINT_OF_STATE if state is None and _has_state(like) else ""
+    if partial:
+        _check_any_fits(path, wanted, stored, fitting, hint)
+    _report(path, wanted, stored, partial, hint)
+    if state is None and any(map(_is_of_state, stored)):
+        warn(
+            f"`load_model`: {path} has a model state, BatchNorm's running statistics"
+            " say, which is not loaded. `model, state = load_model(path, like=model,"
+            " state=state)` loads it, into a state as `eqx.nn.make_with_state` makes"
+            " one."
+        )
+    values = read(fitting)
     _check_beside(like, stored.keys() - values.keys())
     model = _filled(like, values, "")
     if state is None:
         return model
-    return model, _filled(state, values, "model_state: ")
+    return model, _filled(state, values, _STATE)
 
 
 def _check_beside(like: PyTree, left_out: Set[str]) -> None:
@@ -142,7 +163,9 @@ def read_weights(path: Path, which: str = "scored") -> dict[str, np.ndarray]:
     they are made of.
     """
     shapes, read = _open_checkpoint(path := best_in(absolute(path)), which)
-    wanted = [name for name in shapes if not name.startswith("model_state: ")]
+    wanted = [name for name in shapes if not _is_of_state(name)]
+    if len(wanted) < len(shapes):
+        say(f"{path} has a model state, too, which is not among the weights")
     arrays = {name: np.asarray(value) for name, value in read(wanted).items()}
     if len(arrays) < len(wanted):
         say(f"{path} has {len(arrays)} arrays of adapters, and not what is beside them")
@@ -184,20 +207,58 @@ def _as_wanted(stored: str, wanted: str | None) -> str:
     return wanted if fits and jnp.promote_types(narrow, wide) == wide else stored
 
 
+def _is_of_state(name: str) -> bool:
+    return name.startswith(_STATE)
+
+
+def _has_state(tree: PyTree) -> bool:
+    """Whether there is an `eqx.nn.State` in a tree."""
+
+    def is_state(value: Any) -> bool:
+        return isinstance(value, eqx.nn.State)
+
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def _check_any_fits(
+    path: str,
+    wanted: dict[str, str],
+    stored: dict[str, str],
+    fitting: list[str],
+    hint: str,
+) -> None:
+    """Raises where nothing of a model would be loaded."""
+    of_model = {name: text for name, text in wanted.items() if not _is_of_state(name)}
+    if of_model.keys() & fitting or fitting and not of_model:
+        return
+    here, there = (
+        some_of(f"{name} {text}" for name, text in sorted(shapes.items())) or "nothing"
+        for shapes in (of_model, stored)
+    )
+    raise ValueError(
+        f"`like`: no array of the model in {path} fits, by its name and shape, so"
+        f" nothing would be loaded. There: {there}. In `like`: {here}.{hint}"
+    )
+
+
 def _report(
-    path: str, wanted: dict[str, str], stored: dict[str, str], partial: bool
+    path: str,
+    wanted: dict[str, str],
+    stored: dict[str, str],
+    partial: bool,
+    hint: str,
 ) -> None:
     """Says what differs from the file; an error unless `partial`."""
 
     def counts(name: str) -> bool:
-        return name in wanted or not (partial or name.startswith("model_state:"))
+        return name in wanted or not (partial or _is_of_state(name))
 
     there = {name: shape for name, shape in stored.items() if counts(name)}
     lines = differences(wanted, there, "model")
     if lines and not partial:
         raise ValueError(
             f"`like`: the model in {path} is a different"
-            f" one:\n{first_lines(lines)}\nUse `partial=True` to take what fits."
+            f" one:\n{first_lines(lines)}\nUse `partial=True` to take what fits.{hint}"
         )
     if lines:
         shown = "\n".join(lines)

@@ -1,5 +1,7 @@
 """Weights alone: out of checkpoints, into files and back."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -87,14 +89,74 @@ def test_part_of_a_model_is_taken_and_the_rest_is_listed(trained, caplog):
     assert "extra: the checkpoint has nothing" in caplog.text
 
 
-def test_the_state_of_batch_norm_comes_along(tmp_path):
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(0))
+def made(seed=1):
+    return eqx.nn.make_with_state(NormNet)(jax.random.key(seed))
+
+
+@pytest.fixture(scope="module")
+def with_state(tmp_path_factory):
+    model, state = made(0)
     trainer = Trainer(
         model, loss="cross_entropy", state=state, enable_progress_bar=False
     )
     trainer.fit(batches(16, 16))
-    path = trainer.save(tmp_path / "saved")
-    model, state = eqx.nn.make_with_state(NormNet)(jax.random.key(1))
+    return trainer, trainer.save(tmp_path_factory.mktemp("norm") / "saved")
+
+
+def loaded(path, like, **options):
+    """What is loaded, or the error; and what is warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            result = jaxdp.load_model(path, like, **options)
+        except ValueError as error:
+            result = str(error)
+    return result, [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_state_that_is_not_asked_for_is_warned_of(with_state, trained, partial):
+    trainer, path = with_state
+    model, (told,) = loaded(path, made()[0], partial=partial)
+    assert same(model, trainer.model)
+    assert f"{path} has a model state" in told
+    assert "`model, state = load_model(path, like=model, state=state)`" in told
+    like, state = made()
+    assert loaded(path, like, state=state, partial=partial)[1] == []
+    assert loaded(trained[1], Mlp(jax.random.key(1)), partial=partial)[1] == []
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_state_inside_of_like_is_told_where_it_belongs(with_state, partial):
+    text, told = loaded(with_state[1], made(), partial=partial)
+    assert "pass the model alone, and the state as `state`: `model, state =" in text
+    assert told == []
+
+
+@pytest.mark.parametrize("like, options", [
+    (lambda: {"net": Mlp(jax.random.key(1))}, {}),
+    (lambda: jax.nn.relu, {}),
+    (lambda: {"net": made()[0]}, {"state": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+def test_a_model_of_which_nothing_is_found_is_an_error(
+    with_state, tmp_path, like, options, suffix
+):
+    trainer, path = with_state
+    if suffix:
+        pytest.importorskip("safetensors")
+        options = {}
+        path = jaxdp.save_model(tmp_path / f"model{suffix}", trainer.model)
+    if options:
+        options = {"state": made()[1]}
+    text, _ = loaded(path, like(), partial=True, **options)
+    assert f"no array of the model in {path} fits" in text
+    assert "There: first.weight float32(8, 4), last.bias" in text
+
+
+def test_the_state_of_batch_norm_comes_along(with_state):
+    trainer, path = with_state
+    model, state = made()
     model, state = jaxdp.load_model(path, like=model, state=state)
     assert same(model, trainer.model)
     for ours, theirs in zip(

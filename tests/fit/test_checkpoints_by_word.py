@@ -227,7 +227,14 @@ def test_load_model_takes_the_best_of_a_folder_by_its_record(tmp_path, caplog):
 
     for one, other in zip(loaded(), arrays(weights.models[step]), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert f"{step}, the best of 4 checkpoints" in caplog.text
+    assert f"{step}, the best by val_loss (min) of 4 checkpoints" in caplog.text
+
+    # The one that its saver has kept is the best, and not just the last.
+    one = shutil.copytree(folder, tmp_path / "one" / "run")
+    for other in set(weights.models) - {step}:
+        shutil.rmtree(one / str(other))
+    jaxdp.load_model(one, like=Mlp(jax.random.key(1)))
+    assert f"{step}, the best by val_loss (min) of 1 checkpoint\n" in caplog.text
 
     # The best that is still there.
     shutil.rmtree(folder / str(step))
