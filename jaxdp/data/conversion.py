@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -158,10 +159,11 @@ def check_targets(
     if num_classes is not None and not weights and type(labels) is np.ndarray:
         if _greatest(labels) < num_classes:  # quick: small steps wait for it
             return None
+    of_tokens = math.prod(labels.shape[2:]) > 1 if num_classes is not None else False
     looked_at = weights if num_classes is None else [labels, *weights]
     if any([isinstance(array, jax.Array) for array in looked_at]):
         bounds = _bounds_there(looked_at, num_classes is not None)
-        return lambda _: _check_bounds(bounds, num_classes, _LATE)
+        return lambda _: _check_bounds(bounds, num_classes, of_tokens, _LATE)
     least, low, high = 0, 0, 0
     if weights:
         least = weights[0].min()
@@ -170,7 +172,7 @@ def check_targets(
         if (low < 0 or high >= num_classes) and weights:
             labels = labels[_counting(weights[0])]
             low, high = labels.min(initial=0), labels.max(initial=0)
-    _check_bounds((least, low, high), num_classes)
+    _check_bounds((least, low, high), num_classes, of_tokens)
     return None
 
 
@@ -188,7 +190,10 @@ def _bounds_there(looked_at: list[Any], has_labels: bool) -> tuple[Any, Any, Any
 
 
 def _check_bounds(
-    bounds: tuple[Any, Any, Any], num_classes: int | None, when: str = ""
+    bounds: tuple[Any, Any, Any],
+    num_classes: int | None,
+    of_tokens: bool,
+    when: str = "",
 ) -> None:
     """Raises for a least weight, a least label and a greatest that can't be: JAX would
     clamp and wrap such labels, silently."""
@@ -204,6 +209,12 @@ def _check_bounds(
         remedy = (
             "(Rows to be ignored can have any label and the weight 0: (x, y, weight).)"
         )
+        if of_tokens:
+            remedy = (
+                "(To ignore some labels of a row, return (values, weights) from a"
+                " `loss_fn`: (losses, y >= 0), the losses being those of"
+                " jnp.maximum(y, 0).)"
+            )
         if num_classes == 1:
             remedy = "For yes/no targets use loss='binary_cross_entropy'."
         raise ValueError(

@@ -131,6 +131,12 @@ class Source:
         return any([one_pass.gi_running for one_pass in self._passes])  # pyright: ignore
 
     @property
+    def shuffles(self) -> bool:
+        """Whether rows are known to come in another order than the dataset's, also
+        where nothing is trained."""
+        return False
+
+    @property
     def looks(self) -> bool:
         """Whether the loader, of any process, looks at what training changes."""
         return bool(self.looks_at) or self.share.looks

@@ -62,6 +62,20 @@ class _OfTorch(Source):
             return super().first(count)
         return torch_source(ordered, self.argument, self.share, self.seed).first(count)
 
+    @property
+    def shuffles(self) -> bool:
+        from torch.utils import data
+
+        random = (
+            data.RandomSampler,
+            data.SubsetRandomSampler,
+            data.WeightedRandomSampler,
+        )
+        return any(
+            isinstance(sampler, random) or getattr(sampler, "shuffle", False) is True
+            for sampler in self._parts.samplers
+        )
+
     def _set_epoch(self, epoch: int) -> None:
         for part in (*self._parts.samplers, self.loader.dataset):
             if hasattr(part, "set_epoch"):

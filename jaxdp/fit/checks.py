@@ -25,6 +25,7 @@ from ..step import (
     Objective,
     Part,
     Whole,
+    check_arguments,
     check_is_told,
     check_remat,
     find_parts,
@@ -241,6 +242,7 @@ def _several_models(kind: str, models: Sequence[Any]) -> str:
 
 def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, optax.GradientTransformation):
+        check_arguments(optimizer)
         return
     if hasattr(optimizer, "gradient_transformation"):
         raise TypeError(
@@ -361,11 +363,13 @@ def split_model(
         filter_spec = mask_of(filter_spec, model, "`filter_spec`")
     try:
         params, frozen = eqx.partition(inexact, filter_spec)
-    except ValueError as error:
+    except Exception as error:
         raise ValueError(
-            "`filter_spec` must be path patterns, a callable leaf -> bool, or a pytree"
-            " of bools that is a prefix of the model, for example jax.tree.map(lambda"
-            " _: False, model) changed by eqx.tree_at."
+            "`filter_spec` must be path patterns such as ['layers[1]'], a pytree of"
+            " bools that is a prefix of the model, or a callable leaf -> bool, which is"
+            f" given array by array, and not the model; got {type(error).__name__}:"
+            f" {error}. For a part of the model: eqx.tree_at(lambda m: m.layers[1],"
+            " jax.tree.map(lambda _: False, model), True)."
         ) from error
 
     if not jax.tree.leaves(params):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.console import say
+from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Packer, Source, inputs_of, shown
@@ -222,6 +222,12 @@ def predict(
         _asked_for(trainer, "predict") as hooks,
         contextlib.closing(run.open(loader, "loader", "predict")) as source,
     ):
+        if source.shuffles:
+            warn(
+                "`loader` shuffles: the predictions are in the order in which it gives"
+                " the rows, not in that of its dataset. Pass a loader with"
+                " shuffle=False."
+            )
         limit = capped("limit_batches", limit, source.num_batches)
         weights = _weights(trainer, "predict", ckpt_path)
         hooks.on_predict_start(trainer)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from ..basics.tracebacks import noted
 from ..basics.tree import map_nodes, nodes_of
 from .state import MaskAndKeys
 from .whole import is_whole, plain
@@ -43,9 +44,11 @@ def call_model(
     def one_row(row: PyTree, key: PRNGKeyArray) -> Any:
         keywords = offers(key)
         row = plain(row)
-        if model_state is None:
-            return model(row, **keywords), None
-        return model(row, given_state, **keywords)
+        shapes = jax.tree.map(jnp.shape, row)
+        with noted(f"the model was called on one example, of shape {shapes}"):
+            if model_state is None:
+                return model(row, **keywords), None
+            return model(row, given_state, **keywords)
 
     def all_rows() -> Any:
         batched = jax.vmap(one_row, (axes, 0), out_axes=(0, None), axis_name=row_axis)
@@ -66,7 +69,7 @@ def told_of_dicts(x: PyTree) -> Iterator[None]:
         raise TypeError(
             f"`predict` called the model on a dict with the keys {list(x)}, with"
             f" one row of each, and that failed: {error}. If the model takes one"
-            " of them, pass [b[KEY] for b in loader], with its key."
+            f" of them, pass [b[{next(iter(x), 'KEY')!r}] for b in loader]."
         ) from error
 
 

@@ -289,7 +289,8 @@ def split_batch(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         instead = "Of x and y themselves, pass jaxdp.Arrays(x, y, batch_size=32)"
         if isinstance(batch, Mapping):
-            instead = "Pass [(b[X], b[Y]) for b in loader], with two of these keys"
+            x, y, *_ = *map(repr, batch), "Y", "Y"
+            instead = f"Pass [(b[{x}], b[{y}]) for b in loader], x before y"
         given = "*batch" if isinstance(batch, tuple) else "batch"
         raise TypeError(
             "`loss` and `metrics` need batches (x, y), or (x, y, weight); got"

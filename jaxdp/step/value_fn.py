@@ -4,10 +4,12 @@
 in other places than where the parameters are.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -106,6 +108,33 @@ def offered(
     return {name: known[name] for name in _asked_for(update, stages)}
 
 
+def check_arguments(optimizer: optax.GradientTransformation) -> None:
+    """Raises for what an optimizer was made of and fails with, as far as it shows."""
+    for stage in _stages_of(optimizer.update):
+        made_of = dict(closed_over(stage))
+        labels = made_of.get("param_labels")
+        if isinstance(labels, eqx.Module) and not isinstance(labels, eqx.Partial):
+            is_text = [isinstance(leaf, str) for leaf in jax.tree.leaves(labels)]
+            if callable(labels) and any(is_text):
+                raise TypeError(
+                    f"`optimizer`: the labels of optax.partition are a"
+                    f" {type(labels).__name__}, which optax calls, as it can be called,"
+                    " to get labels. Pass a function of the params, `lambda params:"
+                    " labels`, with labels made from `params` or from"
+                    " eqx.filter(model, eqx.is_inexact_array)."
+                )
+        if isinstance(injected := made_of.get("other_hps"), Mapping):
+            made_of |= injected
+        for name in ("learning_rate", "step_size", "weight_decay"):
+            if isinstance(made_of.get(name), str):
+                name = name.replace("step_size", "learning_rate")
+                raise TypeError(
+                    f"`optimizer`: its `{name}` is a str; pass a number, or a schedule"
+                    " such as optax.cosine_decay_schedule(1e-3, steps), which is a"
+                    " function of the number of steps."
+                )
+
+
 _BACKTRACKS: Final = "scale_by_backtracking_linesearch."
 """It takes the slope from JAX's gradient, unlike optax's zoom search, which takes it
 from the conjugate."""
@@ -142,9 +171,10 @@ def _stages_of(update: Callable[..., Any]) -> list[Any]:
 def closed_over(function: Any) -> Mapping[str, Any]:
     """What a function that was made by another, or a method, knows besides."""
     if inspect.ismethod(function):
-        return vars(function.__self__)
+        return getattr(function.__self__, "__dict__", {})
     if inspect.isfunction(function):
-        return inspect.getclosurevars(function).nonlocals
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            return inspect.getclosurevars(function).nonlocals
     return {}
 
 

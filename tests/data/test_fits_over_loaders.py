@@ -11,6 +11,7 @@ from toys import Mlp, Recorder, rows
 
 torch = pytest.importorskip("torch")
 
+from torch.utils import data  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     DataLoader,
     Dataset,
@@ -254,3 +255,31 @@ def test_an_iterator_goes_on_in_a_cut_epoch(kind):
     trainer.fit(loader, max_steps=3)
     trainer.fit(loader, max_steps=6)
     assert numbers == [1, 2, 3, 4, 5, 6]
+
+
+SHUFFLED = {
+    "in order": lambda: {},
+    "in order, by a sampler": lambda: {"sampler": range(23)},
+    "shuffle=True": lambda: {"shuffle": True},
+    "a subset": lambda: {"sampler": data.SubsetRandomSampler(range(23))},
+    "weights": lambda: {"sampler": data.WeightedRandomSampler([1.0] * 23, 23)},
+    "a batch sampler": lambda: {
+        "batch_size": 1,
+        "batch_sampler": data.BatchSampler(data.RandomSampler(TENSORS), 8, False),
+    },
+    "a process's": lambda: {"sampler": data.DistributedSampler(TENSORS, 1, 0)},
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_predictions_of_a_loader_that_shuffles_are_told_to_be_in_its_order(kind):
+    trainer = Trainer(linear(), loss_fn=of_row, enable_progress_bar=False)
+    loader = DataLoader(TENSORS, **{"batch_size": 8} | SHUFFLED[kind]())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trainer.predict(loader)
+        trainer.validate(loader)
+    told = [str(w.message) for w in caught if "`loader` shuffles" in str(w.message)]
+    assert len(told) == ("order" not in kind) and len(found) == 23
+    in_order = jax.vmap(linear())(TENSORS.tensors[0].numpy())
+    assert np.allclose(found, in_order) == ("order" in kind)

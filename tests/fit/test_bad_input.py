@@ -44,7 +44,7 @@ def test_what_to_write_for_dicts_does():
     dicts = [{"x": X, "y": Y}]
     trainer, other = make(), make(loss_fn=loss_of_dicts, metrics=())
     with pytest.raises(
-        TypeError, match=r"keys \['x', 'y'\].*that failed.* \[b\[KEY\] for"
+        TypeError, match=r"keys \['x', 'y'\].*that failed.* \[b\['x'\] for"
     ):
         trainer.predict(dicts)
     history = trainer.fit([(b["x"], b["y"]) for b in dicts])
@@ -161,8 +161,9 @@ def test_after_a_first_batch_that_does_not_fit_comes_one_that_does(call):
     wrong = [(np.ones((8, 5), np.float32), np.ones((8, 3), np.float32))]
     if call == "predict":
         wrong = [wrong[0][0]]
-    with pytest.raises(TypeError, match="contracting dimensions"):
+    with pytest.raises(TypeError, match="contracting dimensions") as caught:
         getattr(trainer, call)(wrong)
+    assert caught.value.__notes__[0].endswith("called on one example, of shape (5,)")
     getattr(trainer, call)(batches(8, 8))  # with labels: the loss is another one
 
 

@@ -21,6 +21,15 @@ class Unknown:
     pass
 
 
+class OfTokens(eqx.Module):
+    """Has two predictions for a row."""
+
+    inner: eqx.nn.MLP
+
+    def __call__(self, x):
+        return jnp.stack([self.inner(x)] * 2)
+
+
 class Trains(eqx.nn.Linear):
     """Has another word for `training`."""
 
@@ -49,6 +58,7 @@ Y = np.zeros(8, np.int32)
 FOUR = jax.tree.map(
     lambda leaf: jnp.stack([leaf] * 4) if eqx.is_array(leaf) else leaf, mlp()
 )
+LABELS = jax.tree.map(lambda _: "slow", mlp())
 RATES = Ensemble(4, learning_rate=[1e-3, 3e-3, 1e-2, 3e-2])
 INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
 
@@ -62,6 +72,15 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"optimizer": optax.adam}, TypeError, "`optimizer` must be an optax.Gradient"),
     ({"optimizer": optax.MultiSteps(optax.sgd(1), 2)}, TypeError, "an optax Multi"),
     ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.Gradient"),
+    *(({"optimizer": optimizer}, TypeError, message) for optimizer, message in [
+        (optax.adam("cosine"), "`learning_rate` is a str; .* or a schedule such as"),
+        (optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)("linear")),
+         "`learning_rate` is a str"),
+        (optax.adamw(1e-3, weight_decay="0.1"), "`weight_decay` is a str"),
+        (optax.partition({"slow": optax.sgd(0.1)}, LABELS),
+         "labels of optax.partition are a MLP.* Pass a function of the params"),
+        (optax.chain(optax.clip(1.0), optax.multi_transform({}, LABELS)), "are a MLP"),
+    ]),
     ({"strategy": Sharded}, TypeError, r"`strategy` is the class Sharded; pass an"),
     ({"strategy": "ddp"}, TypeError, "`strategy` must be an instance of"),
     ({"loss": "l3"}, ValueError, "got 'l3' of type str; pass a known name .bin"),
@@ -88,6 +107,8 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"data": "shared"}, ValueError, "`data` must be one of 'global', 'local'"),
     ({"filter_spec": {"a": True}}, ValueError, "`filter_spec` must be path patterns"),
     ({"filter_spec": lambda _: False}, ValueError, "0 selected by `filter_spec`"),
+    ({"filter_spec": lambda model: model.layers[1]}, ValueError,
+     r"given array by array, and not the model; got AttributeError.*eqx\.tree_at"),
     ({"model": of_other_library("Module", "flax.linen.module")}, TypeError,
      "`model` is a flax module"),
     ({"model": tied()}, ValueError, r"layers\[0\].bias and as layers\[1\].bias"),
@@ -128,10 +149,14 @@ def test_constructor_refuses(arguments, error, message):
     ({}, [(X, ["a"] * 8)], TypeError, r"batch\[1\]\[0\] is a str"),
     ({}, x_y(X, Y - 1), ValueError, "labels must be 0 to 2, .* from -1 to -1"),
     ({}, x_y(X, Y + 3), ValueError, "labels must be 0 to 2, .* from 3 to 3"),
+    ({}, x_y(X, Y - 100), ValueError, r"Rows to be ignored .*\(x, y, weight\)"),
+    ({"model": OfTokens(mlp())}, x_y(X, Y[:, None] - [0, 100]), ValueError,
+     r"from -100 to 0. \(To ignore some labels of a row, return \(values, weights\)"),
     ({}, [X], TypeError, "`loss` and `metrics` need batches .x, y.,.* an array"),
     ({}, [Whole(X)], TypeError, "`loss` and `metrics` need batches .x, y.,.* a Whole"),
     ({}, [{"x": X, "y": Y}], TypeError,
-     r"a dict with keys \['x', 'y'\]. Pass \[\(b\[X\], b\[Y\]\) for b in loader"),
+     r"a dict with keys \['x', 'y'\]. Pass \[\(b\['x'\], b\['y'\]\) for b in loader"),
+    ({}, [{"x": X}], TypeError, r"Pass \[\(b\['x'\], b\[Y\]\) for b in loader"),
     ({}, x_y(X, Y > 0), ValueError, "can't be inferred from targets of dtype bool"),
     ({"loss": "mse"}, x_y(X, X[:, :1]), ValueError, r"\(8, 3\) and targets of sha"),
     ({"loss": "cross_entropy"}, x_y(X, X[:, :2]), ValueError, "one axis more"),
