@@ -165,9 +165,16 @@ class _Staged(eqx.Module):
     sharers: int = eqx.field(static=True)
     """Devices that share the blocks of a stage."""
 
-    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+    def __call__(
+        self,
+        x: PyTree,
+        *,
+        key: PRNGKeyArray | None = None,
+        training: bool | None = None,
+    ) -> PyTree:
         arrays, rest = eqx.partition(self.stack.stacked, eqx.is_array)
-        row = jax.custom_batching.custom_vmap(functools.partial(in_turn, rest))
+        blocks = functools.partial(in_turn, rest, training)
+        row = jax.custom_batching.custom_vmap(blocks)
 
         @row.def_vmap
         def rows(size: int, batched: Any, arrays: Any, x: Any, keys: Any) -> Any:
@@ -176,17 +183,16 @@ class _Staged(eqx.Module):
 
             if any(jax.tree.leaves(batched[0])):
                 axes = jax.tree.map(lambda each: 0 if each else None, batched)
-                blocks = functools.partial(in_turn, rest)
                 values = jax.vmap(blocks, axes)(arrays, x, keys)
             else:
                 of_rows = jax.tree.map(repeated, (x, keys), tuple(batched[1:]))
-                values = self._in_stages(rest, size, arrays, *of_rows)
+                values = self._in_stages(blocks, size, arrays, *of_rows)
             return values, jax.tree.map(lambda _: True, values)
 
         return row(arrays, x, self.stack.keys(key))
 
     def _in_stages(
-        self, rest: PyTree, size: int, arrays: PyTree, x: PyTree, keys: Any
+        self, blocks: Any, size: int, arrays: PyTree, x: PyTree, keys: Any
     ) -> PyTree:
         """What all blocks make of the rows of `x`; keys are `(rows, blocks)`."""
         data = None if size % self.mesh.shape[DATA] else DATA
@@ -195,7 +201,7 @@ class _Staged(eqx.Module):
         def stage(arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
             with jax.named_scope("parameters"):
                 whole = jax.tree.map(_gathered, arrays, specs)
-            return self._stage(rest, whole, x, keys)
+            return self._stage(blocks, whole, x, keys)
 
         return jax.shard_map(
             stage,
@@ -205,7 +211,7 @@ class _Staged(eqx.Module):
             check_vma=False,
         )(arrays, x, keys)
 
-    def _stage(self, rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+    def _stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         """What one device does: its blocks, for one micro-batch after the other.
 
         Before the first arrives and after the last has left, it works on some rows all
@@ -229,8 +235,7 @@ class _Staged(eqx.Module):
             choose = functools.partial(jnp.where, stage == 0)
             mine = jax.tree.map(lambda x, sent: choose(x[part], sent), micro, arrived)
             block_keys = jax.tree.map(lambda leaf: leaf[part], micro_keys)
-            blocks = functools.partial(in_turn, rest, arrays)
-            values = jax.vmap(blocks)(mine, block_keys)
+            values = jax.vmap(functools.partial(blocks, arrays))(mine, block_keys)
             # Nobody sends to the first stage, whose zeros are never looked at.
             return jax.lax.ppermute(values, _STAGE, forwards), values
 

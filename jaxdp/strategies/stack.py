@@ -22,8 +22,9 @@ class Stack(eqx.Module):
     all blocks. So a layout can split them by blocks, as `Pipeline` does.
 
     Args:
-        blocks: modules of one structure, called as `block(x)`, or `block(x, key=key)`
-            if the stack gets a key; a block returns the shape and dtype of `x`.
+        blocks: modules of one structure, called as `block(x)`, with a `key` and
+            `training` if the stack gets them; a block returns the shape and dtype of
+            `x`.
     """
 
     stacked: PyTree
@@ -48,24 +49,34 @@ class Stack(eqx.Module):
     def __len__(self) -> int:
         return len(jax.tree.leaves(eqx.filter(self.stacked, eqx.is_array))[0])
 
-    def __call__(self, x: PyTree, *, key: PRNGKeyArray | None = None) -> PyTree:
+    def __call__(
+        self,
+        x: PyTree,
+        *,
+        key: PRNGKeyArray | None = None,
+        training: bool | None = None,
+    ) -> PyTree:
         arrays, rest = eqx.partition(self.stacked, eqx.is_array)
-        return in_turn(rest, arrays, x, self.keys(key))
+        return in_turn(rest, training, arrays, x, self.keys(key))
 
     def keys(self, key: PRNGKeyArray | None) -> PRNGKeyArray | None:
         """One key for each block."""
         return None if key is None else jax.random.split(key, len(self))
 
 
-def in_turn(rest: PyTree, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
+def in_turn(
+    rest: PyTree, training: bool | None, arrays: PyTree, x: PyTree, keys: Any
+) -> PyTree:
     """Applies blocks to `x`, each to what the one before it gave.
 
     `rest` is a block without its arrays, which are stacked, and so are `keys`, if any.
     """
+    of_all = {} if training is None else {"training": training}
 
     def apply(x: PyTree, own: tuple[PyTree, Any]) -> tuple[PyTree, None]:
         block, key = eqx.combine(own[0], rest), own[1]
-        return (block(x) if key is None else block(x, key=key)), None
+        keywords = of_all if key is None else {"key": key, **of_all}
+        return block(x, **keywords), None
 
     return jax.lax.scan(apply, x, (arrays, keys))[0]
 

@@ -204,3 +204,34 @@ def test_blocks_that_differ_cannot_be_stacked():
     shapes = [{"a": jnp.ones(2)}, {"a": jnp.ones(3)}]
     with pytest.raises(ValueError, match=r"`blocks`: number 1 differs from number"):
         Stack(shapes)
+
+
+class Trains(eqx.Module):
+    """Adds 1 in training, else 0."""
+
+    weight: jax.Array
+
+    def __call__(self, x, key=None, training=True):
+        assert isinstance(training, bool)
+        return x + 0 * self.weight + training
+
+
+class OfTrains(eqx.Module):
+    blocks: Stack
+
+    def __call__(self, x, key, training):
+        return self.blocks(x, key=key, training=training)
+
+
+@pytest.mark.parametrize(
+    "strategy", [SingleDevice(), Pipeline(4, 2), FSDP(min_size=1)], ids=repr
+)
+def test_blocks_are_told_whether_they_train(strategy):
+    model = OfTrains(Stack([Trains(jnp.ones(8))] * 4))
+    trainer = Trainer(
+        model, loss=lambda p, y: p.mean(-1), strategy=strategy,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    data = [(np.zeros((16, 8), np.float32), np.zeros(16))]
+    assert trainer.fit(data)["loss"] == [4.0]
+    assert trainer.validate(data)["val_loss"] == 0
