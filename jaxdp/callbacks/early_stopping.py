@@ -1,12 +1,26 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from ..basics.arguments import by_name_after_first, check_number
+from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
+from .model_checkpoint import ModelCheckpoint
 from .monitor import MetricCheck, announce, is_better
+
+_REMEDY: Final = (
+    "A `ModelCheckpoint` of the same `monitor` keeps them, if all runs have it; if you"
+    " have saved them yourself, `trainer.load(path)` brings them back."
+)
+
+
+def _learned(trainer: Trainer) -> tuple[str, ...]:
+    """The parts of the state that make a model and its optimizer."""
+    changes_all = trainer.run.arguments["after_update"] is not None
+    frozen = ("buffers",) if changes_all else ()
+    return ("params", "model_state", "opt_state", *frozen)
 
 
 class EarlyStopping(MetricCheck):
@@ -29,8 +43,9 @@ class EarlyStopping(MetricCheck):
         verbose: whether to print why the fit was stopped.
         restore_best: whether a fit ends with the weights and the optimizer state of
             the best check. A copy is kept on the host, so each improvement waits for
-            the device. Checkpoints do not contain it: after a resume, only later checks
-            can be restored. `ModelCheckpoint(monitor=...)` keeps all.
+            the device. Checkpoints do not contain it: those of a check before a resume
+            are taken from a `ModelCheckpoint` of the trainer, with the same `monitor`,
+            say. Where none has them, a warning says so.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -69,7 +84,11 @@ class EarlyStopping(MetricCheck):
         self.reason: str | None = None
         self._last: tuple[float, bool] | None = None  # a value, and whether it improved
         self._is_restored = self._has_failed = False
-        self._best: tuple[int, dict[str, Any]] | None = None  # after which step
+        # The best weights: of which steps they are (training may go on with them), and
+        # a copy, if they were seen here.
+        self._best_steps: list[int] = []
+        self._best: dict[str, Any] | None = None
+        self._is_best_now = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         super().on_fit_start(trainer)
@@ -78,20 +97,32 @@ class EarlyStopping(MetricCheck):
             # A run that was killed when it was to stop has nothing more to do, unless
             # the rules are others now.
             self._stop_if_due(trainer, *self._last)
+        if self._is_restored and self.restore_best and self.best_score is not None:
+            if trainer.global_step in self._best_steps:
+                self._is_best_now = True
+                self.on_boundary(trainer)
+            elif self.reason is None and self._path_of_best(trainer) is None:
+                warn(f"{self._lacks_best()} {_REMEDY}")
         self._is_restored = False
 
     def check(self, trainer: Trainer, value: float) -> None:
         improved = self.improves(value)
         if not improved:
             self.wait_count += 1
-        elif self.restore_best:
-            learned = ("params", "model_state", "opt_state")
-            values = {name: getattr(trainer.state, name) for name in learned}
-            self._best = trainer.global_step, fetch(values)
+        else:
+            self._best_steps, self._best = [trainer.global_step], None
+            self._is_best_now = self.restore_best
         self._last = value, improved
         self._stop_if_due(trainer, value, improved)
         if self.reason is not None:
             self.stopped_epoch = trainer.current_epoch
+
+    def on_boundary(self, trainer: Trainer) -> None:
+        # Here, when all callbacks have seen the value, it is what a checkpoint has.
+        if self._is_best_now:
+            self._is_best_now = False
+            parts = _learned(trainer)
+            self._best = fetch({name: getattr(trainer.state, name) for name in parts})
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True  # a resumed run continues from this end
@@ -99,22 +130,57 @@ class EarlyStopping(MetricCheck):
     def on_fit_end(self, trainer: Trainer) -> None:
         if not self.restore_best or self._has_failed or self.best_score is None:
             return
-        if self._best is None:
-            if self.wait_count:
-                text = "the best weights are older than the resume, and were not kept"
-                announce(trainer, "EarlyStopping", text)
+        if trainer.global_step in self._best_steps:
             return
-        step, learned = self._best
-        if step != trainer.global_step:
-            trainer.run.put_back(**learned)
-            text = (
-                f"back to step {step}, where {self.monitor} was {self.best_score:.6g}"
-            )
-            announce(trainer, "EarlyStopping", text)
+        source = ""
+        if self._best is not None:
+            trainer.run.put_back(**self._best)
+        elif (path := self._path_of_best(trainer)) is None:
+            warn(f"{self._lacks_best()} {_REMEDY}")
+            return
+        else:
+            try:
+                trainer.run.put_back_from(path, *_learned(trainer))
+            except (OSError, ValueError) as error:
+                warn(f"{self._lacks_best()} {error}")
+                return
+            source = f", from {path}"
+        text = (
+            f"back to step {self._best_steps[0]}, where {self.monitor} was"
+            f" {self.best_score:.6g}{source}"
+        )
+        self._best_steps = [self._best_steps[0], trainer.global_step]
+        announce(trainer, "EarlyStopping", text)
+
+    def _path_of_best(self, trainer: Trainer) -> str | None:
+        """The checkpoint of the best weights, if a callback of the trainer has it."""
+        savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+        # One of the same monitor is the first to be asked.
+        savers.sort(key=lambda saver: saver.monitor != self.monitor)
+
+        def find() -> str | None:
+            steps = self._best_steps[:1]  # those of another one are not these weights
+            paths = (saver.path_at(step) for saver in savers for step in steps)
+            return next((path for path in paths if path is not None), None)
+
+        processes = trainer.run.processes
+        return processes.first("where the best weights are", find)
+
+    def _lacks_best(self) -> str:
+        step = f" of step {self._best_steps[0]}" if self._best_steps else ""
+        return (
+            f"`EarlyStopping(restore_best=True)`: the best weights{step} are older than"
+            " the resume, and no callback of this trainer has them in a checkpoint."
+            " Without a better check the fit ends with its last weights."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         last = self._last and [str(self._last[0]), self._last[1]]
-        more = {"stopped_epoch": self.stopped_epoch, "last": last}
+        more = {
+            "stopped_epoch": self.stopped_epoch,
+            "last": last,
+            "best_steps": self._best_steps,
+        }
         return super().state_dict() | more
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,8 +188,10 @@ class EarlyStopping(MetricCheck):
         self.stopped_epoch, last = state["stopped_epoch"], state["last"]
         self._last = None if last is None else (float(last[0]), last[1])
         self._is_restored = True
+        self._best_steps = list(state.get("best_steps", []))  # in no older checkpoint
         # Of steps that are undone, or another trainer's.
         self.reason = self._best = None
+        self._is_best_now = False
 
     def _stop_if_due(self, trainer: Trainer, value: float, improved: bool) -> None:
         self.reason = self._reason(value, improved)

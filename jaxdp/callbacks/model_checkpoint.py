@@ -169,6 +169,12 @@ class ModelCheckpoint(Callback):
     def last_model_path(self) -> str:
         return self._path_of(max(self._scores)) if self._scores else ""
 
+    def path_at(self, step: int) -> str | None:
+        """The checkpoint of a step of this run, if it is still there."""
+        if step not in self._scores or not os.path.isdir(self._path_of(step)):
+            return None
+        return self._path_of(step)
+
     def folder(self, trainer: Trainer) -> CheckpointDir:
         """Where the checkpoints of a trainer go."""
         if self._follows_trainer:

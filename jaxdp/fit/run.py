@@ -52,7 +52,7 @@ from ..strategies.base import OwnState
 from . import checks
 from .pass_metrics import split_metrics
 from .progress import Progress
-from .snapshot import Loaded, described
+from .snapshot import Loaded, described, read_placed
 
 
 class Recipe:
@@ -419,6 +419,12 @@ class Run:
         """Puts parts of an earlier state, as `strategy.gather` gave them, into this."""
         engine = self.engine
         engine.state = engine.place(engine.state._replace(**parts))
+
+    def put_back_from(self, path: str, *parts: str) -> None:
+        """Puts parts of the state in a checkpoint, by their names, into this."""
+        state, _ = read_placed(self, path)
+        values = {name: getattr(state, name) for name in parts}
+        self.engine.state = self.engine.state._replace(**values)
 
 
 def begin_anew(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:

@@ -148,18 +148,8 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
     """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
     run = trainer.run
     run.access.check("`load`")
-
-    def like(shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        strategy, state = run.engine.strategy, run.engine.state
-        is_own = isinstance(strategy, OwnState)
-        return strategy.as_saved(state, shapes) if is_own else state
-
     with run.interrupts.uninterrupted():
-        state, meta = checkpoint.restore(
-            path, like, arguments=run.recipe.description(run.hooks.callbacks)
-        )
-        _check_left_out(path, meta, run.engine.state)
-        state = run.engine.place(state)
+        state, meta = read_placed(run, path)
         # Of all that takes something up, users' callbacks alone may fail.
         with _as_before_if_it_fails(trainer.callbacks):
             run.renew_hooks(trainer.callbacks, to_train=True)
@@ -176,6 +166,23 @@ def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
         _tell_differences(trainer, path, meta)
         if text:
             warn(f"`load`: {path} has {text}.")
+
+
+def read_placed(run: "Run", path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
+    """The state in a checkpoint, laid out as the trainer's, and its metadata.
+
+    The trainer's own state stays.
+    """
+
+    def like(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        strategy, state = run.engine.strategy, run.engine.state
+        is_own = isinstance(strategy, OwnState)
+        return strategy.as_saved(state, shapes) if is_own else state
+
+    arguments = run.recipe.description(run.hooks.callbacks)
+    state, meta = checkpoint.restore(path, like, arguments=arguments)
+    _check_left_out(path, meta, run.engine.state)
+    return run.engine.place(state), meta
 
 
 def _load_callbacks(

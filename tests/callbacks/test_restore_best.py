@@ -1,13 +1,17 @@
 """`EarlyStopping(restore_best=True)`: a fit ends with the weights of the best check."""
 
+import contextlib
+import warnings
+
+import equinox as eqx
 import jax
 import numpy as np
 import optax
 import pytest
-from toys import batches, make_small
+from toys import Mlp, batches, make_small
 
 from jaxdp import FSDP, Callback, SingleDevice
-from jaxdp.callbacks import EarlyStopping
+from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 
 SCORES = [3.0, 2.0, 1.0, 5.0, 4.0]
 
@@ -78,10 +82,100 @@ def test_a_fit_that_fails_keeps_what_it_has(caplog):
     assert "back to step" not in caplog.text
 
 
-def test_after_a_resume_it_says_what_it_can_not_go_back_to(tmp_path, caplog):
+class OfEpoch(Callback):
+    """Hands out the score of the epoch, and kills the fit after some step."""
+
+    def __init__(self, kill_after=None):
+        self.kill_after = kill_after
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["val_loss"] = SCORES[trainer.current_epoch]
+
+    def on_boundary(self, trainer):
+        if trainer.global_step == self.kill_after:
+            raise KeyError("killed")
+
+
+def run(saver, kill_after=None, epochs=9, **more):
+    """A fit that resumes, with two steps an epoch, whose best step is the sixth."""
+    stopping = EarlyStopping(patience=2, restore_best=True)
+    callbacks = [stopping, *saver, OfEpoch(kill_after), WeightAveraging(0.5)]
+    model = Mlp(jax.random.key(0))
+    trainer = make_small(model, optax.adam(0.1), callbacks=callbacks, **more)
+    options = {"ckpt_path": "auto"} if saver else {}
+    ending = pytest.raises(KeyError) if kill_after else contextlib.nullcontext()
+    with warnings.catch_warnings(record=True) as told, ending:
+        warnings.simplefilter("always")
+        trainer.fit(batches(8, 8), batches(8), max_epochs=epochs, **options)
+    return trainer, [str(w.message) for w in told]
+
+
+def learned(trainer):
+    state = trainer.state
+    return jax.tree.leaves((state.params, state.buffers, state.opt_state))
+
+
+def moves_buffers(model):
+    return eqx.tree_at(lambda m: m.offsets, model, model.offsets + 1)
+
+
+BEST = {"monitor": "val_loss", "save_last": True}
+EVERY = {"save_top_k": -1}
+
+
+@pytest.mark.parametrize("saver, kills, epochs, strategy", [
+    (BEST, [9], 9, SingleDevice),  # the best is older than the resume
+    (BEST, [7], 9, SingleDevice),  # it is the very step of it
+    (BEST, [None], 9, SingleDevice),  # the fit had ended
+    (BEST, [None], 4, SingleDevice),  # and there is nothing left to do
+    (EVERY, [9], 9, SingleDevice),  # saved, though not as the best
+    ({"monitor": "val_loss"}, [9], 9, FSDP),
+])  # fmt: skip
+def test_a_resumed_run_ends_with_the_weights_of_the_unbroken_one(
+    saver, kills, epochs, strategy, tmp_path, caplog
+):
+    more = {"after_update": moves_buffers, "strategy": strategy()}
+    wanted, _ = run([], epochs=epochs, **more)
+    for kill_after in (*kills, None):
+        savers = [ModelCheckpoint(tmp_path, **saver)]
+        trainer, told = run(savers, kill_after, epochs, **more)
+    assert all("nothing to do" in text for text in told)
+    assert caplog.text.count("back to step 6, where val_loss was 1") >= 2
+    for leaf, expected in zip(learned(trainer), learned(wanted), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("kill_after, times", [(9, 2), (None, 1)])
+def test_a_resume_says_that_no_checkpoint_has_the_best_weights(
+    kill_after, times, tmp_path, caplog
+):
+    def saver():
+        return [ModelCheckpoint(tmp_path)]  # keeps the newest alone
+
+    run(saver(), kill_after)
+    caplog.clear()
+    trainer, told = run(saver())
+    assert len(told) == times and "back to step" not in caplog.text
+    for text in told:
+        assert "the best weights of step 6 are older than the resume" in text
+        assert "`trainer.load(path)`" in text
+
+
+def test_a_damaged_checkpoint_of_the_best_is_told(tmp_path, caplog):
+    run([ModelCheckpoint(tmp_path, **BEST)], 9)
+    (tmp_path / "6" / "files.json").unlink()
+    _, (text,) = run([ModelCheckpoint(tmp_path, **BEST)])
+    assert "of step 6 are older" in text and "damaged" in text
+
+
+def test_what_is_saved_after_the_end_has_the_best_weights(tmp_path, caplog):
     trainer, _ = fitted()
-    path = trainer.save(tmp_path / "saved")
+    path, wanted = trainer.save(tmp_path / "saved"), learned(trainer)
     stopping = EarlyStopping(patience=3, restore_best=True)
-    again = make_small(None, optax.adam(0.1), callbacks=[MadeUp(), stopping])
-    again.fit(batches(8, 8), batches(8), max_epochs=6, ckpt_path=path)
-    assert "best weights are older than the resume" in caplog.text
+    worse = MadeUp()
+    worse.left = [9.0, 9.0]
+    again = make_small(None, optax.adam(0.1), callbacks=[worse, stopping])
+    again.fit(batches(8, 8), batches(8), max_epochs=7, ckpt_path=path)
+    assert again.global_step > 10
+    for leaf, expected in zip(learned(again), wanted, strict=True):
+        np.testing.assert_array_equal(leaf, expected)
