@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import losses
 from ..basics.arguments import check_choice, check_count, check_is_local, check_number
-from ..basics.console import listed
+from ..basics.console import listed, say_once
 from ..basics.tracebacks import noted
 from ..basics.tree import leaf_path
 from ..callbacks import Callback, check_hooks
@@ -30,6 +30,7 @@ from ..step import (
     check_remat,
     find_parts,
     mask_of,
+    named_by,
     split_batch,
     trained_alone,
 )
@@ -474,4 +475,11 @@ def choose_objective(arguments: Mapping[str, Any]) -> Objective | None:
             "`state` was given, but `loss_fn` has no parameter named `state`; add one,"
             " and return the new state last: (loss, state)."
         )
+    if callable(model := arguments["model"]) and "training" in named_by(model):
+        if "training" not in objective.signature.parameters:
+            say_once(
+                "the model's `__call__` names `training`, and `loss_fn`, which calls"
+                " it, does not: unless it passes the value, validation is as training."
+                " Name `training` in `loss_fn`, and pass it on"
+            )
     return objective

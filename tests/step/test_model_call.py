@@ -196,3 +196,15 @@ def test_a_name_that_nobody_passes_is_refused_where_its_default_is_wrong(
                 offered_to(model, training=training)
         filled = eqx.Partial(named(name, right), **{name: not right})
         offered_to(filled, training=training)
+
+
+def test_a_loss_fn_that_can_not_tell_the_model_is_said(caplog):
+    def without(model, x, y):
+        return jax.vmap(lambda x: model(x, training=True))(x).mean(1)
+
+    def naming(model, x, y, training):
+        return jax.vmap(lambda x: model(x, training=training))(x).mean(1)
+
+    for loss_fn, is_said in {naming: False, without: True}.items():
+        quiet(Told(), loss_fn=loss_fn, strategy=SingleDevice())
+        assert ("Name `training` in `loss_fn`" in caplog.text) is is_said
