@@ -12,6 +12,7 @@ from .ensemble import Ensemble, init_each, update_each
 from .jaxprs import (
     BY_DEFAULT,
     OWN_LOOP,
+    ROW_BY_ROW,
     CallsPython,
     Products,
     calls_python,

@@ -11,6 +11,9 @@ import jax
 OWN_LOOP: Final = "own_loop"
 """Names the `jax.named_scope` of loops over optimizer steps and micro-batches."""
 
+ROW_BY_ROW: Final = "row_by_row"
+"""Names the scope of what works on the rows of its operands one by one, however."""
+
 
 Products = collections.Counter[str]
 """Operations of products by what they are computed in: a dtype, or `BY_DEFAULT`."""

@@ -13,16 +13,27 @@ plans have not, and a second compilation, and misses what this batch does not sh
 that are equal, a hinge that is not reached, rows that interact in gradients alone.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
+from numpy import ndarray
 
-from .collectives import DATA
-from .jaxprs import opened, programs_in
+from .jaxprs import ROW_BY_ROW, calls_python, equations_in, opened, programs_in
+from .row_origins import (
+    NO_ROW,
+    SEVERAL,
+    Known,
+    Use,
+    folded,
+    joined,
+    known_of,
+    uniform,
+)
+from .row_rules import RULES, known_of_result
 
 _ROWS: Final = "jaxdp: rows"
 _VALUES: Final = "jaxdp: values of rows"
@@ -45,16 +56,10 @@ def mark_values(values: PyTree) -> PyTree:
 
 def values_mix_rows(jaxpr: Any) -> bool:
     """Whether in a traced program some value of a row depends on other rows."""
-    jaxpr = opened(jaxpr)
-    if any(_is_mark(equation, _VALUES) for equation in jaxpr.eqns):
-        if _follow(jaxpr, [None] * len(jaxpr.invars)).mixed_values:
-            return True
-    # There may be others inside: a part of a model that not every step trains.
-    return any(
-        values_mix_rows(inner)
-        for equation in jaxpr.eqns
-        for inner in programs_in(equation)
-    )
+    if not _has_values(jaxpr):
+        return False
+    inputs = [None] * len(opened(jaxpr).invars)
+    return _Follower().follow(jaxpr, inputs).mixed_values
 
 
 def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> None:
@@ -65,8 +70,10 @@ def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> Non
     config: Any = jax.config
     if config.jax_disable_jit:  # what a user debugs should not run twice
         return
-    traced = opened(jax.make_jaxpr(weights_of)(params))
-    if _TRAINED in _follow(traced, [_TRAINED] * len(traced.invars)).results:
+    traced = jax.make_jaxpr(weights_of)(params)
+    trained = [Known(uniform(0, len(var.aval.shape))) for var in traced.jaxpr.invars]
+    (weights,) = _Follower(through_stops=False).follow(traced, trained).results
+    if weights is not None and (weights.rows != NO_ROW).any():
         raise ValueError(
             "the loss is a pair, whose second is the weight of the first, and this"
             " weight depends on the model's parameters. If it is to be a metric, put it"
@@ -75,109 +82,349 @@ def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> Non
         )
 
 
-class _Along(NamedTuple):
-    """An array with rows along an axis, entry `i` of it belonging to row `i // each`.
-
-    With `each` None it does so in another order.
-    """
-
-    axis: int
-    each: int | None
-
-
-_MIXED: Final = "rows were joined"
-"""What is known of an array in which they were."""
-
-_TRAINED: Final = "from parameters"
-"""What is known of an array, where they are followed instead of rows."""
-
-_Known = _Along | str | None
-"""None where that is nothing, as of parameters."""
-
-
-def _either(*arrays: _Known) -> _Known:
-    """What is known of an array made of these, element by element or by choice."""
-    known = {array for array in arrays if array is not None}
-    if len(known) > 1:
-        axes = {array.axis for array in known if isinstance(array, _Along)}
-        if _MIXED in known or len(axes) > 1:
-            return _MIXED
-        return _Along(axes.pop(), None)
-    return known.pop() if known else None
-
-
-def _moved(known: _Known, by: int) -> _Known:
-    """What is known of the slices of a stack (-1), or of the stack of slices (1)."""
-    if not isinstance(known, _Along):
-        return known
-    return None if known.axis + by < 0 else known._replace(axis=known.axis + by)
-
-
-# Programs, and operations that have programs.
-
-
 class _Followed(NamedTuple):
-    results: list[_Known]
+    results: list[Known | None]
     mixed_values: bool
 
 
-def _follow(jaxpr: Any, inputs: Sequence[_Known]) -> _Followed:
-    """What is known of a program's results if this is what is known of its inputs."""
-    known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
-    mixed_values = has_values = False
+class _Follower:
+    """Goes through programs with what is known of their arrays.
 
-    def find(var: Any) -> _Known:
-        return None if hasattr(var, "val") else known.get(var)
+    Args:
+        through_stops: whether what is under `stop_gradient` depends on anything.
+    """
 
-    for equation in jaxpr.eqns:
-        operands = [find(var) for var in equation.invars]
-        if _is_mark(equation, _ROWS):
-            if has_values:
-                # The loss is computed once more, for another part or by an optimizer
-                # that evaluates it. All rows had a part in where it is computed.
-                known, has_values = {}, False
-            known[equation.outvars[0]] = _Along(0, 1)
-            continue
+    def __init__(self, *, through_stops: bool = True):
+        self._through_stops = through_stops
+        self._turns: dict[bytes, int] = {}
+        self._rows_of: dict[int, ndarray] = {}
+        """Numbers that stand in a loop for the row of each turn, and those rows."""
 
-        if _is_mark(equation, _VALUES):
-            has_values = True
-            mixed_values |= operands[0] == _MIXED
-        if any(operand is not None for operand in operands):
+    def follow(self, jaxpr: Any, inputs: Sequence[Known | None]) -> _Followed:
+        """What is known of a program's results if this is what is known of its inputs.
+
+        Of a program with values of rows only whether they depend on other rows.
+        """
+        constants = map(known_of, getattr(jaxpr, "consts", ()))
+        jaxpr = opened(jaxpr)
+        known: dict[Any, Known | None] = {
+            **dict(zip(jaxpr.constvars, constants, strict=False)),
+            **dict(zip(jaxpr.invars, inputs, strict=True)),
+        }
+        last = _last_with_values(jaxpr)
+        equations = jaxpr.eqns[: last + 1] if last >= 0 else jaxpr.eqns
+        mixed_values = has_values = False
+
+        def find(var: Any) -> Known | None:
+            return known_of(var.val) if hasattr(var, "val") else known.get(var)
+
+        for equation in equations:
+            if _is_mark(equation, _ROWS):
+                if has_values:
+                    # The loss is computed once more, for another part or by an
+                    # optimizer that evaluates it. All rows had a part in where it is
+                    # computed.
+                    known = {var: _without_rows(one) for var, one in known.items()}
+                    has_values = False
+                shape = equation.outvars[0].aval.shape
+                numbers = np.arange(shape[0], dtype=np.int32)
+                rows = numbers.reshape(-1, *[1] * (len(shape) - 1))
+                known[equation.outvars[0]] = Known(rows)
+                continue
+
+            operands = [find(var) for var in equation.invars]
+            if _is_mark(equation, _VALUES):
+                has_values = True
+                mixed_values |= _is_mixed(operands[0])
+            if any(_has_values(program) for program in programs_in(equation)):
+                has_values = True
+                mixed_values |= self._has_mixed_values(equation, operands)
+                continue
+            is_known = any(operand is not None for operand in operands)
+            if not is_known and equation.primitive.name != "iota":
+                continue
             try:
-                results = _results(equation, operands)
+                results = self._results(equation, operands)
             except (AttributeError, LookupError, TypeError, ValueError):
                 # JAX describes the operation otherwise than a rule reads it. Taken to
                 # mix rows, it costs time at most; no training has wrong numbers.
-                results = [_MIXED] * len(equation.outvars)
+                results = [
+                    Known(uniform(SEVERAL, len(out.aval.shape)))
+                    for out in equation.outvars
+                ]
             known |= zip(equation.outvars, results, strict=True)
-    return _Followed([find(var) for var in jaxpr.outvars], mixed_values)
+        if last >= 0:
+            return _Followed([None] * len(jaxpr.outvars), mixed_values)
+        return _Followed([find(var) for var in jaxpr.outvars], mixed_values)
 
+    def _has_mixed_values(
+        self, equation: Any, operands: Sequence[Known | None]
+    ) -> bool:
+        """Whether some are in an operation's programs, where rows begin anew."""
+        given = [_without_rows(operand) for operand in operands]
+        name, mixed = equation.primitive.name, False
+        for program in programs_in(equation):
+            inside: list[Known | None] = [None] * len(opened(program).invars)
+            if len(inside) == len(given) and name != "while":
+                inside = given
+                if name == "scan":  # the carry changes, and a turn has slices
+                    consts = len(given) - _count_unlike(
+                        equation.invars, opened(program).invars
+                    )
+                    consts -= len(opened(program).outvars) - _count_unlike(
+                        equation.outvars, opened(program).outvars
+                    )
+                    inside = [*given[:consts], *[None] * (len(given) - consts)]
+            elif name == "cond":
+                inside = given[1:]
+            mixed |= self.follow(program, inside).mixed_values
+        return mixed
 
-def _results(equation: Any, operands: list[_Known]) -> list[_Known]:
-    name = equation.primitive.name
-    if name == "stop_gradient":
-        return [None if program == _TRAINED else program for program in operands]
-    if name in _WITH_PROGRAMS:
-        return _WITH_PROGRAMS[name](equation, operands)
+    def _results(
+        self, equation: Any, operands: list[Known | None]
+    ) -> list[Known | None]:
+        name = equation.primitive.name
+        if name == "stop_gradient" and not self._through_stops:
+            return [None] * len(operands)
+        special = {"cond": self._cond, "scan": self._scan, "while": self._while}
+        if name in special:
+            return special[name](equation, operands)
+        if name == "shard_map":
+            return self._shard_map(equation, operands)
 
-    is_whole = name in _RULES or name.startswith("reduce")
-    inside = [] if is_whole else [opened(program) for program in programs_in(equation)]
-    if len(inside) == 1 and _is_called_by(equation, inside[0]):
-        return _follow(inside[0], operands).results
+        is_whole = name in RULES or name.startswith("reduce")
+        programs = [] if is_whole else programs_in(equation)
+        if len(programs) == 1 and _is_called_by(equation, opened(programs[0])):
+            return self.follow(programs[0], operands).results
+        numbers = range(len(equation.outvars))
+        return [known_of_result(Use(equation, operands, number)) for number in numbers]
 
-    rule = _RULES.get(name, _along_its_axes)
-    results: list[_Known] = []
-    for number, out in enumerate(equation.outvars):
-        # A result made of all operands, or of its own one.
-        places = [number] if name in _ONE_TO_ONE else range(len(operands))
-        outcomes = [
-            rule(_Use(equation, operands, place, out.aval.shape))
-            if isinstance(operands[place], _Along)
-            else operands[place]
-            for place in places
+    def _cond(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
+        index, *others = operands
+        branches = programs_in(equation)
+        results = [self.follow(branch, others).results for branch in branches]
+        chosen = [_either(*of_branches) for of_branches in zip(*results, strict=True)]
+        # What raises an error for some row changes no value.
+        if any(map(calls_python, branches)):
+            return chosen
+        return [
+            _by(index, one, out)
+            for one, out in zip(chosen, equation.outvars, strict=True)
         ]
-        results.append(_either(*outcomes))
-    return results
+
+    def _while(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
+        skipped, num_consts = (
+            equation.params[f"{n}_nconsts"] for n in ("cond", "body")
+        )
+        cond_consts, operands = operands[:skipped], operands[skipped:]
+        consts, carry = operands[:num_consts], operands[num_consts:]
+        body, cond = equation.params["body_jaxpr"], equation.params["cond_jaxpr"]
+
+        def turn(carry: list[Known | None]) -> list[Known | None]:
+            results = self.follow(body, [*consts, *carry]).results
+            (goes_on,) = self.follow(cond, [*cond_consts, *carry]).results
+            pairs = zip(results, equation.outvars, strict=True)
+            return [_by(goes_on, one, out) for one, out in pairs]
+
+        return self._loop(turn, carry)[0]
+
+    def _scan(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
+        body = equation.params["jaxpr"]
+        inside = opened(body)
+        # Told by shapes: what else tells has changed between versions of JAX.
+        first_x = len(operands) - _count_unlike(equation.invars, inside.invars)
+        num_ys = _count_unlike(equation.outvars, inside.outvars)
+        num_consts = first_x - (len(equation.outvars) - num_ys)
+        consts, start = operands[:num_consts], operands[num_consts:first_x]
+        xs = [None if s is None else self._slices(s.rows) for s in operands[first_x:]]
+
+        def turn(carry: list[Known | None]) -> list[Known | None]:
+            return self.follow(body, [*consts, *carry, *xs]).results
+
+        carry, ys = self._loop(turn, start)
+        length = equation.params["length"]
+        return [*carry, *(None if y is None else self._stack(y, length) for y in ys)]
+
+    def _loop(
+        self,
+        turn: Callable[[list[Known | None]], list[Known | None]],
+        carry: list[Known | None],
+    ) -> tuple[list[Known | None], list[Known | None]]:
+        """What is known of the carry after any number of turns, and of the rest."""
+        while True:
+            results = turn(carry)
+            taken_up = [self._over_turns(one) for one in results[: len(carry)]]
+            after = list(map(_either, carry, taken_up))
+            if all(map(_are_equal, after, carry)):
+                return carry, results[len(carry) :]
+            # Each turn of this, too, moves on: from nothing, to a row, to several.
+            carry = after
+
+    # A row a turn: a number stands for those that an entry has in all turns, so that
+    # the body is followed once.
+
+    def _slices(self, rows: ndarray) -> Known:
+        """What is known of the slices of a stack."""
+        if len(rows) == 1:
+            return Known(rows[0])
+        columns = rows.reshape(len(rows), -1).T
+        numbers = [self._number(np.ascontiguousarray(column)) for column in columns]
+        return Known(np.array(numbers, np.int32).reshape(rows.shape[1:]))
+
+    def _number(self, column: ndarray) -> int:
+        if (column == column[0]).all():
+            return int(column[0])
+        number = self._turns.setdefault(column.tobytes(), _TURNS + len(self._turns))
+        self._rows_of[number] = column
+        return number
+
+    def _over_turns(
+        self, known: Known | None, turns: int | None = None
+    ) -> Known | None:
+        """What is left of a carry when the next turn has another row."""
+        if known is None or known.rows.max() < _TURNS:
+            return known
+        rows = known.rows.copy()
+        for number in np.unique(rows[rows >= _TURNS]):
+            column = self._rows_of[int(number)]
+            rows[rows == number] = folded(column, [0]).item()
+        return Known(rows, known.values)
+
+    def _stack(self, known: Known, length: int) -> Known:
+        """What is known of the stack of a turn's results."""
+        rows = known.rows[None]
+        numbers = np.unique(rows[rows >= _TURNS])
+        columns = {int(n): self._rows_of[int(n)] for n in numbers}
+        if columns:
+            rows = np.broadcast_to(rows, (length, *rows.shape[1:])).copy()
+        for number, column in columns.items():
+            is_it = known.rows == number
+            if len(column) == length:
+                rows[:, is_it] = column[:, None]
+            elif length % len(column):
+                rows[:, is_it] = SEVERAL
+        return Known(rows)
+
+    def _shard_map(
+        self, equation: Any, operands: list[Known | None]
+    ) -> list[Known | None]:
+        """Devices are turns: each has a part of what is split over them."""
+        program = equation.params["jaxpr"]
+        body = opened(program)
+        if ROW_BY_ROW in str(equation.source_info.name_stack):
+            rows = [one.rows for one in operands if one is not None]
+            rows = [r.reshape(len(r), -1)[:, 0] for r in rows if r.size == len(r) > 1]
+            whole = joined(*rows) if rows else None
+            return [
+                None if whole is None else Known(whole.reshape(-1, *[1] * (n - 1)))
+                for n in (len(out.aval.shape) for out in equation.outvars)
+            ]
+
+        def split(known: Known | None, outside: Any, inside: Any) -> Known | None:
+            if known is None:
+                return None
+            rows, shapes = known.rows, (outside.aval.shape, inside.aval.shape)
+            for axis, (size, local) in enumerate(zip(*shapes, strict=True)):
+                if size != local and rows.shape[axis] > 1:
+                    shape = rows.shape[:axis], rows.shape[axis + 1 :]
+                    parts = rows.reshape(*shape[0], size // local, local, *shape[1])
+                    rows = self._slices(np.moveaxis(parts, axis, 0)).rows
+            return Known(rows)
+
+        def whole(known: Known | None, outside: Any, inside: Any) -> Known | None:
+            if known is None:
+                return None
+            shapes = outside.aval.shape, inside.aval.shape
+            for axis, (size, local) in enumerate(zip(*shapes, strict=True)):
+                if size != local:
+                    rows = self._stack(known, size // local).rows
+                    rows = np.moveaxis(rows, 0, axis)
+                    if rows.shape[axis] > 1 or rows.shape[axis + 1] > 1:
+                        sizes = [*rows.shape]
+                        sizes[axis : axis + 2] = size // local, local
+                        rows = np.broadcast_to(rows, sizes)
+                    shape = rows.shape[:axis], rows.shape[axis + 2 :]
+                    return Known(rows.reshape(*shape[0], -1, *shape[1]))
+            return self._over_turns(known)
+
+        given = map(split, operands, equation.invars, body.invars)
+        results = self.follow(program, [*given]).results
+        return [*map(whole, results, equation.outvars, body.outvars)]
+
+
+_TURNS: Final = 2**24
+
+
+def _last_with_values(jaxpr: Any) -> int:
+    """The last operation that is, or contains, a mark of values; -1 if none does."""
+    for place in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[place]
+        if _is_mark(equation, _VALUES) or any(map(_has_values, programs_in(equation))):
+            return place
+    return -1
+
+
+def _has_values(program: Any) -> bool:
+    return any(_is_mark(equation, _VALUES) for equation in equations_in(program))
+
+
+def _is_mixed(known: Known | None) -> bool:
+    """Whether a value of a row comes from others, where they are `(rows, ...)`."""
+    if known is None:
+        return False
+    rows = known.rows
+    own = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+    if len(rows) == 1:  # all from one row
+        own = np.full_like(rows, NO_ROW)
+    return bool(((rows != NO_ROW) & (rows != own)).any())
+
+
+def _without_rows(known: Known | None) -> Known | None:
+    if known is None or known.values is None:
+        return None
+    return Known(uniform(NO_ROW, known.rows.ndim), known.values)
+
+
+def _either(*options: Known | None) -> Known | None:
+    """What is known of an array that is one of these."""
+    rows = [one.rows for one in options if one is not None]
+    if not rows:
+        return None
+    values = [None if one is None else one.values for one in options]
+    first, *others = values
+    alike = first is not None and all(
+        other is not None and np.array_equal(first, other) for other in others
+    )
+    return Known(joined(*rows), first if alike else None)
+
+
+def _by(choice: Known | None, known: Known | None, out: Any) -> Known | None:
+    """What is known of a result that depends on a choice, too, or a choice a row."""
+    if choice is None or (choice.rows == NO_ROW).all():
+        return known
+    ndim = len(out.aval.shape)
+    rows = choice.rows
+    if rows.ndim > ndim:
+        rows = uniform(folded(rows, range(rows.ndim)).item(), 0)
+    rows = rows.reshape(rows.shape + (1,) * (ndim - rows.ndim))
+    return Known(rows if known is None else joined(rows, known.rows))
+
+
+def _are_equal(one: Known | None, other: Known | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    pairs = (one.rows, other.rows), (one.values, other.values)
+    return all(a is b or _have_equal(a, b) for a, b in pairs)
+
+
+def _have_equal(one: ndarray | None, other: ndarray | None) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other, True)
+
+
+def _count_unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many arrays are stacks of what a turn has of them."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(stack.aval.shape != turn.aval.shape for stack, turn in pairs)
 
 
 def _is_called_by(equation: Any, inside: Any) -> bool:
@@ -188,255 +435,3 @@ def _is_called_by(equation: Any, inside: Any) -> bool:
 
 def _is_mark(equation: Any, name: str) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == name
-
-
-def _cond(equation: Any, operands: list[_Known]) -> list[_Known]:
-    branches = map(opened, programs_in(equation))
-    results = [_follow(branch, operands[1:]).results for branch in branches]
-    return [_either(*of_branches) for of_branches in zip(*results, strict=True)]
-
-
-def _while(equation: Any, operands: list[_Known]) -> list[_Known]:
-    skipped, num_consts = (equation.params[f"{n}_nconsts"] for n in ("cond", "body"))
-    consts, carry = operands[skipped:][:num_consts], operands[skipped + num_consts :]
-    body = opened(equation.params["body_jaxpr"])
-    return _loop(lambda carry: _follow(body, [*consts, *carry]).results, carry)[0]
-
-
-def _scan(equation: Any, operands: list[_Known]) -> list[_Known]:
-    body = opened(equation.params["jaxpr"])
-    # Told by shapes: what else tells has changed between versions of JAX.
-    first_x = len(operands) - _count_unlike(equation.invars, body.invars)
-    num_ys = _count_unlike(equation.outvars, body.outvars)
-    num_consts = first_x - (len(equation.outvars) - num_ys)
-    consts, start = operands[:num_consts], operands[num_consts:first_x]
-
-    def turns(xs: list[_Known]) -> tuple[list[_Known], list[_Known]]:
-        return _loop(lambda carry: _follow(body, [*consts, *carry, *xs]).results, start)
-
-    stacks = operands[first_x:]
-    xs = [_moved(stack, -1) for stack in stacks]
-    carry, ys = turns(xs)
-    ys = [_moved(stack, 1) for stack in ys]
-
-    rows = [s for s in stacks if isinstance(s, _Along) and s.axis == 0]
-    if rows:
-        # A row a turn: what the carry takes up of one, it brings to those after it.
-        marked = [_MIXED if s in rows else x for s, x in zip(stacks, xs, strict=True)]
-        carry, outputs = turns(marked)
-        row = _MIXED if _MIXED in carry else rows[0]
-        ys = [
-            row if stack == _MIXED and y != _MIXED else y
-            for y, stack in zip(ys, outputs, strict=True)
-        ]
-    return [*carry, *ys]
-
-
-def _count_unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many arrays are stacks of what a turn has of them."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(stack.aval.shape != turn.aval.shape for stack, turn in pairs)
-
-
-def _loop(
-    body: Callable[[list[_Known]], list[_Known]], carry: list[_Known]
-) -> tuple[list[_Known], list[_Known]]:
-    """What is known of the carry after any number of turns, and of the rest."""
-    while True:
-        results = body(carry)
-        after = list(map(_either, carry, results))
-        if after == carry:
-            return carry, results[len(carry) :]
-        # Each turn of this, too, moves on: from nothing, to an axis, to mixed.
-        carry = after
-
-
-# Rules: what is known of a result by one operand that has rows.
-
-
-class _Use:
-    """An operation, one of its operands, which has rows, and one of its results."""
-
-    def __init__(self, equation: Any, operands: list[_Known], place: int, after: Any):
-        self.name, self.params = equation.primitive.name, equation.params
-        self.operands = operands
-        self.place = place
-        self.before: tuple[int, ...] = equation.invars[place].aval.shape
-        self.after: tuple[int, ...] = after
-        known = operands[place]
-        assert isinstance(known, _Along)
-        self.known = known
-        self.axis = known.axis
-
-    @property
-    def axes(self) -> Sequence[Any]:
-        """The axes, by number or name, that the operation says it goes along."""
-        given = [self.params[name] for name in _AXES if name in self.params]
-        if not given and self.name in _GOING_ALONG:
-            raise LookupError(f"the axes of {self.name}")
-        axes = given[0] if given else ()
-        return axes if isinstance(axes, tuple | list) else (axes,)
-
-    def along(self, axis: int) -> _Along:
-        """A result with the same rows along another axis."""
-        return self.known._replace(axis=axis)
-
-    def without(self, axes: Sequence[int]) -> _Along:
-        """A result that has no axes such as these, none of which is the rows'."""
-        return self.along(self.axis - sum(axis < self.axis for axis in axes))
-
-
-_Rule = Callable[[_Use], _Known]
-
-
-def _alike(use: _Use) -> _Known:
-    """Element by element, slices, padding: rows are where they were, if as many."""
-    if len(use.before) != len(use.after):
-        return None
-    before, after = use.before[use.axis], use.after[use.axis]
-    if before == after:
-        return use.known
-    return _Along(use.axis, None) if before < after else None
-
-
-def _along_its_axes(use: _Use) -> _Known:
-    """The rule for any operation: it joins rows if it goes along their axis or devices.
-
-    Examples are sums, also so far, sorting and collectives. Axes that are gone from
-    the result are those that it goes along.
-    """
-    axes, windows = use.axes, use.params.get("window_dimensions")
-    if use.axis in axes or DATA in axes or windows and windows[use.axis] > 1:
-        return _MIXED
-    # `vmap` leaves the numbers of axes in a sum over the axis that it names.
-    numbers = [axis for axis in axes if isinstance(axis, int)]
-    are_gone = numbers and len(use.after) < len(use.before)
-    return use.without(numbers) if are_gone else _alike(use)
-
-
-def _apart(use: _Use) -> _Known:
-    """Operations that take an array apart along an axis, and join nothing."""
-    return None if use.axis in use.axes else _along_its_axes(use)
-
-
-def _of_last_axes(use: _Use) -> _Known:
-    """Fourier transforms, of so many last axes, and decompositions, of two."""
-    last = len(use.params.get("fft_lengths", ("rows", "columns")))
-    return _MIXED if use.axis >= len(use.before) - last else use.known
-
-
-def _concatenate(use: _Use) -> _Known:
-    joined = use.axis == use.params["dimension"]
-    return _Along(use.axis, None) if joined else use.known
-
-
-def _broadcast(use: _Use) -> _Known:
-    axis = int(use.params["broadcast_dimensions"][use.axis])
-    return use.along(axis) if use.after[axis] == use.before[use.axis] else None
-
-
-def _reshape(use: _Use) -> _Known:
-    """Rows stay together where axes after theirs are joined to it, or split off."""
-    axis, per_row = use.known
-    if use.after[: axis + 1] == use.before[: axis + 1]:
-        return use.known
-    outside, size = math.prod(use.before[:axis]), use.before[axis]
-    for place, entries in enumerate(use.after):
-        if entries > 1 and math.prod(use.after[:place]) == outside:
-            if per_row is None:
-                return use.along(place) if entries == size else None
-            rows = size // per_row
-            return None if entries % rows else _Along(place, entries // rows)
-    return None
-
-
-def _dot(use: _Use) -> _Known:
-    contracted, batched = (axes[use.place] for axes in use.params["dimension_numbers"])
-    if use.axis in contracted:
-        return _MIXED
-    if use.axis in batched:
-        return use.along(list(batched).index(use.axis))
-    # Of the result, the first axes are those in both; the last, the second operand's.
-    taken = [*contracted, *batched]
-    free = len(use.before) - len(taken)
-    first = len(batched) if use.place == 0 else len(use.after) - free
-    return use.along(first + use.without(taken).axis)
-
-
-def _convolution(use: _Use) -> _Known:
-    numbers, (images, kernel) = use.params["dimension_numbers"], use.operands
-    if kernel is not None or images is None or use.axis != numbers.lhs_spec[0]:
-        return None
-    return use.along(numbers.out_spec[0])
-
-
-def _gather(use: _Use) -> _Known:
-    """Lookups: by indices of rows, or in each row."""
-    numbers = use.params["dimension_numbers"]
-    offsets, paired = numbers.offset_dims, numbers.operand_batching_dims
-    # The result's axes that stand for those of the indices, in order.
-    looked_up = [axis for axis in range(len(use.after)) if axis not in offsets]
-    if use.place == 1:
-        return use.along(looked_up[use.axis])
-    if use.axis in paired:
-        place = list(paired).index(use.axis)
-        return use.along(looked_up[numbers.start_indices_batching_dims[place]])
-
-    gone = {*numbers.collapsed_slice_dims, *paired}
-    if use.axis in gone or use.params["slice_sizes"][use.axis] < use.before[use.axis]:
-        return None
-    return use.along(offsets[use.without([*gone]).axis])
-
-
-def _scatter(use: _Use) -> _Known:
-    """Rows put together in fewer or more places than there are rows.
-
-    As many places as rows may be a place for each.
-    """
-    if use.place == 0:
-        return _alike(use)
-    fits = use.before[use.axis] in use.after or use.operands[0] is not None
-    return None if fits else _MIXED
-
-
-def _stack(use: _Use) -> _Known:
-    return use.along(use.axis + (use.params["axis"] <= use.axis))
-
-
-def _transpose(use: _Use) -> _Known:
-    return use.along(list(use.params["permutation"]).index(use.axis))
-
-
-_WITH_PROGRAMS: Final = {"cond": _cond, "scan": _scan, "while": _while}
-
-_SCATTERS: Final = [
-    "scatter" + how for how in ("", "-add", "-max", "-min", "-mul", "-sub")
-]
-_ONE_TO_ONE: Final = {"optimization_barrier", "pmax", "pmin", "psum"}
-"""Operations of several arrays, each of which has a result of its own."""
-
-_AXES: Final = "axis_name", "axes", "axis", "dimensions", "dimension"
-"""What operations call the axes that they go along."""
-
-_GOING_ALONG: Final = frozenset(
-    "all_gather all_to_all argmax argmin cumlogsumexp cummax cummin cumprod cumsum pmax"
-    " pmin ppermute psum reduce_and reduce_max reduce_min reduce_or reduce_prod"
-    " reduce_scatter reduce_sum rev sort split squeeze top_k unstack".split()
-)
-"""Those that must name some: if one does not, JAX calls them otherwise."""
-
-_RULES: Final[dict[str, _Rule]] = {
-    **dict.fromkeys(["cholesky", "eigh", "fft", "qr", "svd"], _of_last_axes),
-    **dict.fromkeys(["split", "squeeze", "unstack"], _apart),
-    **dict.fromkeys(_SCATTERS, _scatter),
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
-    "gather": _gather,
-    "pvary": _alike,  # names axes of devices, and sends nothing over them
-    "reshape": _reshape,
-    "stack": _stack,
-    "transpose": _transpose,
-}
-"""By the names of operations; for all others there is `_along_its_axes`."""

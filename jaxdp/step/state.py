@@ -10,6 +10,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from ..basics.tree import leaf_path
 from .collectives import Collectives
 from .precision import first_scale, next_scale
+from .row_mixing import mark_rows
 
 if TYPE_CHECKING:
     from .steps import Steps
@@ -127,9 +128,11 @@ def mask_and_keys(
     block, place = ids // block_rows, ids % block_rows
     before = jnp.cumsum(micro.counts) - micro.counts
     places = micro.rows_before + before[block] + place
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
+    mask, keys = mark_rows((place < micro.counts[block], keys))
     return MaskAndKeys(
-        mask=place < micro.counts[block],
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, places),
+        mask=mask,
+        keys=keys,
         key=jax.random.fold_in(
             key, jnp.uint32(_RESERVED) - micro.rows_before.astype(jnp.uint32)
         ),

@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..basics.arguments import check_count
 from ..basics.tree import map_nodes
-from ..step import DATA, Collectives, Group, TrainState
+from ..step import DATA, ROW_BY_ROW, Collectives, Group, TrainState
 from .base import Layout, Rows
 from .fsdp import split_axis
 from .meshes import Devices, find_devices, wired_mesh
@@ -203,13 +203,15 @@ class _Staged(eqx.Module):
                 whole = jax.tree.map(_gathered, arrays, specs)
             return self._stage(blocks, whole, x, keys)
 
-        return jax.shard_map(
+        in_stages = jax.shard_map(
             stage,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(data), PartitionSpec(data, _STAGE)),
             out_specs=PartitionSpec(data),
             check_vma=False,
-        )(arrays, x, keys)
+        )
+        with jax.named_scope(ROW_BY_ROW):
+            return in_stages(arrays, x, keys)
 
     def _stage(self, blocks: Any, arrays: PyTree, x: PyTree, keys: Any) -> PyTree:
         """What one device does: its blocks, for one micro-batch after the other.
