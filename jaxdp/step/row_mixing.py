@@ -1,12 +1,13 @@
 """Do rows interact? Follows the rows of a batch through a traced program.
 
 `loss_fn` may return a value per row that other rows had a part in: a contrastive loss,
-a batch standardised by its own mean. Then rows can be neither padded nor worked on
-apart, and only the operations between `mark_rows` and `mark_values` tell: does one of
-them join rows, as a sum over them, or a product of rows with rows? What no rule here is
-for joins those along the axes that its parameters name. It is taken to work element by
-element on the others if shapes let it, and nothing is claimed of its results if not.
-Operations that pick rows (`x[i]`) are taken for a loop.
+a batch standardised by its own mean, the next row as a negative. Then rows can be
+neither padded nor worked on apart, and only the operations between `mark_rows` and
+`mark_values` tell: which row does each entry of each array come from, and do some come
+from several? See `row_origins`. An operation that no rule is for joins rows along the
+axes that its parameters name. It is taken to work element by element on the others if
+shapes let it, and nothing is claimed of its results if not. Places that the program
+does not contain (`x[i]` in a loop, `x[jnp.argsort(y)]`) may be those of any row.
 
 To evaluate the values twice, a row exchanged, needs no rules. But it needs values, as
 plans have not, and a second compilation, and misses what this batch does not show: rows
@@ -269,7 +270,7 @@ class _Follower:
             return Known(rows[0])
         columns = rows.reshape(len(rows), -1).T
         numbers = [self._number(np.ascontiguousarray(column)) for column in columns]
-        return Known(np.array(numbers, np.int32).reshape(rows.shape[1:]))
+        return Known(np.reshape(numbers, rows.shape[1:]).astype(np.int32))
 
     def _number(self, column: ndarray) -> int:
         if (column == column[0]).all():
@@ -287,7 +288,7 @@ class _Follower:
         rows = known.rows.copy()
         for number in np.unique(rows[rows >= _TURNS]):
             column = self._rows_of[int(number)]
-            rows[rows == number] = folded(column, [0]).item()
+            rows[rows == number] = folded(column, [0])[0]
         return Known(rows, known.values)
 
     def _stack(self, known: Known, length: int) -> Known:
@@ -314,9 +315,9 @@ class _Follower:
         if ROW_BY_ROW in str(equation.source_info.name_stack):
             rows = [one.rows for one in operands if one is not None]
             rows = [r.reshape(len(r), -1)[:, 0] for r in rows if r.size == len(r) > 1]
-            whole = joined(*rows) if rows else None
+            order = joined(*rows) if rows else None
             return [
-                None if whole is None else Known(whole.reshape(-1, *[1] * (n - 1)))
+                None if order is None else Known(order.reshape(-1, *[1] * (n - 1)))
                 for n in (len(out.aval.shape) for out in equation.outvars)
             ]
 
@@ -405,7 +406,7 @@ def _by(choice: Known | None, known: Known | None, out: Any) -> Known | None:
     ndim = len(out.aval.shape)
     rows = choice.rows
     if rows.ndim > ndim:
-        rows = uniform(folded(rows, range(rows.ndim)).item(), 0)
+        rows = uniform(folded(rows, range(rows.ndim)).flat[0], 0)
     rows = rows.reshape(rows.shape + (1,) * (ndim - rows.ndim))
     return Known(rows if known is None else joined(rows, known.rows))
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from jax.core import Tracer
 from numpy import ndarray
 
 NO_ROW: Final = -1
@@ -71,9 +72,10 @@ def known_of(value: Any) -> Known | None:
     dtype, size = getattr(value, "dtype", np.dtype(type(value))), np.size(value)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
         return None
-    if size > MOST_VALUES:
+    if size > MOST_VALUES or isinstance(value, Tracer):
         return None
-    values = np.asarray(value).astype(float)  # on the host, or a constant
+    # A constant of the program: if it is on a device, this waits for the device.
+    values = np.asarray(value).astype(float)
     return Known(uniform(NO_ROW, values.ndim), values)
 
 
@@ -104,7 +106,7 @@ class Use:
     def __init__(self, equation: Any, known: Sequence[Known | None], number: int):
         self.name, self.params = equation.primitive.name, equation.params
         self.known, self.number = known, number
-        self.arrays = [None if one is None else one.rows for one in known]
+        self.arrays: list[Any] = [None if k is None else k.rows for k in known]
         self.before = [tuple(var.aval.shape) for var in equation.invars]
         self.after = tuple(equation.outvars[number].aval.shape)
 

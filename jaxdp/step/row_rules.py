@@ -57,7 +57,7 @@ def _values(use: Use, rule: _Rule) -> ndarray | None:
     elif use.name in _FUNCTIONS and all(values is not None for values in given):
         unknown: Any = sum(np.isnan(values) for values in given if values is not None)
         with np.errstate(all="ignore"):
-            values = np.asarray(_FUNCTIONS[use.name](*given), float)
+            values = _FUNCTIONS[use.name](*given)
         values = np.where(unknown, UNKNOWN, values)
     else:
         return None
@@ -254,7 +254,7 @@ def _pad(use: Use) -> ndarray | None:
     array, padding = use.arrays
     if array is None:
         return None if padding is None else padding.reshape((1,) * len(use.after))
-    beside = NO_ROW if padding is None else padding.item()
+    beside = NO_ROW if padding is None else padding.flat[0]
     for axis, (low, _, inside) in enumerate(use.params["padding_config"]):
         size, after = use.before[0][axis], use.after[axis]
         if size == after or size > 1 and array.shape[axis] == 1:
@@ -271,7 +271,7 @@ def _start(known: Known | None) -> int | None:
     """Where a slice starts, if the program tells."""
     if known is None or known.values is None or np.isnan(known.values).any():
         return None
-    return int(known.values.item())
+    return int(known.values.flat[0])
 
 
 def _with_places(use: Use, first: int, array: ndarray) -> ndarray:
@@ -349,7 +349,7 @@ def _convolution(use: Use) -> ndarray | None:
     if images is not None:
         rows = folded(images, numbers.lhs_spec[2:]).transpose(numbers.lhs_spec)
         rows = rows.reshape(rows.shape[:2])
-        if groups > 1 and rows.shape[1] > 1:
+        if groups > 1 and rows.size > len(rows):
             apart = rows.reshape(len(rows), groups, -1)
             rows = folded(apart, [2])[..., 0].repeat(features // groups, axis=1)
         else:

@@ -350,9 +350,10 @@ class Steps(NamedTuple):
         """Sums over all rows in inference mode, and what is kept of each row."""
         objective = self._objective_of_all
         weights, batch_idx = inputs
-        if objective.takes_key:
-            collectives.need_all_rows()
         micro = only_micro_batch(groups[0])
+        carries = self._carries_rows(collectives, weights.model_state, micro)
+        if objective.takes_key or carries:
+            collectives.need_all_rows()
         key = key_outside_training(weights)
         key = jax.random.fold_in(key, batch_idx)
         rows = mask_and_keys(collectives, key, micro, weights.step, training=False)
@@ -367,8 +368,22 @@ class Steps(NamedTuple):
             collectives.axis_names,
         )
 
-        summed = self._summed(collectives, result, rows.mask, stateful=False)
+        summed = self._summed(collectives, result, rows.mask, stateful=carries)
         return collectives.sum(summed), result.outputs
+
+    def _carries_rows(
+        self, collectives: Collectives, model_state: PyTree, micro: MicroBatch
+    ) -> bool:
+        """Whether the loss is given a state with something of each row in it.
+
+        The hidden state of a recurrent model, say, unlike the running means of a
+        BatchNorm.
+        """
+        if not getattr(self.objective, "takes_state", False):
+            return False
+        seen = len(jax.tree.leaves(micro.batch)[0])
+        rows = seen * collectives.num_shards
+        return any(rows in jnp.shape(leaf) for leaf in jax.tree.leaves(model_state))
 
     def _summed(
         self, collectives: Collectives, found: Values, mask: Array, *, stateful: bool

@@ -158,6 +158,121 @@ def test_scalars_are_of_all_rows(strategy, name):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def distances(model, x, y, others):
+    u, v = jax.vmap(model)(x), jax.vmap(model)(y)
+    return jax.nn.relu(((u - v) ** 2).sum(1) - ((u - others(v)) ** 2).sum(1) + 0.5)
+
+
+def fixed_order(x):
+    return np.random.default_rng(5).permutation(len(x))
+
+
+MOVED = {
+    "rolled": lambda v: jnp.roll(v, 1, axis=0),
+    "turned": lambda v: v[::-1],
+    "the first behind": lambda v: jnp.concatenate([v[1:], v[:1]]),
+    "permuted": lambda v: v[fixed_order(v)],
+    "by a fixed key": lambda v: v[jax.random.permutation(KEY, len(v))],
+    "shuffled": lambda v: jax.random.permutation(KEY, v),
+    "by halves": lambda v: (v + v[jnp.arange(len(v)) // 2]) / 2,
+    "the first": lambda v: jnp.ones_like(v) * v[0, 0],
+    "so far": lambda v: jnp.cumsum(v, axis=0),
+    "by order": lambda v: v[jnp.argsort(v[:, 0])],
+    "row after row": lambda v: jax.lax.scan(
+        lambda last, row: (row, last), jnp.zeros(WIDTH), v
+    )[1],
+    "weighted by number": lambda v: v * jnp.arange(len(v))[:, None],
+    "mean of the picked": lambda v: jax.lax.fori_loop(
+        0, len(v), lambda i, total: total + v[i][None] / len(v), jnp.zeros((1, WIDTH))
+    ),
+}
+FREE = {
+    "itself": lambda v: v,
+    "there and back": lambda v: jnp.roll(jnp.roll(v, 1, axis=0), -1, axis=0),
+    "in order": lambda v: v[jnp.arange(len(v))],
+    "parts": lambda v: jax.lax.map(jnp.sin, v, batch_size=2),
+    "features": lambda v: v[:, ::-1] + jnp.roll(v, 1, axis=1),
+}
+
+
+@pytest.mark.slow_but("rolled")
+@pytest.mark.parametrize("form", [*MOVED, *FREE])
+def test_rows_that_are_moved(form, caplog):
+    """In training and validation, of a batch that the devices do not divide, too."""
+    others = {**MOVED, **FREE}[form]
+
+    def loss_fn(model, x, y):
+        return distances(model, x, y, others)
+
+    def mean(model, x, y):
+        return loss_fn(model, x, y).mean()
+
+    data = batches(16, 11)
+    expected, _ = run(mean, SingleDevice(), data)
+    for strategy in (SingleDevice(), Sharded()):
+        caplog.clear()
+        losses, _ = run(loss_fn, strategy, data)
+        np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-6)
+        assert caplog.text.count("depend on other rows") == (form in MOVED)
+
+
+@pytest.mark.slow_but("permuted")
+@pytest.mark.parametrize("form", ["permuted", "noise"])
+def test_the_key_of_one_row_is_not_for_others(form):
+    def loss_fn(model, x, y, keys):
+        if form == "permuted":
+            other = jax.random.permutation(keys[0], len(x))
+            return distances(model, x, y, lambda v: v[other])
+        noise = jax.random.normal(keys[-1], x.shape)
+        return distances(model, x, y, lambda v: v + noise)
+
+    def mean(model, x, y, keys):
+        return loss_fn(model, x, y, keys).mean()
+
+    data = batches(16, 11)
+    expected, _ = run(mean, SingleDevice(), data)
+    for strategy in (SingleDevice(), Sharded()):
+        losses, _ = run(loss_fn, strategy, data)
+        np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+    carried: eqx.nn.StateIndex
+
+    def __init__(self, rows, key):
+        self.cell = eqx.nn.GRUCell(1, WIDTH, key=key)
+        self.carried = eqx.nn.StateIndex(jnp.zeros((rows, WIDTH)))
+
+
+def recurrent(model, x, y, state):
+    def step(h, value):
+        return jax.vmap(model.cell)(value[:, None], h), h.mean(axis=1)
+
+    h, guesses = jax.lax.scan(step, state.get(model.carried), x.T)
+    return ((guesses.T - y) ** 2).mean(axis=1), state.set(model.carried, h)
+
+
+@pytest.mark.slow_but("Sharded({'data': 8})")
+@pytest.mark.parametrize("strategy", [Sharded(), FSDP(), Pmap()], ids=repr)
+def test_a_state_of_rows_is_carried_over_batches(strategy):
+    """Validation starts with it, as it does on one device, and leaves it alone."""
+    losses = []
+    for each in (SingleDevice(), strategy):
+        model, state = eqx.nn.make_with_state(Recurrent)(16, KEY)
+        trainer = Trainer(
+            model, loss_fn=recurrent, state=state, strategy=each,
+            enable_progress_bar=False,
+        )  # fmt: skip
+        history = trainer.fit(batches(16, 16), batches(16), max_epochs=2)
+        before = trainer.model_state.get(trainer.model.carried)
+        again = trainer.validate(batches(16))["val_loss"]
+        losses.append([*history["loss"], *history["val_loss"], again])
+        after = trainer.model_state.get(trainer.model.carried)
+        np.testing.assert_array_equal(before, after)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_short_batches_are_not_padded():
     short = batches(16, 12)
     losses, _ = run(contrastive, SingleDevice(), short)
