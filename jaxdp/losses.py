@@ -118,6 +118,12 @@ _OF_YES_NO: Final = binary_cross_entropy, optax.sigmoid_binary_cross_entropy
 """Criteria for which each logit answers a yes/no question."""
 
 
+def takes_logits(criterion: Criterion) -> bool:
+    """Whether predictions are to come to it without a sigmoid or a softmax."""
+    softmax = optax.softmax_cross_entropy
+    return criterion in (*_OF_LABELS, *_OF_YES_NO, softmax)
+
+
 def num_classes(
     criteria: Mapping[str, Criterion], prediction: Any, target: Any
 ) -> int | None:

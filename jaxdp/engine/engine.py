@@ -408,7 +408,7 @@ class Engine:
             raise
         for note in step.facts.notes:
             self.tell(note)
-        self._compilations.tell_of_devices(self._devices, program, self.pure)
+        self._compilations.tell_of_program(self._devices, program, self.pure)
         return program
 
     def _compiled_together(self, step: Step, *given: Any) -> Program:

@@ -28,11 +28,14 @@ class Program:
         donated: whether it may overwrite the state that it is given.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
+        ends: the function, as `last_function` names it, that its model should not end
+            with.
         compile_seconds: what it took to compile, and to trace if that is not known.
         trace_seconds: what it took to trace.
     """
 
     products: Products | None = None
+    ends: str | None = None
     trace_seconds: float | None = None
     compile_seconds = 0.0
 

@@ -26,6 +26,7 @@ from ..step import (
     Steps,
     TrainState,
     Weights,
+    last_function,
     opening,
     products,
     values_mix_rows,
@@ -196,6 +197,7 @@ class Step:
         program = Program(made, dispatch, body.arguments[-1], donate)
         program.trace_seconds = begun - started
         program.compile_seconds = time.perf_counter() - begun
+        program.ends = last_function(step.jaxpr)
         with contextlib.suppress(KeyError):  # JAX has renamed something
             program.products = products(step.jaxpr)
         return program

@@ -8,6 +8,7 @@ from .collectives import (
     Results,
     RowsInteract,
 )
+from .ends import last_function
 from .ensemble import Ensemble, init_each, update_each
 from .jaxprs import (
     BY_DEFAULT,

@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from ..basics.tree import is_key
 from .collectives import DATA
+from .ends import mark_logits
 from .model_call import (
     as_given_state,
     as_plain_state,
@@ -35,6 +36,7 @@ from .returned import (
     weighing,
     without_ignored,
 )
+from .row_mixing import mark_rows, mark_values, values_mix_rows
 from .state import MaskAndKeys
 from .whole import KeyData, as_given, is_whole, plain
 
@@ -98,6 +100,8 @@ class CriterionObjective:
         x, given, weight = split_batch(batch)
         target = plain(given)
         prediction, model_state = call_model(model, model_state, x, rows, bound_axes)
+        if losses.takes_logits(self.loss):
+            prediction = mark_logits(prediction)
         by_name = {
             name: _of_criterion(
                 name, criterion, prediction, target, weight, len(rows.mask)
@@ -380,8 +384,37 @@ def _of_criterion(
         )
         raise
 
+    if not is_named and _is_for_one_row(criterion, prediction, target, value):
+        raise ValueError(
+            f"{argument}: it gave an array of shape {value.shape} for targets of shape"
+            f" {target.shape}: the targets picked rows of the predictions, of shape"
+            f" {prediction.shape}. It is called with a whole batch; if it is written"
+            " for one example, wrap it in jax.vmap."
+        )
     result = checked(argument, name, value, rows, weight=weight, is_criterion=True)
     return result._replace(hidden=None) if is_named else result  # nothing is left
+
+
+def _is_for_one_row(
+    criterion: losses.Criterion, prediction: Any, target: Any, value: Any
+) -> bool:
+    """Whether integer targets have picked whole rows of predictions: `p[y]`."""
+    arrays = prediction, target, value
+    if not all(hasattr(array, "shape") and array.ndim for array in arrays):
+        return False
+    picked = target.shape + prediction.shape[1:]
+    is_label = jnp.issubdtype(target.dtype, jnp.integer)
+    if not is_label or value.shape != picked or value.ndim == target.ndim:
+        return False
+
+    def of_rows(prediction: Array, target: Array) -> Array:
+        return mark_values(criterion(*mark_rows((prediction, target))))
+
+    with contextlib.suppress(Exception):  # what fails for one row is not for one
+        alone = jax.eval_shape(jax.vmap(criterion), prediction, target)
+        if alone.ndim < value.ndim:
+            return values_mix_rows(jax.make_jaxpr(of_rows)(prediction, target))
+    return False
 
 
 _OUTPUTS = "predictions", "targets"
