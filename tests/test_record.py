@@ -12,6 +12,8 @@ from jaxdp.step import IN_FLIGHT
 class Keeps(Logger):
     """A sink that keeps its rows, and may refuse some."""
 
+    needs_fit = False
+
     def __init__(self, folder, refuses=()):
         super().__init__(folder)
         self.rows, self.calls, self.refuses = [], [], refuses

@@ -56,6 +56,11 @@ class Callback:
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are
     called while a training runs."""
 
+    needs_fit: bool | None = None
+    """Whether it does its work in `fit` alone, so that `trainer.steps` warns of it,
+    which begins and ends neither fits nor epochs. None: if it overrides a hook of
+    these."""
+
     def setup(self, trainer: Trainer) -> None:
         """Runs first of all: before a fit, `validate`, `test` and `predict`. Options
         that placement and compilation need are set here."""

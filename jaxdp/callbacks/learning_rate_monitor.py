@@ -35,6 +35,7 @@ class LearningRateMonitor(Callback):
 
     looks_inside_blocks = False
     only_in_training = True
+    needs_fit = False
 
     def __init__(
         self, schedule: float | Callable[[Array], Any] | None = None, name: str = "lr"

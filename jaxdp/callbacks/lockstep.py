@@ -69,6 +69,7 @@ class Lockstep(Callback):
     """
 
     looks_inside_blocks = False
+    needs_fit = False
 
     def __init__(
         self,

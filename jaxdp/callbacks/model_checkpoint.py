@@ -141,6 +141,7 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = every_n_epochs
         self.train_time_interval = train_time_interval
+        self.needs_fit = not self._saves_by_steps
         self.save_on_exception = save_on_exception
         self.on_save_error = on_save_error
 

@@ -39,6 +39,7 @@ class NanGuard(Callback):
 
     looks_inside_blocks = False
     only_in_training = True
+    needs_fit = False
 
     def __init__(self, action: str = "stop", max_skips: int = 10):
         check_choice("action", action, ("stop", "end", "skip"))

@@ -36,6 +36,7 @@ class ProgressBar(Callback):
 
     looks_inside_blocks = False
     reads_logged = True
+    needs_fit = False
 
     def __init__(
         self,

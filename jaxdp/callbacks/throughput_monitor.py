@@ -69,6 +69,7 @@ class ThroughputMonitor(Callback):
     only_in_training = True
 
     fit_end_order = 1
+    needs_fit = False
 
     def __init__(
         self,

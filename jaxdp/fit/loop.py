@@ -8,6 +8,7 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
+from ..callbacks.hook_checks import warn_of_steps
 from ..data import Dispatch, ListSource, Source, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..step import Batch, Metrics
@@ -362,6 +363,9 @@ def _own_loop(
 ) -> Iterator[Metrics]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
+    if "steps" not in run.told:
+        run.told.add("steps")
+        warn_of_steps(trainer.callbacks)
     source = run.open(train_loader, "train_loader", "train")
     with (
         UsersFramesFirst(),

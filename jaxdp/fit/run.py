@@ -264,6 +264,7 @@ class Run:
         doing: what callbacks were set up for and that still goes on, such as "a fit";
             "" if nothing.
         loaded: what the next fit is to know of the checkpoint that it goes on from.
+        told: what the user was told of once already.
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
@@ -280,6 +281,7 @@ class Run:
         self.access = Access(self.progress, recipe.steps_per_execution)
         self.doing = ""
         self.loaded: Loaded | None = None
+        self.told: set[str] = set()
         self._engine: Engine | None = None
 
     @property

@@ -20,6 +20,8 @@ METHODS = "validate", "test", "predict"
 class Hears(Callback):
     """Writes down which hooks run, but for those of single batches."""
 
+    needs_fit = False
+
     def __init__(self):
         self.heard = []
 
