@@ -41,15 +41,17 @@ def _search(jaxpr: Any) -> str | None:
 
 def _made_by(var: Any, makers: dict[Any, Any]) -> str | None:
     """The function that an array comes from, found from its last operation on back."""
-    equation: Any = None if hasattr(var, "val") else makers.get(var)
-    name = _name_of(equation)
+    equation = None if hasattr(var, "val") else makers.get(var)
+    if equation is None:
+        return None
+    name = equation.primitive.name
     if name == "logistic":
         return "sigmoid"
     if name == "div" and _is_made(equation.invars[0], makers, "exp"):
         return "softmax" if _is_made(equation.invars[1], makers, "reduce_sum") else None
     if name in _PASSED_ON:
         return _made_by(equation.invars[0], makers)
-    programs = [] if equation is None else [*map(opened, programs_in(equation))]
+    programs = [*map(opened, programs_in(equation))]
     if len(programs) == 1 and len(programs[0].outvars) == len(equation.outvars):
         inside = {out: each for each in programs[0].eqns for out in each.outvars}
         result = programs[0].outvars[equation.outvars.index(var)]
@@ -63,11 +65,9 @@ def _made_by(var: Any, makers: dict[Any, Any]) -> str | None:
 
 def _is_made(var: Any, makers: dict[Any, Any], wanted: str) -> bool:
     equation = None if hasattr(var, "val") else makers.get(var)
-    while equation is not None and _name_of(equation) in _PASSED_ON:
-        var = equation.invars[0]
-        equation = None if hasattr(var, "val") else makers.get(var)
-    return _name_of(equation) == wanted
-
-
-def _name_of(equation: Any) -> str | None:
-    return None if equation is None else equation.primitive.name
+    if equation is None:
+        return False
+    name = equation.primitive.name
+    return name == wanted or (
+        name in _PASSED_ON and _is_made(equation.invars[0], makers, wanted)
+    )

@@ -2,7 +2,7 @@
 
 Two things are known of an array, each as one of NumPy with the same axes, where an axis
 along which nothing changes has size 1: the number of the row that an entry depends on
-(`NO_ROW`, or `SEVERAL`), and the entries themselves, as far as they are integers that
+(`NO_ROW`, or `SEVERAL`), and the entries themselves, as far as they are numbers that
 the program contains, as those by which a permutation picks rows.
 """
 
@@ -19,7 +19,7 @@ SEVERAL: Final = -2
 LAST: Final = np.iinfo(np.int32).max
 UNKNOWN: Final = math.nan
 MOST_VALUES: Final = 2**20
-"""So many integers are looked at."""
+"""So many numbers are looked at."""
 
 
 class Known(NamedTuple):
@@ -68,9 +68,9 @@ def slim(array: ndarray) -> ndarray:
 
 
 def known_of(value: Any) -> Known | None:
-    """Of a constant: the integers in it."""
+    """Of a constant: the numbers in it."""
     dtype, size = getattr(value, "dtype", np.dtype(type(value))), np.size(value)
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iubf":
         return None
     if size > MOST_VALUES or isinstance(value, Tracer):
         return None
@@ -109,6 +109,7 @@ class Use:
         self.arrays: list[Any] = [None if k is None else k.rows for k in known]
         self.before = [tuple(var.aval.shape) for var in equation.invars]
         self.after = tuple(equation.outvars[number].aval.shape)
+        self.dtype = equation.outvars[number].aval.dtype
 
     def of_values(self) -> "Use":
         """The same, of the values of operands."""

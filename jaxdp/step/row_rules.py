@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
@@ -42,10 +43,10 @@ def known_of_result(use: Use) -> Known | None:
 
 
 def _values(use: Use, rule: _Rule) -> ndarray | None:
-    """The integers that a result has."""
+    """The numbers that a result has."""
     if use.name == "iota":
         axis, shape = use.params["dimension"], use.after
-        if use.params["dtype"].kind not in "iu" or shape[axis] > MOST_VALUES:
+        if use.params["dtype"].kind not in "iuf" or shape[axis] > MOST_VALUES:
             return None
         places = [size if i == axis else 1 for i, size in enumerate(shape)]
         return np.arange(shape[axis], dtype=float).reshape(places)
@@ -58,6 +59,8 @@ def _values(use: Use, rule: _Rule) -> ndarray | None:
         unknown: Any = sum(np.isnan(values) for values in given if values is not None)
         with np.errstate(all="ignore"):
             values = _FUNCTIONS[use.name](*given)
+        if jnp.issubdtype(use.dtype, jnp.integer):
+            values = np.trunc(values)
         values = np.where(unknown, UNKNOWN, values)
     else:
         return None
@@ -66,15 +69,18 @@ def _values(use: Use, rule: _Rule) -> ndarray | None:
 
 
 def _tells_rows_apart(use: Use, rows: ndarray) -> bool:
-    """Whether rows meet integers by which one differs from another: their own number.
+    """Whether rows meet numbers by which one differs from another: their own.
 
     Positions of tokens, say, are the same in each row, and do not.
     """
     for one in use.known:
         if one is None or one.values is None or one.values.ndim != rows.ndim:
             continue
-        sizes = zip(one.values.shape, rows.shape, strict=True)
-        if one.values.size == 1 or not any(a > 1 and b > 1 for a, b in sizes):
+        if (one.rows != NO_ROW).any():  # numbers of rows, put beside what is of them
+            continue
+        sizes = [*zip(one.values.shape, rows.shape, strict=True)]
+        is_along = any(a > 1 and b > 1 for a, b in sizes)
+        if not is_along or any(a != b and 1 not in (a, b) for a, b in sizes):
             continue
         both = np.broadcast_arrays(one.values, rows)
         values, owners = (array.ravel() for array in both)
@@ -388,7 +394,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "convert_element_type": np.positive,
     "copy": np.positive,
-    "div": lambda x, y: np.trunc(x / y),
+    "div": np.divide,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -404,7 +410,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "sign": np.sign,
     "sub": np.subtract,
 }
-"""What becomes of integers; as of no others, so nothing is claimed of bits."""
+"""What becomes of numbers; nothing is claimed of bits."""
 
 _SCATTERS: Final = [
     "scatter" + how for how in ("", "-add", "-max", "-min", "-mul", "-sub")

@@ -563,7 +563,9 @@ def test_keys_of_rows(case):
     assert values_mix_rows(traced) == mixes
 
 
-@pytest.mark.parametrize("case", ["a hinge", "equal rows", "a gradient", "a number"])
+@pytest.mark.parametrize(
+    "case", ["a hinge", "equal rows", "a gradient", "a number", "a place", "a constant"]
+)
 def test_rows_interact_though_no_value_of_this_batch_shows_it(case):
     """What two evaluations, one of them with a row exchanged, would not tell apart."""
 
@@ -583,6 +585,8 @@ def test_rows_interact_though_no_value_of_this_batch_shows_it(case):
         "equal rows": of_equal_rows,
         "a gradient": by_gradient,
         "a number": lambda x: x.sum(axis=1) * jnp.arange(len(x)),
+        "a place": lambda x: x.sum(axis=1) * jnp.linspace(0, 1, len(x)),
+        "a constant": lambda x: x.sum(axis=1) + np.arange(len(x)) / 2,
     }
     assert not any(changed_by(loss_fn[case], row) for row in range(ROWS))
     assert found(loss_fn[case])
