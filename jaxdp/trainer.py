@@ -59,12 +59,12 @@ class Trainer:
             and validation. One value per row, or `(values, weights)`, is averaged
             exactly over all rows; a scalar is averaged over batches, weighted by their
             rows. `PassMetric(fn)` is computed over a whole validation or test.
-        strategy: where arrays live and how the step is compiled. Default: `Sharded()`,
-            on all devices.
+        strategy: where arrays live, and how. Default: `Sharded()`, on all devices.
         callbacks: called in this order.
         state: the `eqx.nn.State` from `eqx.nn.make_with_state`.
         filter_spec: which leaves are trained: path patterns, a callable or a pytree of
-            bools. Frozen leaves get no gradient and no optimizer state.
+            bools. Frozen leaves get no gradient and no optimizer state. Statistics of a
+            frozen BatchNorm move, unless it is in `eqx.nn.inference_mode`.
         precision: "32-true", "32-highest", "bf16-mixed", "bf16-true" or "16-mixed"; see
             docs/precision.md.
         after_update: a function model -> model, which may name `key` and `step`, called

@@ -134,13 +134,13 @@ class EarlyStopping(MetricCheck):
             return
         source = ""
         if self._best is not None:
-            trainer.run.put_back(**self._best)
+            trainer.run.put_back(self._best, self._best)
         elif (path := self._path_of_best(trainer)) is None:
             warn(f"{self._lacks_best()} {_REMEDY}")
             return
         else:
             try:
-                trainer.run.put_back_from(path, *_learned(trainer))
+                trainer.run.put_back(_learned(trainer), path)
             except (OSError, ValueError) as error:
                 warn(f"{self._lacks_best()} {error}")
                 return

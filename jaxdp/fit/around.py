@@ -4,14 +4,19 @@ Whatever happens inside, callbacks hear of it, and tidy up.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import equinox as eqx
+import jax
 
 from ..basics.console import say
 from ..basics.process import refuse_to_train_in_a_worker
 from ..callbacks.base import Hooks
 from ..distributed import Preempted
+from ..step import InferenceModel
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
@@ -46,6 +51,35 @@ def check_may_train(trainer: "Trainer", method: str, train_loader: Any) -> None:
             " callback perhaps; use a Trainer of its own."
         )
     trainer.run.access.check(f"`{method}`")
+    if trainer.run.progress.global_step == 0:
+        _tell_of_inference(trainer.run.recipe.model)
+
+
+def _tell_of_inference(model: Any) -> None:
+    """Says which layers of a model that is to be trained are in inference mode."""
+    layers: Counter[str] = Counter()
+
+    def count(node: Any) -> bool:
+        is_layer = isinstance(node, eqx.Module)
+        does_nothing = getattr(node, "p", None) == 0  # a dropout of nothing
+        if is_layer and getattr(node, "inference", None) is True and not does_nothing:
+            layers[type(node).__name__] += 1
+        return False
+
+    jax.tree.leaves(model, is_leaf=count)  # it is asked of every node
+    if not layers:
+        return
+    listed = ", ".join(f"{number} {name}" for name, number in sorted(layers.items()))
+    remedy = "`eqx.nn.inference_mode(model, False)` ends that, if it is not on purpose."
+    if isinstance(model, InferenceModel):
+        remedy = (
+            "`inference_model()` is made to be called; to train, pass `trainer.model`"
+            " and `state=trainer.model_state` instead."
+        )
+    say(
+        f"layers of the model are in inference mode, and stay so in training: {listed}"
+        f" (no dropout, running statistics that do not move). {remedy}"
+    )
 
 
 @contextlib.contextmanager

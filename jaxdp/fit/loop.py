@@ -363,9 +363,9 @@ def _own_loop(
 ) -> Iterator[Metrics]:
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
-    if "steps" not in run.told:
-        run.told.add("steps")
+    if not run.access.has_looped:
         warn_of_steps(trainer.callbacks)
+    run.access.has_looped = True
     source = run.open(train_loader, "train_loader", "train")
     with (
         UsersFramesFirst(),

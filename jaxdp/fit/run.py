@@ -189,12 +189,14 @@ class Access:
         ahead: how many steps of the present dispatch have no hooks called yet.
         looks_at: what of the trainer a caller's own loop uses between steps, "" if
             nothing, None if that is not known yet.
+        has_looped: whether such a loop was begun before.
     """
 
     def __init__(self, progress: Progress, steps_per_execution: int | str):
         self.dispatching = threading.RLock()
         self.ahead = 0
         self.looks_at: str | None = None
+        self.has_looped = False
         self._progress, self._asked_for = progress, steps_per_execution
         self._is_with_caller = False
 
@@ -264,7 +266,6 @@ class Run:
         doing: what callbacks were set up for and that still goes on, such as "a fit";
             "" if nothing.
         loaded: what the next fit is to know of the checkpoint that it goes on from.
-        told: what the user was told of once already.
     """
 
     def __init__(self, arguments: Mapping[str, Any], callbacks: Sequence[Callback]):
@@ -281,7 +282,6 @@ class Run:
         self.access = Access(self.progress, recipe.steps_per_execution)
         self.doing = ""
         self.loaded: Loaded | None = None
-        self.told: set[str] = set()
         self._engine: Engine | None = None
 
     @property
@@ -417,16 +417,22 @@ class Run:
         """The state as shapes with shardings, also between steps that run as one."""
         return self.engine.held.shapes()
 
-    def put_back(self, **parts: Any) -> None:
-        """Puts parts of an earlier state, as `strategy.gather` gave them, into this."""
-        engine = self.engine
-        engine.state = engine.place(engine.state._replace(**parts))
+    def put_back(self, names: Iterable[str], source: Mapping[str, Any] | str) -> None:
+        """Puts parts of an earlier state, by their names, into this.
 
-    def put_back_from(self, path: str, *parts: str) -> None:
-        """Puts parts of the state in a checkpoint, by their names, into this."""
-        state, _ = read_placed(self, path)
-        values = {name: getattr(state, name) for name in parts}
-        self.engine.state = self.engine.state._replace(**values)
+        Args:
+            names: of fields of the state: "params".
+            source: has them by name, as `strategy.gather` gave them; or the path of a
+                checkpoint.
+        """
+        engine = self.engine
+        if isinstance(source, str):
+            earlier, _ = read_placed(self, source)
+            parts = {name: getattr(earlier, name) for name in names}
+            engine.state = engine.state._replace(**parts)
+        else:
+            parts = {name: source[name] for name in names}
+            engine.state = engine.place(engine.state._replace(**parts))
 
 
 def begin_anew(run: Run, wanted: str) -> Callable[[PyTree, Any], None]:

@@ -1,0 +1,54 @@
+"""A model that is handed over in inference mode is trained so, and it is said once."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from toys import Mlp, NormNet, batches, make_small
+
+KEY = jax.random.key(0)
+
+
+def norm_net():
+    return eqx.nn.make_with_state(NormNet)(KEY)
+
+
+def frozen_part():
+    model, state = norm_net()
+    return eqx.tree_at(
+        lambda m: m.norm, model, eqx.nn.inference_mode(model.norm)
+    ), state
+
+
+@pytest.mark.parametrize("make, listed", [
+    (lambda: (eqx.nn.inference_mode(Mlp(KEY)), None), "1 Dropout"),
+    (lambda: (eqx.nn.inference_mode(norm_net()[0]), norm_net()[1]), "1 BatchNorm"),
+    (frozen_part, "1 BatchNorm"),
+    (lambda: (make_small(Mlp(KEY)).inference_model(), None), "1 Dropout"),
+    (lambda: (Mlp(KEY), None), None),
+    (lambda: (eqx.nn.inference_mode(Mlp(KEY, rate=0)), None), None),
+    (norm_net, None),
+])  # fmt: skip
+def test_layers_in_inference_mode_are_named_at_the_first_fit(make, listed, caplog):
+    model, state = make()
+    trainer = make_small(model, optax.sgd(0.1), state=state, loss="cross_entropy")
+    assert "inference mode" not in caplog.text
+    trainer.fit(batches(8), max_epochs=1)
+    trainer.fit(batches(8), max_epochs=2)
+    assert caplog.text.count("are in inference mode") == (listed is not None)
+    if listed is not None:
+        assert f"stay so in training: {listed} (no dropout" in caplog.text
+    is_wrapped = hasattr(model, "is_ensemble")
+    assert ("`state=trainer.model_state`" in caplog.text) == is_wrapped
+
+
+def test_statistics_move_in_a_frozen_part_unless_it_is_in_inference_mode():
+    for make, moves in (norm_net, True), (frozen_part, False):
+        model, state = make()
+        before = [np.array(leaf) for leaf in jax.tree.leaves(state)]
+        trainer = make_small(model, optax.sgd(0.1), state=state, filter_spec=["last"])
+        trainer.fit(batches(8))
+        after = jax.tree.leaves(trainer.model_state)
+        same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert all(same) != moves
