@@ -71,8 +71,11 @@ def _values(use: Use, rule: _Rule) -> ndarray | None:
 def _tells_rows_apart(use: Use, rows: ndarray) -> bool:
     """Whether rows meet numbers by which one differs from another: their own.
 
-    Positions of tokens, say, are the same in each row, and do not.
+    Positions of tokens, say, are the same in each row, and do not. Nor does what JAX
+    compares with numbers to differentiate `x.at[places].set(...)`.
     """
+    if use.name in ("eq", "ne"):
+        return False
     for one in use.known:
         if one is None or one.values is None or one.values.ndim != rows.ndim:
             continue

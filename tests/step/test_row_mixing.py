@@ -352,6 +352,12 @@ INDEPENDENT = {
         lambda row: row[jax.random.permutation(KEY, WIDTH)] @ MATRIX[0]
     )(x),
     "padded rows": lambda x: jnp.pad(x, ((2, 1), (0, 0)))[2:-1].sum(axis=1),
+    "set by labels": lambda x: (
+        x.at[jnp.arange(ROWS), jnp.argmax(x, axis=1)].set(0.0).sum(axis=1)
+    ),
+    "a margin": lambda x: (
+        x.at[jnp.arange(ROWS), jnp.argmax(x, axis=1)].multiply(0.9).max(axis=1)
+    ),
     "written": lambda x: jnp.zeros_like(x).at[:, 1].set(x[:, 0]).sum(axis=1),
     "rows written": lambda x: jnp.zeros_like(x).at[1:].set(x[1:]).sum(axis=1),
     "a scalar for all": lambda x: (
