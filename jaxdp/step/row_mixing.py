@@ -88,6 +88,10 @@ class _Followed(NamedTuple):
     mixed_values: bool
 
 
+_Numbers = dict[bytes, int]
+"""What stands in one loop for the rows of its turns."""
+
+
 class _Follower:
     """Goes through programs with what is known of their arrays.
 
@@ -97,7 +101,6 @@ class _Follower:
 
     def __init__(self, *, through_stops: bool = True):
         self._through_stops = through_stops
-        self._turns: dict[bytes, int] = {}
         self._rows_of: dict[int, ndarray] = {}
         """Numbers that stand in a loop for the row of each turn, and those rows."""
 
@@ -227,7 +230,7 @@ class _Follower:
             pairs = zip(results, equation.outvars, strict=True)
             return [_by(goes_on, one, out) for one, out in pairs]
 
-        return self._loop(turn, carry)[0]
+        return self._loop(turn, carry, {})[0]
 
     def _scan(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
         body = equation.params["jaxpr"]
@@ -237,24 +240,28 @@ class _Follower:
         num_ys = _count_unlike(equation.outvars, inside.outvars)
         num_consts = first_x - (len(equation.outvars) - num_ys)
         consts, start = operands[:num_consts], operands[num_consts:first_x]
-        xs = [None if s is None else self._slices(s.rows) for s in operands[first_x:]]
+        own: _Numbers = {}
+        stacks = operands[first_x:]
+        xs = [None if s is None else self._slices(s.rows, own) for s in stacks]
 
         def turn(carry: list[Known | None]) -> list[Known | None]:
             return self.follow(body, [*consts, *carry, *xs]).results
 
-        carry, ys = self._loop(turn, start)
+        carry, ys = self._loop(turn, start, own)
         length = equation.params["length"]
-        return [*carry, *(None if y is None else self._stack(y, length) for y in ys)]
+        stacks = [None if y is None else self._stack(y, length, own) for y in ys]
+        return [*carry, *stacks]
 
     def _loop(
         self,
         turn: Callable[[list[Known | None]], list[Known | None]],
         carry: list[Known | None],
+        own: _Numbers,
     ) -> tuple[list[Known | None], list[Known | None]]:
         """What is known of the carry after any number of turns, and of the rest."""
         while True:
             results = turn(carry)
-            taken_up = [self._over_turns(one) for one in results[: len(carry)]]
+            taken_up = [self._over_turns(one, own) for one in results[: len(carry)]]
             after = list(map(_either, carry, taken_up))
             if all(map(_are_equal, after, carry)):
                 return carry, results[len(carry) :]
@@ -264,46 +271,38 @@ class _Follower:
     # A row a turn: a number stands for those that an entry has in all turns, so that
     # the body is followed once.
 
-    def _slices(self, rows: ndarray) -> Known:
+    def _slices(self, rows: ndarray, own: _Numbers) -> Known:
         """What is known of the slices of a stack."""
         if len(rows) == 1:
             return Known(rows[0])
         columns = rows.reshape(len(rows), -1).T
-        numbers = [self._number(np.ascontiguousarray(column)) for column in columns]
+        numbers = [self._number(np.ascontiguousarray(one), own) for one in columns]
         return Known(np.reshape(numbers, rows.shape[1:]).astype(np.int32))
 
-    def _number(self, column: ndarray) -> int:
+    def _number(self, column: ndarray, own: _Numbers) -> int:
         if (column == column[0]).all():
             return int(column[0])
-        number = self._turns.setdefault(column.tobytes(), _TURNS + len(self._turns))
+        number = own.setdefault(column.tobytes(), _TURNS + len(self._rows_of))
         self._rows_of[number] = column
         return number
 
-    def _over_turns(
-        self, known: Known | None, turns: int | None = None
-    ) -> Known | None:
+    def _over_turns(self, known: Known | None, own: _Numbers) -> Known | None:
         """What is left of a carry when the next turn has another row."""
-        if known is None or known.rows.max() < _TURNS:
+        if known is None or not own:
             return known
         rows = known.rows.copy()
-        for number in np.unique(rows[rows >= _TURNS]):
-            column = self._rows_of[int(number)]
-            rows[rows == number] = folded(column, [0])[0]
+        for number in own.values():
+            rows[rows == number] = folded(self._rows_of[number], [0])[0]
         return Known(rows, known.values)
 
-    def _stack(self, known: Known, length: int) -> Known:
+    def _stack(self, known: Known, length: int, own: _Numbers) -> Known:
         """What is known of the stack of a turn's results."""
+        numbers = {*own.values()} & {*np.unique(known.rows).tolist()}
         rows = known.rows[None]
-        numbers = np.unique(rows[rows >= _TURNS])
-        columns = {int(n): self._rows_of[int(n)] for n in numbers}
-        if columns:
+        if numbers:
             rows = np.broadcast_to(rows, (length, *rows.shape[1:])).copy()
-        for number, column in columns.items():
-            is_it = known.rows == number
-            if len(column) == length:
-                rows[:, is_it] = column[:, None]
-            elif length % len(column):
-                rows[:, is_it] = SEVERAL
+        for number in numbers:
+            rows[:, known.rows == number] = self._rows_of[number][:, None]
         return Known(rows)
 
     def _shard_map(
@@ -321,6 +320,8 @@ class _Follower:
                 for n in (len(out.aval.shape) for out in equation.outvars)
             ]
 
+        own: _Numbers = {}
+
         def split(known: Known | None, outside: Any, inside: Any) -> Known | None:
             if known is None:
                 return None
@@ -329,7 +330,7 @@ class _Follower:
                 if size != local and rows.shape[axis] > 1:
                     shape = rows.shape[:axis], rows.shape[axis + 1 :]
                     parts = rows.reshape(*shape[0], size // local, local, *shape[1])
-                    rows = self._slices(np.moveaxis(parts, axis, 0)).rows
+                    rows = self._slices(np.moveaxis(parts, axis, 0), own).rows
             return Known(rows)
 
         def whole(known: Known | None, outside: Any, inside: Any) -> Known | None:
@@ -338,7 +339,7 @@ class _Follower:
             shapes = outside.aval.shape, inside.aval.shape
             for axis, (size, local) in enumerate(zip(*shapes, strict=True)):
                 if size != local:
-                    rows = self._stack(known, size // local).rows
+                    rows = self._stack(known, size // local, own).rows
                     rows = np.moveaxis(rows, 0, axis)
                     if rows.shape[axis] > 1 or rows.shape[axis + 1] > 1:
                         sizes = [*rows.shape]
@@ -346,7 +347,7 @@ class _Follower:
                         rows = np.broadcast_to(rows, sizes)
                     shape = rows.shape[:axis], rows.shape[axis + 2 :]
                     return Known(rows.reshape(*shape[0], -1, *shape[1]))
-            return self._over_turns(known)
+            return self._over_turns(known, own)
 
         given = map(split, operands, equation.invars, body.invars)
         results = self.follow(program, [*given]).results

@@ -352,6 +352,15 @@ INDEPENDENT = {
         lambda row: row[jax.random.permutation(KEY, WIDTH)] @ MATRIX[0]
     )(x),
     "padded rows": lambda x: jnp.pad(x, ((2, 1), (0, 0)))[2:-1].sum(axis=1),
+    "layers in a loop": lambda x: jax.lax.map(
+        lambda row: jax.lax.scan(
+            lambda h, layer: (h @ layer, None), row, MATRIX[None].repeat(ROWS, axis=0)
+        )[0].sum(),
+        x,
+    ),
+    "a loop over tokens of each": lambda x: jax.lax.map(
+        lambda row: jax.lax.scan(lambda h, token: (h + token, h), 0.0, row)[1].sum(), x
+    ),
     "set by labels": lambda x: (
         x.at[jnp.arange(ROWS), jnp.argmax(x, axis=1)].set(0.0).sum(axis=1)
     ),
@@ -442,6 +451,12 @@ MIXING = {
     "pairs by vmap": lambda x: jax.vmap(
         lambda one: jax.vmap(lambda other: one @ other)(x)[0]
     )(x),
+    "pairs by loops": lambda x: jax.lax.map(
+        lambda one: jax.lax.map(lambda other: one @ other, x)[0], x
+    ),
+    "pairs by loops, summed": lambda x: jax.lax.map(
+        lambda one: jax.lax.scan(lambda s, other: (s + one @ other, None), 0.0, x)[0], x
+    ),
     "triangle": lambda x: jnp.triu(x @ x.T).sum(axis=1),
     "segments": lambda x: jax.ops.segment_sum(x, jnp.arange(ROWS) // 2, 3)[
         jnp.arange(ROWS) // 2
