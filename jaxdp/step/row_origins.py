@@ -35,7 +35,7 @@ def uniform(number: int, ndim: int) -> ndarray:
 
 
 def joined(*origins: ndarray) -> ndarray:
-    """Of what is made of these entry by entry, or by a choice between them."""
+    """The origins of what is made of these entry by entry, or by a choice."""
     first, *others = {id(rows): rows for rows in origins}.values()
     for rows in others:
         alone = np.where((rows == NO_ROW) | (first == rows), first, SEVERAL)
@@ -44,7 +44,7 @@ def joined(*origins: ndarray) -> ndarray:
 
 
 def folded(rows: ndarray, axes: Sequence[int]) -> ndarray:
-    """Of what is made of all entries along these axes, which get size 1."""
+    """The origins of what is made of all entries along these axes, of size 1 then."""
     for axis in axes:
         if rows.shape[axis] > 1:
             last = rows.max(axis=axis, keepdims=True)
@@ -68,7 +68,7 @@ def slim(array: ndarray) -> ndarray:
 
 
 def known_of(value: Any) -> Known | None:
-    """Of a constant: the numbers in it."""
+    """What is known of a constant: the numbers in it."""
     dtype, size = getattr(value, "dtype", np.dtype(type(value))), np.size(value)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iubf":
         return None

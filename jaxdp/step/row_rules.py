@@ -376,7 +376,7 @@ def _convolution(use: Use) -> ndarray | None:
 
 
 def _bits(use: Use) -> ndarray | None:
-    """Of keys, what is drawn from each behind their axes."""
+    """What is drawn from each key has its own axes behind those of the keys."""
     (rows,) = use.arrays
     return rows.reshape(rows.shape + (1,) * (len(use.after) - rows.ndim))
 

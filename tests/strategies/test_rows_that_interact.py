@@ -198,7 +198,7 @@ FREE = {
 @pytest.mark.slow_but("rolled")
 @pytest.mark.parametrize("form", [*MOVED, *FREE])
 def test_rows_that_are_moved(form, caplog):
-    """In training and validation, of a batch that the devices do not divide, too."""
+    """In training, of a batch that the devices do not divide, too."""
     others = {**MOVED, **FREE}[form]
 
     def loss_fn(model, x, y):
