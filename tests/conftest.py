@@ -103,6 +103,9 @@ LONG = (
     "test_docs",
     "test_twins",
     "data",
+    # Both take many times as long in a process in which JAX has kept much.
+    "test_in_use",
+    "test_eager",
 )
 """What takes long comes first: at the end one process would wait for another."""
 

@@ -44,6 +44,13 @@ def ours(head, hidden, targets, weights=None, **options):
     return (values * totals).sum(), totals.sum()
 
 
+@pytest.mark.slow_cases(
+    *(
+        f"options0-{tokens}-{weighted}"
+        for tokens in (TOKENS, 23)
+        for weighted in (False, True)
+    )
+)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("tokens", [TOKENS, 23, 1])
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_every_device_count_gives_the_same_bits(case):
         assert found == expected, strategy()
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_the_plain_steps_up_to_rounding():
     data = batches(32, 32, 13)
     found, recorder = make(Mlp(jax.random.key(0)), Sharded(4))
@@ -200,6 +201,7 @@ def test_the_bits_are_those_of_the_plain_steps_up_to_rounding():
     assert found.validate(data) == pytest.approx(plain.validate(data), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_another_count_gives_the_same_bits(tmp_path):
     """Stopped after three batches of an epoch of four; dropout is drawn on."""
     data = batches(16, 16, 16, 5)
@@ -246,6 +248,7 @@ def test_batch_norm_that_keeps_constants_in_its_state_is_computed_too():
     assert np.isfinite(recorder.losses).all()
 
 
+@pytest.mark.slow
 def test_one_key_for_a_batch_is_the_same_key_on_any_count():
     def loss_fn(model, x, y, key):
         noise = 0.1 * jax.random.normal(key, x.shape)
