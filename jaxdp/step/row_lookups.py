@@ -100,14 +100,12 @@ def scatter(use: Use) -> ndarray | None:
             pair = written[numbers.scatter_indices_batching_dims[of_pairs]]
             spot = _along(np.arange(size), pair, ndim)
         elif axis in numbers.scatter_dims_to_operand_dims:
-            number = [*numbers.scatter_dims_to_operand_dims].index(axis)
-            start = _column(use, number)
-            if along is not None and shape[along] == size:
-                pass  # there is but one place for it
-            elif start is None:
-                spot = None
-            else:
-                spot = spot + np.clip(_spread(start, written, ndim), 0, size - 1)
+            # A window as long as the axis has but one place.
+            if along is None or shape[along] != size:
+                number = [*numbers.scatter_dims_to_operand_dims].index(axis)
+                start = _column(use, number)
+                starts = None if start is None else _spread(start, written, ndim)
+                spot = None if starts is None else spot + np.clip(starts, 0, size - 1)
         spots.append(spot)
     sizes = [
         1 if spot is None or np.ndim(spot) == 0 else size
