@@ -5,18 +5,16 @@ import datetime
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
-from ..basics.files import append_whole, naming, write_whole
+from ..basics.files import append_whole, write_whole
 from ..basics.json_checks import read_json
-from ..record import Number, Row
+from ..record import Number
 from .base import Trainer
-from .logger import Logger, free_name
-from .monitor import announce
+from .logger import Logger
 from .run_facts import Facts
 
 
@@ -28,9 +26,9 @@ class CSVLogger(Logger):
     `val_<name>` for its validation; a cell that does not apply is empty. A name that
     first appears later gets its column then.
 
-    Several fits of one trainer, and a resumed run, share one table. Rows from after
-    the checkpoint move to `metrics.before.csv`. A new run that finds the table of
-    another run keeps it as `metrics.1.csv` and so on, and says so.
+    Several fits of one trainer, and a resumed run, share one table; rows from after
+    the checkpoint are written anew. The files of another run in the folder are moved
+    to a folder `before-1`, `before-2` and so on in it.
 
     Beside the table, `metrics.json` has the hyperparameters, versions and hardware of
     the run, the plan of its step, and how it ended; `metrics.plan.txt` has the plan in
@@ -61,123 +59,77 @@ class CSVLogger(Logger):
         self.name = name
         self.path: Path | None = None
         self._table = Path()  # the same
-        self._record: dict[str, Any] = {}
         self._columns: list[str] = []
         self._rows = 0
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        for path in _files_of(self._folder(trainer) / self.name):
-            if trainer.is_global_zero and path.is_dir():
-                raise IsADirectoryError(
-                    f"`CSVLogger(name={self.name!r})`: {str(path)!r} is a folder,"
-                    " where a file is to be written. Move it away, or pass another"
-                    " `name`."
-                )
+        self._facts: Facts = {}
 
     def open(self, trainer: Trainer, folder: Path) -> None:
-        path, known, run_id = folder / self.name, self.path, trainer.record.run_id
-        self.path = self._table = path
-        self._columns, self._record = _columns_of(path), {}
-        is_own = _run_of(path) == run_id and (self._restored or path == known)
-        if not (self._columns and is_own):
-            self._columns, self._rows = [], 0
-            if path.exists():
-                kept = free_name(path)
-                for old, new in zip(_files_of(path), _files_of(kept), strict=True):
-                    if old.exists():
-                        old.rename(new)
-                announce(trainer, "CSVLogger", f"the table of {path} is now {kept}.")
-        values = Row("epoch", 0, 0, dict.fromkeys(trainer.record.names)).numbers()
-        self._widen([*trainer.record.step_names, *values])
+        self.path = self._table = table = folder / self.name
+        self._columns, self._facts = [], {}
+        if table.exists() and _run_of(table) == trainer.record.run_id:
+            self._columns, *_ = read_table(table)
+        else:
+            self._rows = 0
+            self.set_aside([table, table.with_suffix(".json"), table.with_suffix(PLAN)])
 
     def rewind(self, step: int) -> None:
-        """Keeps the rows that the checkpoint knows; those after come again."""
-        path = self._table
-        if self._restored is None or not path.exists():
-            return
-        _, rows, torn = read_table(path)
-        count = self._restored["rows"]
-        self._rows = min(count, len(rows))
-        if len(rows) < count:
-            text = f"{path} has {len(rows)} rows, and {count} when it was saved."
-            announce(self._trainer, "CSVLogger", text)
-        if len(rows) > count or torn:
-            shutil.copyfile(path, path.with_name(f"{path.stem}.before{path.suffix}"))
-            self._rewrite(rows[:count])
+        rows = read_table(self._table)[1] if self._columns else []
+        self._rows = min(self._rows, len(rows))  # which the checkpoint knows
+        self._rewrite(rows[: self._rows])
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
-        self._widen(values)
-        row, path = {"epoch": epoch, "step": step, **values}, self._table
-        with naming(path, "CSVLogger"), path.open("ab", buffering=0) as file:
-            append_whole(file, self._text([row], with_head=not file.tell()))
+        row = {"epoch": epoch, "step": step, **values}
+        columns = sorted(dict.fromkeys([*self._columns, *row]), key=_kind)
+        if columns != self._columns:
+            rows = read_table(self._table)[1] if self._columns else []
+            self._columns = columns
+            self._rewrite(rows)
+        with self._table.open("ab", buffering=0) as file:
+            append_whole(file, self._text([row]))
         self._rows += 1
 
     def log_run(self, facts: Facts) -> None:
-        self._note({**facts, "started": _now(), "ended": None, "status": "running"})
+        self._note(**facts, started=_now(), ended=None, status="running")
 
     def log_plan(self, plan: Any) -> None:
-        self._note({"plan": plan.to_dict()})
-        self._write(f"{plan}\n", PLAN)
+        self._note(plan=plan.to_dict())
+        self._write(PLAN, f"{plan}\n")
 
     def close(self) -> None:
         error = self._error
         status = "finished" if error is None else f"{type(error).__name__}: {error}"
-        self._note({"ended": _now(), "status": status})
+        self._note(ended=_now(), status=status)
 
-    def own_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"rows": self._rows}
 
-    def _note(self, facts: Facts) -> None:
-        """Adds to the record beside the table."""
-        self._record |= facts
-        self._write(json.dumps(self._record, indent=2, default=str) + "\n", ".json")
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows = state["rows"]
 
-    def _widen(self, names: Iterable[str]) -> None:
-        """Adds columns, to the file too when it is there."""
-        known = dict.fromkeys(["epoch", "step", *self._columns, *names])
-        columns = sorted(known, key=_kind)
-        if columns != self._columns:
-            self._columns = columns
-            if self._table.exists():
-                self._rewrite(read_table(self._table)[1])
+    def _note(self, **facts: Any) -> None:
+        """Adds to the record beside the table."""
+        self._facts |= facts
+        self._write(".json", json.dumps(self._facts, indent=2, default=str) + "\n")
 
     def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._write(self._text(rows, with_head=True), self._table.suffix)
+        if self._columns:
+            heads = dict(zip(self._columns, self._columns, strict=True))
+            self._write(self._table.suffix, self._text([heads, *rows]))
 
-    def _text(self, rows: Iterable[Mapping[str, Any]], *, with_head: bool) -> str:
+    def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, restval="")
-        if with_head:
-            writer.writeheader()
-        writer.writerows(rows)
+        csv.DictWriter(text, self._columns, restval="").writerows(rows)
         return text.getvalue()
 
-    def _write(self, text: str, suffix: str) -> None:
+    def _write(self, suffix: str, text: str) -> None:
         """Writes the table, or what is beside it, in one piece."""
-        path = self._table.with_suffix(suffix)
-        with naming(path, "CSVLogger"):
-            write_whole(path, text)
-
-
-def _files_of(table: Path) -> list[Path]:
-    """A table and what is written beside it."""
-    return [table, table.with_suffix(".json"), table.with_suffix(PLAN)]
+        write_whole(self._table.with_suffix(suffix), text)
 
 
 def _kind(column: str) -> tuple[bool, bool, bool]:
     """Sorts the columns of steps before those of epochs and of validations."""
     is_place = column in ("epoch", "step")
     return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
-
-
-def _columns_of(table: Path) -> list[str]:
-    """The columns of a table; none of what is not there, or is no table of a run."""
-    try:
-        columns, *_ = read_table(table)
-    except (OSError, csv.Error):
-        return []
-    return columns if columns[:2] == ["epoch", "step"] else []
 
 
 def _run_of(table: Path) -> str | None:

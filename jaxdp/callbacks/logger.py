@@ -1,13 +1,15 @@
 """Loggers: the numbers of a run, written where they can be read later."""
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from ..basics.arguments import check_is_local
 from ..basics.console import warn
+from ..basics.files import naming
 from ..record import Number, Row
 from .base import Callback, Trainer
 from .monitor import announce
@@ -53,7 +55,6 @@ class Logger(Callback):
         self._error: BaseException | None = None
         self._trainer: Any = None  # in a fit, where this process logs
         self._lacks_plan = False
-        self._restored: dict[str, Any] | None = None
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         """Writes values, by name, of optimizer step `step` in `epoch` (from 0)."""
@@ -76,8 +77,8 @@ class Logger(Callback):
         """Called before the first `log` of a fit. `folder` exists."""
 
     def rewind(self, step: int) -> None:
-        """Called after `open` if a run is resumed after so many steps: removes the rows
-        that were logged since. `load_state_dict` was called before."""
+        """Called after `open` if a run is resumed after so many steps: takes back what
+        was logged since. `load_state_dict` was called before."""
 
     def close(self) -> None:
         """Called after the last `log` of a fit."""
@@ -100,14 +101,14 @@ class Logger(Callback):
             self.open(trainer, self._folder(trainer))
             trainer.record.add(self, every=trainer.log_every_n_steps)
             self.log_run(facts)
-        self._restored = None
 
     def write(self, row: Row) -> None:
         """Logs a row of the record."""
-        if self._lacks_plan:  # while the device is busy
-            self._lacks_plan = False
-            self._log_plan()
-        self.log(row.epoch, row.step, row.numbers())
+        with naming(self._folder(self._trainer), type(self).__name__):
+            if self._lacks_plan:  # while the device is busy
+                self._lacks_plan = False
+                self._log_plan()
+            self.log(row.epoch, row.step, row.numbers())
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._error = exception
@@ -132,16 +133,23 @@ class Logger(Callback):
     def identity(self, trainer: Trainer) -> str:
         return os.path.abspath(self._folder(trainer))
 
-    def state_dict(self) -> dict[str, Any]:
-        # What was loaded for a fit that has not begun yet is saved as it came.
-        return self.own_state() if self._restored is None else self._restored
-
-    def own_state(self) -> dict[str, Any]:
-        """The state that a subclass adds to a checkpoint: JSON values only."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._restored = state
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Moves files of another run to a folder `before-<n>` beside them."""
+        paths = [path for path in paths if path.exists()]
+        if not paths:
+            return
+        numbered = (paths[0].with_name(f"before-{n}") for n in itertools.count(1))
+        names = [path.name for path in paths]
+        folder = next(
+            folder
+            for folder in numbered
+            if not any((folder / name).exists() for name in names)
+        )
+        folder.mkdir(exist_ok=True)
+        for path in paths:
+            path.rename(folder / path.name)
+        text = f"what another run has logged to {paths[0].parent} is now in {folder}."
+        announce(self._trainer, type(self).__name__, text)
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(
@@ -176,11 +184,3 @@ def check_writable(folder: Path, callback_name: str) -> None:
             f" ({error.strerror or error}). Pass a `dirpath` that can be written to, or"
             " set `Trainer(default_root_dir=...)`."
         ) from error
-
-
-def free_name(path: Path) -> Path:
-    """A name beside `path` that nothing has."""
-    number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return free

@@ -58,7 +58,7 @@ class MLFlowLogger(Logger):
         self.tags = dict(tags or {})
         self._mlflow = import_extra("mlflow", "`MLFlowLogger`", "mlflow")
         self._client: Any = None
-        self._saved_in: str | None = None
+        self._is_resumed = False
 
     def open(self, trainer: Trainer, folder: Path) -> None:
         artifacts = None
@@ -103,33 +103,28 @@ class MLFlowLogger(Logger):
         self._client.log_figure(self.run_id, figure, f"{name}.png")
 
     def close(self) -> None:
-        if self._client is not None:
-            is_stopped = isinstance(self._error, KeyboardInterrupt)
-            failed = "KILLED" if is_stopped else "FAILED"
-            status = failed if self._error else "FINISHED"
-            self._client.set_terminated(self.run_id, status)
-        self._client = None
+        is_stopped = isinstance(self._error, KeyboardInterrupt)
+        failed = "KILLED" if is_stopped else "FAILED"
+        self._client.set_terminated(self.run_id, failed if self._error else "FINISHED")
 
-    def own_state(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "tracking_uri": self.tracking_uri}
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.run_id = state["run_id"]
-        # Only told of: a checkpoint does not decide where anything is sent or written.
-        self._saved_in = state["tracking_uri"]
+        # And no address: a checkpoint does not decide where anything is sent.
+        self.run_id, self._is_resumed = state["run_id"], True
 
     def _goes_on(self, trainer: Trainer) -> bool:
         """Whether the store has the run `run_id`, which then runs again."""
         try:
             self._client.update_run(self.run_id, status="RUNNING")
         except self._mlflow.exceptions.MlflowException:
-            if self._saved_in is None:  # it is the user who wants to go on with it
+            if not self._is_resumed:  # it is the user who wants to go on with it
                 raise
             text = (
                 f"{self.tracking_uri} does not have the run {self.run_id} that"
-                f" belongs to the checkpoint; it was in {self._saved_in}. A new"
-                " run begins; `tracking_uri` says where to log."
+                " belongs to the checkpoint. A new run begins; `tracking_uri` says"
+                " where to log."
             )
             announce(trainer, "MLFlowLogger", text)
             self.run_id = None

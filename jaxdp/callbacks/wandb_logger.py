@@ -76,13 +76,6 @@ class WandbLogger(Logger):
     def log_run(self, facts: Facts) -> None:
         self.run.config.update(flat(facts), allow_val_change=True)
 
-    def log_plan(self, plan: Any) -> None:
-        """Shows the plan under `plan`, and its figures in the run's summary."""
-        memory = plan.memory._asdict() | {"sent": round(plan.wire_bytes)}
-        figures = {f"plan/{name}_bytes": size for name, size in memory.items()}
-        self.run.summary.update(figures)
-        super().log_plan(plan)
-
     def log_text(self, name: str, text: str) -> None:
         """Shows a text under `name`; during a fit."""
         self.run.log({name: self._wandb.Html(f"<pre>{escape(text)}</pre>")})
@@ -95,13 +88,11 @@ class WandbLogger(Logger):
         self.run.log({name: self._wandb.Image(image)})
 
     def close(self) -> None:
-        if self.run is not None:
-            self.run.finish(exit_code=0 if self._error is None else 1)
-        self.run = None
+        run, self.run = self.run, None
+        run.finish(exit_code=0 if self._error is None else 1)
 
-    def own_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"id": self.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
         self.id = state["id"]

@@ -31,9 +31,7 @@ def fit(folder, max_epochs, ckpt_path="auto", saved=None):
 
 
 @pytest.mark.parametrize("cut", [1, 1000])
-def test_rows_that_a_table_has_lost_are_told_and_those_after_come_again(
-    tmp_path, cut, caplog
-):
+def test_rows_after_those_that_a_table_has_lost_come_again(tmp_path, cut):
     fit(tmp_path, 2)
     table = tmp_path / "metrics.csv"
     whole = table.read_bytes()
@@ -44,7 +42,6 @@ def test_rows_that_a_table_has_lost_are_told_and_those_after_come_again(
     fit(tmp_path, 3)
     assert table.read_bytes().startswith(whole[: -len(row)])
     assert table.read_text().count("\n") == 1 + 3 * 4 - 1
-    assert "has 7 rows, and 8 when it was saved" in caplog.text
 
 
 def test_a_torn_row_after_the_checkpoint_comes_again(tmp_path):
@@ -56,7 +53,6 @@ def test_a_torn_row_after_the_checkpoint_comes_again(tmp_path):
     fit(tmp_path, 3)
     assert table.read_bytes().startswith(whole)
     assert table.read_text().count("\n") == 1 + 3 * 4
-    assert (tmp_path / "metrics.before.csv").read_bytes() == whole + b"2,7,0.12"
 
 
 def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
@@ -71,7 +67,7 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     disk = Fills()
     trainer = linear_trainer(CSVLogger(tmp_path), disk, log_every_n_steps=1)
     loader = batches(*[8] * 20)
-    with pytest.raises(OSError, match=r"CSVLogger`: .*metrics.csv' can't be written"):
+    with pytest.raises(OSError, match=r"CSVLogger`: .* can't be written"):
         trainer.fit(loader)
     assert table.read_bytes() == disk.whole
     little_room(10**6)
@@ -81,24 +77,12 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path, little_room):
     assert rows[-1] == ""
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "metrics.json", "metrics.plan.txt"])
-def test_a_folder_in_place_of_a_file_is_found_before_training(tmp_path, name):
-    (tmp_path / name).mkdir()
-    trainer = linear_trainer(CSVLogger(tmp_path))
-    with pytest.raises(IsADirectoryError, match=f"{name}' is a folder.*Move it away"):
-        trainer.fit(batches(8))
-    assert trainer.global_step == 0
-
-
-def test_a_table_that_cannot_be_read_is_moved(tmp_path, caplog):
+def test_a_table_that_cannot_be_read_is_named(tmp_path):
     table = tmp_path / "metrics.csv"
     fit(tmp_path, 1)
     table.write_text(f"epoch,step,loss\r\n0,1,{'9' * 200_000}\r\n")
     with pytest.raises(ValueError, match="metrics.csv` is not what"):
         read_run(tmp_path)
-    fit(tmp_path, 2)
-    assert f"is now {tmp_path / 'metrics.1.csv'}" in caplog.text
-    assert (tmp_path / "metrics.1.csv").stat().st_size > 200_000
 
 
 def test_a_folder_that_is_not_utf_8_is_written_to(tmp_path):

@@ -69,11 +69,12 @@ def test_a_new_run_keeps_the_table_of_the_old_one_and_says_so(tmp_path, caplog):
     logger = CSVLogger(tmp_path, "log.csv")
     for _ in range(3):
         linear_trainer(logger).fit(batches(8, 8))
-    names = sorted(path.name for path in tmp_path.glob("*.csv"))
-    assert names == ["log.1.csv", "log.2.csv", "log.csv"]
-    assert "CSVLogger: the table of" in caplog.text
-    assert f"is now {tmp_path / 'log.2.csv'}" in caplog.text
-    assert [row["step"] for row in read(tmp_path / "log.1.csv")] == ["2", "2"]
+    tables = sorted(tmp_path.rglob("*.csv"))
+    folders = tmp_path / "before-1", tmp_path / "before-2", tmp_path
+    assert tables == [folder / "log.csv" for folder in folders]
+    assert f"CSVLogger: what another run has logged to {tmp_path}" in caplog.text
+    assert f"is now in {tmp_path / 'before-2'}" in caplog.text
+    assert [row["step"] for row in read(tables[0])] == ["2", "2"]
 
 
 def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
@@ -82,16 +83,9 @@ def test_two_trainers_in_turns_do_not_share_a_table(tmp_path):
     other = linear_trainer(CSVLogger(tmp_path), metrics=[])
     other.fit(batches(8, 8), max_epochs=1)
     one.fit(batches(8, 8), max_epochs=2)
-    tables = {
-        path.name: [row["step"] for row in read(path)]
-        for path in tmp_path.glob("*.csv")
-    }
-    alone = ["2", "2"]
-    assert tables == {
-        "metrics.1.csv": alone,
-        "metrics.2.csv": alone,
-        "metrics.csv": ["4", "4"],
-    }
+    tables = [read(path) for path in sorted(tmp_path.rglob("metrics.csv"))]
+    steps = [[row["step"] for row in rows] for rows in tables]
+    assert steps == [["2", "2"], ["2", "2"], ["4", "4"]]
 
 
 def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path):
@@ -102,7 +96,6 @@ def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path)
     trainer.fit(data[0], max_steps=3)  # inside an epoch, without a row for step 3
     path = trainer.save(tmp_path / "saved")
     trainer.fit(*data, max_epochs=2)
-    last_rows = read(tmp_path / "metrics.csv")
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("1,8,0.")  # what a kill may leave
     again = linear_trainer(CSVLogger(tmp_path))
@@ -112,7 +105,6 @@ def test_a_resumed_run_takes_back_what_was_logged_after_its_checkpoint(tmp_path)
     # The fit that `max_steps` ended logged the means of its part of the epoch.
     assert rows.pop(1)["step"] == "3"
     assert rows == expected
-    assert read(tmp_path / "metrics.before.csv")[: len(last_rows)] == last_rows
 
 
 def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
@@ -123,7 +115,7 @@ def test_a_resumed_run_leaves_the_table_of_another_run_alone(tmp_path):
     other = read(tmp_path / "metrics.csv")
     again = linear_trainer(CSVLogger(tmp_path))
     again.fit(batches(8, 8), max_epochs=2, ckpt_path=path)
-    assert read(tmp_path / "metrics.1.csv") == other
+    assert read(tmp_path / "before-1" / "metrics.csv") == other
     assert [row["epoch"] for row in read(tmp_path / "metrics.csv")] == ["1", "1"]
 
 
@@ -186,9 +178,9 @@ def test_a_program_that_cannot_be_read_is_no_reason_to_end_a_run(tmp_path, caplo
 def test_the_record_goes_with_its_table(tmp_path):
     for seed in range(2):
         linear_trainer(CSVLogger(tmp_path), seed=seed).fit(batches(8, 8))
-    assert (tmp_path / "metrics.1.plan.txt").exists()
+    assert (tmp_path / "before-1" / "metrics.plan.txt").exists()
     seeds = [
-        json.loads((tmp_path / name).read_text())["hyperparameters"]["seed"]
-        for name in ("metrics.1.json", "metrics.json")
+        json.loads((folder / "metrics.json").read_text())["hyperparameters"]["seed"]
+        for folder in (tmp_path / "before-1", tmp_path)
     ]
     assert seeds == [0, 1]

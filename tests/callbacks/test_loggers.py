@@ -19,11 +19,8 @@ from jaxdp.step import IN_FLIGHT as LAG
 
 
 def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
-    pytest.importorskip("tensorboard")
-
     def make():
-        loggers = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-        return linear_trainer(*loggers, NanGuard("skip"))
+        return linear_trainer(CSVLogger(tmp_path), NanGuard("skip"))
 
     def states(path):
         return json.loads((path / "meta" / "metadata").read_text())["callbacks"]
@@ -36,7 +33,7 @@ def test_what_is_loaded_and_saved_before_a_fit_is_saved_as_it_came(tmp_path):
     again.load(tmp_path / "saved")
     again.save(tmp_path / "again")
     saved = states(tmp_path / "saved")
-    assert saved["CSVLogger"]["rows"] == 3 and saved["TensorBoardLogger"]["sizes"]
+    assert saved["CSVLogger"]["rows"] == 3
     assert states(tmp_path / "again") == saved
 
 

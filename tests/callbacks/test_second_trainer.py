@@ -201,7 +201,7 @@ def test_a_table_of_a_second_trainer_replaces_none(tmp_path):
     rows = (tmp_path / "metrics.csv").read_text()
     (tmp_path / "metrics.json").unlink()  # then nobody knows whose it is
     fold(once, max_epochs=2)
-    assert (tmp_path / "metrics.1.csv").read_text() == rows
+    assert (tmp_path / "before-1" / "metrics.csv").read_text() == rows
 
 
 def test_events_of_a_second_trainer_replace_none(tmp_path):

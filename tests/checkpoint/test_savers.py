@@ -212,7 +212,7 @@ def test_other_callbacks_may_change_places(tmp_path):
     loaded.load(path)
     for now, then in zip(again, stopping, strict=True):
         assert now.state_dict() == then.state_dict()
-    assert second._restored["rows"] == 1 < first._restored["rows"]
+    assert second._rows == 1 < first._rows
 
 
 def test_a_saver_less_or_more_takes_no_other_ones_state(tmp_path):

@@ -193,16 +193,21 @@ def train(
 
 
 def events(folder):
-    """What TensorBoard's files hold: step, tag and value."""
+    """What TensorBoard shows: step, tag and value, of steps that are taken once."""
     from tensorboard.backend.event_processing import event_file_loader
+    from tensorboard.compat.proto.event_pb2 import SessionLog
 
-    return [
-        (event.step, value.tag, value.tensor.float_val[0])
-        for path in sorted(folder.glob("events.*"))
-        for event in event_file_loader.EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-        if value.tensor.float_val  # not the texts
-    ]
+    shown = set()
+    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime):
+        for event in event_file_loader.EventFileLoader(str(path)).Load():
+            if event.session_log.status == SessionLog.START:
+                shown = {value for value in shown if value[0] < event.step}
+            shown |= {
+                (event.step, value.tag, value.tensor.float_val[0])
+                for value in event.summary.value
+                if value.tensor.float_val  # not the texts
+            }
+    return sorted(shown)
 
 
 def remove(folder, step):
