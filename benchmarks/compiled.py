@@ -30,9 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
+from jaxdp.basics.compiled import Module
 from jaxdp.plan import hlo
 from jaxdp.plan.hardware import topology
-from jaxdp.plan.hlo_text import Module
 from jaxdp.strategies import DataParallel
 
 from .models import LeNet, Residual

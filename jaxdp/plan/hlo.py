@@ -10,15 +10,17 @@ how collectives that run beside computation are spelled; `read` knows those spel
 `async_collective_fusion`s, in which one collective is printed once per link.
 """
 
+import functools
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .hlo_loops import trip_count
-from .hlo_text import Array, Instruction, Module, arrays_in, groups_in
+from ..basics.compiled import Array, Instruction, Module, arrays_in, groups_in
+from ..step import times_of
 
 KINDS: Final = (
     "all-reduce",
@@ -41,6 +43,43 @@ _PRODUCT_CALL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|conv)'
 _PRODUCT: Final = re.compile(r"\b(dot|convolution|fusion|while|call|custom-call)\(")
 """What a computation has in its text that multiplies matrices, or may call one that
 does."""
+
+
+_TRIP_COUNT: Final = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
+"""What a compiler may say of how often a loop turns."""
+
+_AS_IT_WAS: Final = {
+    "bitcast",
+    "convert",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "optimization-barrier",
+    "reshape",
+}
+"""Operations whose result is their first operand, where that is one number."""
+
+_ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "negate": operator.neg,
+    "not": operator.not_,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+"""What is computed of numbers, comparisons by their direction."""
+
+_MOST_TURNS: Final = 2**16
+"""A loop that counts further is one of unknown length."""
+
+Given = Callable[..., int | None]
+"""What a computation is called with, as far as that is known before the program runs:
+a number, by the parameter and, where that is a tuple, the element."""
 
 
 class Operand(NamedTuple):
@@ -141,7 +180,8 @@ def read(text: str) -> Program:
         ValueError: if the text does not come from a compiled program.
     """
     module = Module(text)
-    return Program(tuple(_collectives(module, module.entry, 1, False)), module.aliased)
+    collectives = _collectives(module, module.entry, lambda place, element: None)
+    return Program(tuple(collectives), module.aliased)
 
 
 def ring_bytes(
@@ -171,42 +211,156 @@ def ring_bytes(
 
 
 def _collectives(
-    module: Module, computation: str, times: int | None, optional: bool
+    module: Module, computation: str, given: Given
 ) -> Iterator[Collective]:
     """The collectives of a computation and of what it calls, in their order."""
-
-    def inside(called: str, times: int | None, optional: bool) -> Iterator[Collective]:
-        # Most are fusions of plain arithmetic, which need not even be parsed.
-        if _NOT_PLAIN.search(module.texts[called]):
-            yield from _collectives(module, called, times, optional)
-
     for instruction in module[computation].values():
         if _kind(instruction) in KINDS:
             if not _is_later_link(module[computation], instruction):
-                yield _collective(module, computation, instruction, times, optional)
+                yield _collective(module, computation, instruction)
         elif instruction.opcode == "while":
-            trips = trip_count(module, computation, instruction)
-            turns = None if times is None or trips is None else times * trips
-            # The condition is asked once more than the body runs.
-            asked = None if times is None or turns is None else turns + times
-            yield from inside(instruction.body, turns, optional)
-            yield from inside(instruction.condition, asked, optional)
+            yield from _in_loop(module, computation, instruction, given)
         elif scatter := _all_reduce_scatter(module, computation, instruction):
-            yield scatter._replace(times=times, optional=optional)
+            yield scatter
         elif not instruction.opcode.endswith(("-done", "-update")):
+            inputs = _inputs(module, computation, instruction, given)
             for called in instruction.called:
-                yield from inside(
-                    called, times, optional or instruction.opcode == "conditional"
-                )
+                for collective in _inside(module, called, inputs):
+                    is_branch = instruction.opcode == "conditional"
+                    optional = collective.optional or is_branch
+                    yield collective._replace(optional=optional)
 
 
-def _collective(
+def _in_loop(
+    module: Module, computation: str, loop: Instruction, given: Given
+) -> Iterator[Collective]:
+    turns = _turns(module, computation, loop, given)
+    kept = _kept(module, loop, _inputs(module, computation, loop, given))
+    # The condition is asked once more than the body runs.
+    for called, more in (loop.body, 0), (loop.condition, 1):
+        for collective in _inside(module, called, kept):
+            times = collective.times
+            if turns is None or times is None:
+                yield collective._replace(times=None)
+            else:
+                yield collective._replace(times=times * (turns + more))
+
+
+def _inside(module: Module, called: str, given: Given) -> Iterator[Collective]:
+    # Most are fusions of plain arithmetic, which need not even be parsed.
+    if _NOT_PLAIN.search(module.texts[called]):
+        yield from _collectives(module, called, given)
+
+
+def _turns(
+    module: Module, computation: str, loop: Instruction, given: Given
+) -> int | None:
+    """How often a loop turns: as the compiler says, or the name of its scope, or as its
+    counter tells; None if nothing does."""
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match[1])
+    if (named := times_of(loop.path)) is not None:
+        return named
+    return _run(module, loop, _inputs(module, computation, loop, given))[0]
+
+
+# A counter is a number that each turn makes of the last one, until the condition does
+# not hold: so `scan` and `fori_loop` are written. Compilers hide it: they fuse the
+# comparison, take the first and last turns out, and hand constants in through the carry
+# of a loop outside, or through calls. So the numbers that a condition asks for, and
+# nothing else of a loop, are computed here as the program does it.
+
+
+def _run(module: Module, loop: Instruction, start: Given) -> tuple[int | None, Given]:
+    """How often a loop turns by its counter, and the numbers that it ends with."""
+    kept = _kept(module, loop, start)
+    numbers: dict[Any, int | None] = {}
+
+    def first(*place: Any) -> int | None:
+        return numbers.setdefault(place, start(*place))
+
+    def now(*place: Any) -> int | None:
+        return numbers[place] if place in numbers else kept(*place)
+
+    goes_on = _root(module, loop.condition, first)
+    for turns in range(_MOST_TURNS):
+        if not goes_on:
+            return (None if goes_on is None else turns), now
+        after = {place: _root(module, loop.body, now, place[1]) for place in numbers}
+        if after == numbers:
+            break  # it turns for ever
+        numbers.update(after)
+        goes_on = _root(module, loop.condition, now)
+    return None, kept
+
+
+def _kept(module: Module, loop: Instruction, start: Given) -> Given:
+    """The numbers that each turn of a loop begins with."""
+
+    @functools.cache
+    def kept(*place: Any) -> int | None:
+        number = start(*place)
+        alone = lambda *other: number if other == place else None  # noqa: E731
+        return number if _root(module, loop.body, alone, place[1]) == number else None
+
+    return kept
+
+
+def _inputs(
+    module: Module, computation: str, caller: Instruction, given: Given
+) -> Given:
+    """What an instruction calls a computation with; a branch, with nothing known."""
+
+    def inputs(place: int, element: int | None) -> int | None:
+        if caller.opcode == "conditional":
+            return None
+        return _number(module, computation, caller.operands[place], given, element)
+
+    return inputs
+
+
+def _root(
+    module: Module, computation: str, given: Given, element: int | None = None
+) -> int | None:
+    """What a computation gives."""
+    name = module.root(computation).name
+    return _number(module, computation, name, given, element)
+
+
+def _number(
     module: Module,
     computation: str,
-    start: Instruction,
-    times: int | None,
-    optional: bool,
-) -> Collective:
+    name: str,
+    given: Given,
+    element: int | None = None,
+) -> int | None:
+    """A number, or that element of a tuple; None if it is not known."""
+    maker = module[computation][name]
+    opcode, operands = maker.opcode, maker.operands
+    of = functools.partial(_number, module, computation, given=given)
+    if opcode == "parameter":
+        return given(int(maker.literal), element)
+    if opcode == "constant":
+        is_integer = re.match(r"[su]\d+\[\]", maker.shape)
+        return int(maker.literal) if is_integer else None
+    if opcode in _AS_IT_WAS:
+        return of(operands[0], element=element)
+    if opcode == "get-tuple-element" and element is None:
+        return of(operands[0], element=maker.index)
+    if opcode == "tuple" and element is not None:
+        return of(operands[element])
+    if opcode in ("fusion", "call", "while"):
+        inputs = _inputs(module, computation, maker, given)
+        if opcode == "while":
+            return _run(module, maker, inputs)[1](0, element)
+        return _root(module, maker.called[0], inputs, element)
+    if function := _ARITHMETIC.get(maker.direction or opcode):
+        terms = [of(operand) for operand in operands]
+        return None if None in terms else function(*terms)
+    return None
+
+
+def _collective(module: Module, computation: str, start: Instruction) -> Collective:
     kind = _kind(start)
     operands = _operands(module[computation], start)
     groups = groups_in(start.attributes, module.num_devices)
@@ -233,8 +387,8 @@ def _collective(
         operand_bytes,
         result_bytes,
         groups,
-        times,
-        optional,
+        1,
+        False,
         overlapped,
         overlapped and _is_hidden(module, computation, start),
         start.path,
@@ -290,7 +444,7 @@ def _all_reduce_scatter(
         return None
     (called,) = fusion.called
     inside = [
-        _collective(module, called, instruction, 1, False)
+        _collective(module, called, instruction)
         for instruction in module[called].values()
         if _kind(instruction) == "all-reduce"
     ]

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdp.basics.compiled import parse_groups
 from jaxdp.plan import hlo
-from jaxdp.plan.hlo_text import parse_groups
 
 MESH_SHAPE = {"data": 4, "model": 2}
 
@@ -114,38 +114,6 @@ def test_combined_operands_are_kept_apart():
         ("float32", (10,)),
         ("int32", (3,)),
     ]
-
-
-def test_loops_count_their_collectives_as_often_as_they_run():
-    def inner(x, _):
-        return lax.psum(x, "data") * 0.1, None
-
-    def outer(x, _):
-        x, _ = lax.scan(inner, x, None, length=3)
-        return lax.all_gather(x, "model", axis=0, tiled=True)[:6] * 0.5, None
-
-    found = read(lambda x: lax.scan(outer, x, None, length=5)[0], f32(6)).collectives
-    assert {each.kind: each.times for each in found} == {
-        "all-reduce": 15,
-        "all-gather": 5,
-    }
-
-
-def test_a_loop_of_unknown_length_says_so():
-    def function(x):
-        step = lambda carry: (carry[0] - 1, lax.psum(carry[1], "data") * 0.5)  # noqa: E731
-        return lax.while_loop(lambda carry: carry[1].sum() < carry[0], step, x)
-
-    (found,) = read(lambda x, y: function((x[0], y)), f32(1), f32(6)).collectives
-    assert found.times is None
-
-
-def test_a_fori_loop_with_a_length_from_outside_is_unknown():
-    def function(n, x):
-        return lax.fori_loop(0, n, lambda _, x: lax.psum(x, "data"), x)
-
-    (found,) = read(function, np.int32(3), f32(6)).collectives
-    assert found.times is None
 
 
 def test_branches_are_marked():
@@ -362,60 +330,6 @@ ENTRY %main (p: f32[16,4], q: bf16[2,4]) -> (f32[2,4], bf16[16,4]) {{
     assert gathered.kind == "all-gather"
     assert (gathered.dtype, gathered.result_bytes) == ("bfloat16", 128)
     assert gathered.overlapped
-
-
-# As the TPU compiler writes loops: without known_trip_count.
-COUNTED = (
-    HEADER
-    + ADD
-    + """%body (c: (s32[], f32[6])) -> (s32[], f32[6]) {
-  %c = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
-  %copied = s32[]{:T(128)} copy(%i)
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%copied, %one)
-  %v = f32[6]{0} get-tuple-element(%c), index=1
-  %ar = f32[6]{0} all-reduce(%v), channel_id=1, replica_groups={}, to_apply=%add
-  ROOT %t = (s32[], f32[6]{0}) tuple(%next, %ar)
-}
-
-%condition (d: (s32[], f32[6])) -> pred[] {
-  %d = (s32[]{:T(128)}, f32[6]{0}) parameter(0)
-  %j = s32[]{:T(128)} get-tuple-element(%d), index=0
-  %n = s32[]{:T(128)} constant(7)
-  ROOT %lt = pred[]{:T(512)} compare(%j, %n), direction=LT
-}
-
-ENTRY %main (p: f32[6]) -> f32[6] {
-  %p = f32[6]{0} parameter(0)
-  %start = s32[]{:T(128)} constant(2)
-  %copied.1 = s32[]{:T(128)} copy(%start)
-  %t0 = (s32[], f32[6]{0}) tuple(%copied.1, %p)
-  %while = (s32[], f32[6]{0}) while(%t0), condition=%condition, body=%body
-  ROOT %out = f32[6]{0} get-tuple-element(%while), index=1
-}
-"""
-)
-
-
-def test_a_counter_tells_how_often_a_loop_runs_where_the_compiler_does_not():
-    (found,) = hlo.read(COUNTED).collectives
-    assert found.times == 5
-    assert found.group_size == 8
-
-
-@pytest.mark.parametrize(
-    ("known", "other"),
-    [
-        ("add(%copied, %one)", "multiply(%copied, %one)"),
-        ("%n = s32[]{:T(128)} constant(7)", "%n = s32[]{:T(128)} negate(%j)"),
-        ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} abs(%p)"),
-    ],
-)
-def test_what_is_no_such_counter_tells_nothing(known, other):
-    assert COUNTED.count(known) == 1
-    (found,) = hlo.read(COUNTED.replace(known, other)).collectives
-    assert found.times is None
 
 
 def test_a_collective_of_a_tpu_by_itself_is_not_hidden():

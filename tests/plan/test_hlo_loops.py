@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.plan import hardware, hlo
 from jaxdp.plan.hardware import topology
-from jaxdp.plan.hlo_loops import _turns
 
 WIDTH = 64
 
+# A compiler without its devices can't take up what it compiled before.
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 GPU = pytest.param(
     "h100",
     marks=pytest.mark.skipif(
@@ -76,6 +77,10 @@ def gathered(x):
     return lax.scan(turn, x, parts * jnp.arange(9.0)[:, None, None])[0]
 
 
+def of_data(x):
+    return lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: mixed(x), x)
+
+
 LOOPS = {
     "upwards": (counted(2, lambda i: i < 9, 1), 7),
     "at most": (counted(2, lambda i: i <= 9, 1), 8),
@@ -90,6 +95,7 @@ LOOPS = {
     "carried": (carried, 24),
     "one after another": (one_after_another, 7),
     "triangular": (triangular, None),
+    "of data": (of_data, None),
     "gathered": (gathered, 9),
 }
 
@@ -197,6 +203,7 @@ def test_turns_that_are_taken_out_of_a_loop_are_counted_once_each():
         ("350_2 = s32[] constant(3)", "350_2 = s32[] abs(%param_0.1026)"),
         ("clone_3_2 = s32[] constant(1)", "clone_3_2 = s32[] constant(0)"),
         ("add(%param_0.1043, %constant", "divide(%param_0.1043, %constant"),
+        ("add(%param_0.1043, %constant", "multiply(%param_0.1043, %constant"),
         ("166_clone_1 = s32[] constant(1)", "166_clone_1 = s32[] replica-id()"),
     ],
 )
@@ -204,21 +211,3 @@ def test_what_no_counter_tells_is_unknown(known, other):
     assert PEELED.count(known) == 1
     times = [each.times for each in hlo.read(PEELED.replace(known, other)).collectives]
     assert times == [1, None, 1]
-
-
-@pytest.mark.parametrize("direction", ["LT", "LE", "GT", "GE", "EQ", "NE"])
-def test_turns_are_those_of_the_loop_that_is_run(direction):
-    def stands(distance):
-        outcomes = {
-            "LT": distance < 0, "LE": distance <= 0, "GT": distance > 0,
-            "GE": distance >= 0, "EQ": distance == 0, "NE": distance != 0,
-        }  # fmt: skip
-        return outcomes[direction]
-
-    for start in range(-7, 8):
-        for step in range(-3, 4):
-            distance, turns = start, 0
-            while stands(distance) and turns < 30:
-                distance, turns = distance + step, turns + 1
-            expected = None if turns == 30 else turns
-            assert _turns(start, step, direction) == expected, (start, step)
