@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jaxtyping import Array, PyTree
 
+from ..basics.console import warn
 from ..engine import StepOptions
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
 else:
     Trainer = Any  # which imports this
+
+_OF_FITS: Final = (
+    "on_fit_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_fit_end",
+)
+"""Hooks that a loop of `trainer.steps` does not call."""
 
 _LAST_RITES: Final = ("on_exception", "on_fit_end", "teardown")
 """Hooks that run for every callback, also when that of another one raises."""
@@ -91,9 +100,6 @@ class Callback:
 
     def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Runs after an epoch and its validation; `metrics` includes `val_...`."""
-
-    def on_pass_start(self, trainer: Trainer) -> None:
-        """Runs before the first batch of a validation, test or prediction is read."""
 
     def on_validation_start(self, trainer: Trainer) -> None:
         """Runs before a pass over the validation loader."""
@@ -289,6 +295,28 @@ class Hooks:
             if callback.looks_inside_blocks
         ]
         return names[0] if names else None
+
+    def warn_of_steps(self) -> None:
+        """Says who does nothing in a caller's own loop, or not all that it does."""
+        hooks = {
+            callback: [name for name in _OF_FITS if overrides(callback, name)]
+            for callback in self.callbacks
+            if callback.needs_fit is not False
+        }
+        idle = [
+            f"{type(callback).__name__} ({', '.join(names)})"
+            for callback, names in hooks.items()
+            if names or callback.needs_fit
+        ]
+        if idle:
+            warn(
+                "`steps`: these callbacks act at the end of an epoch, or where an epoch"
+                " or a fit begins or a fit ends, which this loop has not. So they do"
+                f" nothing here, or only a part: {', '.join(idle)}. Use `fit`; or do in"
+                " the loop what they would do: `trainer.save(path)`,"
+                " `trainer.validate(loader)`. A"
+                " `ModelCheckpoint(every_n_train_steps=...)` saves here, too."
+            )
 
     def inside_step(self) -> tuple[Callable[..., dict[str, Any]], ...]:
         """The functions that callbacks want traced into the compiled step."""

@@ -1,26 +1,13 @@
 """Ends a fit that no longer gets better."""
 
 import math
-from typing import Any, Final
+from typing import Any
 
 from ..basics.arguments import by_name_after_first, check_number
 from ..basics.console import warn
 from ..strategies.placing import fetch
 from .base import Trainer
-from .model_checkpoint import ModelCheckpoint
 from .monitor import MetricCheck, announce, is_better
-
-_REMEDY: Final = (
-    "A `ModelCheckpoint` of the same `monitor` keeps them, if all runs have it; if you"
-    " have saved them yourself, `trainer.load(path)` brings them back."
-)
-
-
-def _learned(trainer: Trainer) -> tuple[str, ...]:
-    """The parts of the state that make a model and its optimizer."""
-    changes_all = trainer.run.arguments["after_update"] is not None
-    frozen = ("buffers",) if changes_all else ()
-    return ("params", "model_state", "opt_state", *frozen)
 
 
 class EarlyStopping(MetricCheck):
@@ -102,7 +89,7 @@ class EarlyStopping(MetricCheck):
                 self._is_best_now = True
                 self.on_boundary(trainer)
             elif self.reason is None and self._path_of_best(trainer) is None:
-                warn(f"{self._lacks_best()} {_REMEDY}")
+                self._warn_of_none()
         self._is_restored = False
 
     def check(self, trainer: Trainer, value: float) -> None:
@@ -121,8 +108,8 @@ class EarlyStopping(MetricCheck):
         # Here, when all callbacks have seen the value, it is what a checkpoint has.
         if self._is_best_now:
             self._is_best_now = False
-            parts = _learned(trainer)
-            self._best = fetch({name: getattr(trainer.state, name) for name in parts})
+            parts = {name: getattr(trainer.state, name) for name in _parts(trainer)}
+            self._best = fetch(parts)
 
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._has_failed = True  # a resumed run continues from this end
@@ -132,56 +119,48 @@ class EarlyStopping(MetricCheck):
             return
         if trainer.global_step in self._best_steps:
             return
-        source = ""
-        if self._best is not None:
-            trainer.run.put_back(self._best, self._best)
-        elif (path := self._path_of_best(trainer)) is None:
-            warn(f"{self._lacks_best()} {_REMEDY}")
-            return
-        else:
-            try:
-                trainer.run.put_back(_learned(trainer), path)
-            except (OSError, ValueError) as error:
-                warn(f"{self._lacks_best()} {error}")
-                return
-            source = f", from {path}"
+        source = self._path_of_best(trainer) if self._best is None else self._best
+        try:
+            if source is None:
+                return self._warn_of_none()
+            trainer.run.put_back(_parts(trainer), source)
+        except (OSError, ValueError) as error:
+            return self._warn_of_none(f" {error}")
         text = (
             f"back to step {self._best_steps[0]}, where {self.monitor} was"
-            f" {self.best_score:.6g}{source}"
+            f" {self.best_score:.6g}"
         )
+        if isinstance(source, str):
+            text += f", from {source}"
         self._best_steps = [self._best_steps[0], trainer.global_step]
         announce(trainer, "EarlyStopping", text)
 
     def _path_of_best(self, trainer: Trainer) -> str | None:
         """The checkpoint of the best weights, if a callback of the trainer has it."""
-        savers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-        # One of the same monitor is the first to be asked.
-        savers.sort(key=lambda saver: saver.monitor != self.monitor)
 
         def find() -> str | None:
+            savers = (getattr(c, "path_at", None) for c in trainer.callbacks)
             steps = self._best_steps[:1]  # those of another one are not these weights
-            paths = (saver.path_at(step) for saver in savers for step in steps)
-            return next((path for path in paths if path is not None), None)
+            paths = (path_at(step) for path_at in savers if path_at for step in steps)
+            return next(filter(None, paths), None)
 
         processes = trainer.run.processes
         return processes.first("where the best weights are", find)
 
-    def _lacks_best(self) -> str:
+    def _warn_of_none(self, why: str = "") -> None:
         step = f" of step {self._best_steps[0]}" if self._best_steps else ""
-        return (
+        warn(
             f"`EarlyStopping(restore_best=True)`: the best weights{step} are older than"
             " the resume, and no callback of this trainer has them in a checkpoint."
-            " Without a better check the fit ends with its last weights."
+            f" Without a better check the fit ends with its last weights.{why} A"
+            " `ModelCheckpoint` of the same `monitor` keeps them, if all runs have it;"
+            " if you have saved them yourself, `trainer.load(path)` brings them back."
         )
 
     def state_dict(self) -> dict[str, Any]:
         last = self._last and [str(self._last[0]), self._last[1]]
-        more = {
-            "stopped_epoch": self.stopped_epoch,
-            "last": last,
-            "best_steps": self._best_steps,
-        }
-        return super().state_dict() | more
+        of_run = {"stopped_epoch": self.stopped_epoch, "best_steps": self._best_steps}
+        return super().state_dict() | of_run | {"last": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -213,3 +192,9 @@ class EarlyStopping(MetricCheck):
         if not improved and self.wait_count >= self.patience:
             return f"{self.not_improved()}."
         return None
+
+
+def _parts(trainer: Trainer) -> tuple[str, ...]:
+    """The parts of the state that make a model and its optimizer."""
+    changes_all = trainer.run.arguments["after_update"] is not None
+    return ("params", "model_state", "opt_state", *["buffers"] * changes_all)

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ..basics.console import warn
@@ -50,14 +50,6 @@ _METHODS: Final = {
 }
 """The arguments that each method of a callback is called with."""
 
-_OF_FITS: Final = (
-    "on_fit_start",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_fit_end",
-)
-"""Hooks that a loop of `trainer.steps` does not call."""
-
 _WORDS: Final = frozenset(
     "trainer pl_module metrics logs outputs batch batch_idx step epoch stage path"
     " exception".split()
@@ -86,29 +78,6 @@ def check_hooks(callback: Callback) -> None:
                 f"{where} is no hook, so nothing calls it. If you mean a hook, use"
                 f" `{_spelled(meant)}`."
             )
-
-
-def warn_of_steps(callbacks: Iterable[Callback]) -> None:
-    """Says which callbacks do nothing in a caller's own loop, or not all they do."""
-    idle = [
-        f"{type(callback).__name__} ({', '.join(hooks)})"
-        for callback in callbacks
-        if callback.needs_fit is not False
-        and ((hooks := _of_fits(callback)) or callback.needs_fit)
-    ]
-    if idle:
-        warn(
-            "`steps`: these callbacks act at the end of an epoch, or where an epoch or"
-            " a fit begins or a fit ends, which this loop has not. So they do nothing"
-            f" here, or only a part: {', '.join(idle)}. Use `fit`; or do in the loop"
-            " what they would do: `trainer.save(path)`, `trainer.validate(loader)`."
-            " `ModelCheckpoint(every_n_train_steps=...)` saves here, too."
-        )
-
-
-def _of_fits(callback: Callback) -> list[str]:
-    """The hooks of a callback that a caller's own loop does not call."""
-    return [name for name in _OF_FITS if overrides(callback, name)]
 
 
 def _methods_of(callback: Callback) -> Iterator[str]:

@@ -100,7 +100,6 @@ class Lockstep(Callback):
         self._has_failed, self._fingerprints = False, None
         if not coordination.is_there():
             return
-        self._set_limits()
         if is_fitting(trainer):
             # Should this process not come, it tells the others why, from a thread.
             main, end = threading.get_ident(), threading.Event()
@@ -114,15 +113,6 @@ class Lockstep(Callback):
             facts |= _facts_of_model(trainer.run.arguments["model"])
             self._has_compared_model = True
         self._meet(trainer, f"the start of {trainer.run.doing}", facts)
-
-    def on_pass_start(self, trainer: Trainer) -> None:
-        self._set_limits()
-
-    def _set_limits(self) -> None:
-        """From now on all that processes wait for each other with keeps to these."""
-        here = meetings.here()
-        here.timeout, here.warn_after = self.timeout, self.warn_after
-        here.every = self.every_n_steps
 
     def on_fit_start(self, trainer: Trainer) -> None:
         sizes, _ = trainer.run.compiled_facts()
@@ -186,8 +176,12 @@ class Lockstep(Callback):
         self, trainer: Trainer, where: str, facts: Mapping[str, str] | None = None
     ) -> None:
         if coordination.is_there():
+            # All that processes wait for each other with keeps to these from now on.
+            here = meetings.here()
+            here.timeout, here.warn_after = self.timeout, self.warn_after
+            here.every = self.every_n_steps
             self._note(trainer, where, facts or {})
-            meetings.here().meet()
+            here.meet()
 
     def _note(self, trainer: Trainer, where: str, facts: Mapping[str, str]) -> None:
         """What to compare, and the programs if there are others than before."""

@@ -291,7 +291,6 @@ def _pass(
 ) -> Iterator[Any]:
     """The batches of a pass, all processes taking the same ones; signals heard."""
     run = trainer.run
-    run.hooks.on_pass_start(trainer)
     run.processes.all(f"the start of {doing}", None)
     batches = source.epoch()
     for number, batch in enumerate(itertools.islice(batches, limit)):

@@ -8,7 +8,6 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..callbacks.hook_checks import warn_of_steps
 from ..data import Dispatch, ListSource, Source, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
 from ..step import Batch, Metrics
@@ -364,7 +363,7 @@ def _own_loop(
     run = trainer.run
     run.renew_hooks(trainer.callbacks, to_train=True)
     if not run.access.has_looped:
-        warn_of_steps(trainer.callbacks)
+        run.hooks.warn_of_steps()
     run.access.has_looped = True
     source = run.open(train_loader, "train_loader", "train")
     with (

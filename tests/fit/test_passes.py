@@ -27,7 +27,7 @@ class Hears(Callback):
 
 
 for _name in HOOKS:
-    if "batch" not in _name and _name not in ("on_pass_start", "on_boundary"):
+    if "batch" not in _name and _name != "on_boundary":
         setattr(Hears, _name, lambda self, *_, name=_name: self.heard.append(name))
 
 
