@@ -1,5 +1,7 @@
 """Weights from safetensors files whose tensors have other names than the model's."""
 
+import glob
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -10,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..basics.arguments import check_is_local
 from ..basics.console import say
-from ..checkpoint import shape_text
+from ..basics.files import absolute
+from ..basics.json_checks import check_size, parse_json, read_json
+from ..checkpoint import CheckpointCorrupt, shape_text
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer
-from .weight_files import Stacked, View, opened, region_of, seen_through
 from .weight_names import (
+    INDEX,
     Leaf,
     Tensor,
     Wanted,
@@ -26,6 +31,22 @@ from .weight_names import (
     pattern,
     resolved,
 )
+
+_DTYPES: Final = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 
 _FILLED: Final = "fits"
 _KEPT: Final = "stays as it is in the model"
@@ -124,22 +145,21 @@ def _loaded(
         where: jax.tree.leaves(tree)
         for where, tree in zip(("model", "state"), kept, strict=True)
     }
-    with opened(path) as tensors:
-        table = Table(tensors, wanted, unnamed, patterns)
-        if table.is_wrong:
+    table = _Table(_opened(path), wanted, unnamed, patterns)
+    if table.is_wrong:
+        raise ValueError(
+            f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
+            f" loaded.\n{table}"
+        )
+    for leaf, parts in wanted:
+        value = leaves[leaf.where][leaf.place]
+        if (leaf.where, leaf.place) not in table.views and _is_shape(value):
             raise ValueError(
-                f"`names`: the model and {os.fspath(path)} don't fit, so nothing was"
-                f" loaded.\n{table}"
+                f"`names`: {next(iter(parts.values()))[0]} is to stay as it is, but"
+                " `like` has only its shape; fill it, or make the model itself."
             )
-        for leaf, parts in wanted:
-            value = leaves[leaf.where][leaf.place]
-            if (leaf.where, leaf.place) not in table.views and _is_shape(value):
-                raise ValueError(
-                    f"`names`: {next(iter(parts.values()))[0]} is to stay as it is, but"
-                    " `like` has only its shape; fill it, or make the model itself."
-                )
-        for (where, place), (leaf, views) in table.views.items():
-            leaves[where][place] = _array(leaf.value, views)
+    for (where, place), (leaf, views) in table.views.items():
+        leaves[where][place] = _array(leaf.value, views)
     for norm in norms_in(*like):
         if ("state", norm.mean) in table.views:
             leaves["state"][norm.counter] = norm.finished()
@@ -152,13 +172,21 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _array(value: Any, views: Mapping[tuple[int, ...], View]) -> jax.Array:
-    """An array like `value`; where that lies on several devices, each gets its own."""
-    view = views.get(()) or Stacked(views, value.shape)
+def _array(value: Any, views: Mapping[tuple[int, ...], np.ndarray]) -> jax.Array:
+    """An array like `value`; where that lies on several devices, each gets its own.
+
+    Args:
+        value: an array or its shape.
+        views: what it is made of, by index in its first axes.
+    """
+    count = len(next(iter(views)))
 
     def part(index: Any) -> np.ndarray:
-        read = view.read(region_of(index, value.shape))
-        return read.astype(value.dtype, copy=False)
+        pairs = zip(index, value.shape, strict=True)
+        ranges = [range(*own.indices(size)) for own, size in pairs]
+        places = itertools.product(*ranges[:count])
+        read = np.stack([views[place][tuple(index[count:])] for place in places])
+        return read.reshape([*map(len, ranges)]).astype(value.dtype, copy=False)
 
     sharding = getattr(value, "sharding", None)
     if sharding is None or not _is_shape(value) and len(sharding.device_set) == 1:
@@ -166,7 +194,87 @@ def _array(value: Any, views: Mapping[tuple[int, ...], View]) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, part)
 
 
-class Table:
+def _opened(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The tensors of a file, of files with an index, or of a folder of either.
+
+    They are views of the files; what is used of them is read then.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointCorrupt: if a file can't be read, or is not what the index says.
+    """
+    check_is_local("path", path)
+    files, index = _files(absolute(path))
+    tensors: dict[str, np.ndarray] = {}
+    for name in files:
+        try:
+            tensors |= _tensors_in(name)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"`path`: there is no file {name}, which the index names."
+            ) from None
+        except _DAMAGED as error:
+            raise CheckpointCorrupt(
+                f"`path`: {name} can't be read: {error}."
+            ) from error
+    if gone := sorted(set(index or ()) - tensors.keys()):
+        raise CheckpointCorrupt(
+            f"`path`: {absolute(path)} names {len(gone)} tensors that no file has,"
+            f" such as {gone[0]}."
+        )
+    return tensors
+
+
+_DAMAGED: Final = OSError, ValueError, KeyError, TypeError, AttributeError
+"""What reading raises where a file is not of the format."""
+
+
+def _tensors_in(path: str) -> dict[str, np.ndarray]:
+    """Views of a file: its header's length, its header in JSON, and the numbers.
+
+    https://huggingface.co/docs/safetensors/index#format
+    """
+    content = np.memmap(path, np.uint8, mode="r")
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    check_size(length)
+    header = parse_json(content[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    numbers, tensors = content[8 + length :], {}
+    for name, described in header.items():
+        if (kind := described["dtype"]) not in _DTYPES:
+            raise ValueError(f"{name} is of dtype {kind}, none of {', '.join(_DTYPES)}")
+        start, end = described["data_offsets"]
+        flat = numbers[start:end].view(_DTYPES[kind])
+        tensors[name] = flat.reshape(described["shape"])
+    return tensors
+
+
+def _files(path: str) -> tuple[list[str], Mapping[str, str] | None]:
+    """The files of weights that a path means, and the index, if there is one."""
+    if os.path.isdir(path):
+        indices = glob.glob(os.path.join(glob.escape(path), "*" + INDEX))
+        files = glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
+        if len(indices) != 1 and len(files) != 1:
+            raise FileNotFoundError(
+                f"`path`: {path} has {len(files)} files *.safetensors and"
+                f" {len(indices)} *{INDEX}; name the one to read."
+            )
+        path = (indices if len(indices) == 1 else files)[0]
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"`path`: there is no file {path}.")
+    if not path.endswith(".json"):
+        return [path], None
+    try:
+        index = read_json(path)["weight_map"]
+        names = sorted({*index.values()})
+    except _DAMAGED as error:
+        raise CheckpointCorrupt(
+            f"`path`: {path} is no index of safetensors files: it has no `weight_map`."
+        ) from error
+    return [os.path.join(os.path.dirname(path), name) for name in names], index
+
+
+class _Table:
     """The arrays of a model beside the tensors of a file; `str` lists them.
 
     Args:
@@ -182,12 +290,12 @@ class Table:
 
     def __init__(
         self,
-        tensors: Mapping[str, View],
+        tensors: Mapping[str, np.ndarray],
         wanted: Sequence[Wanted],
         unnamed: Sequence[tuple[str, Leaf]],
         ignore: Sequence[str],
     ):
-        self.views: dict[tuple[str, int], tuple[Leaf, dict[Any, View]]] = {}
+        self.views: dict[tuple[str, int], tuple[Leaf, dict[Any, np.ndarray]]] = {}
         titles = (_FILLED, _KEPT, _IGNORED, _UNNAMED, _ABSENT, _MISFITS, _LEFT)
         self._rows: dict[str, list[tuple[str, str, str]]] = {t: [] for t in titles}
         self._tensors, self._taken = tensors, set[str]()
@@ -217,7 +325,7 @@ class Table:
     def _add(self, title: str, name: str, other: str = "", text: str = "") -> None:
         self._rows[title].append((name, other, text))
 
-    def _view(self, leaf: Leaf, name: str, tensor: Tensor) -> View | None:
+    def _view(self, leaf: Leaf, name: str, tensor: Tensor) -> np.ndarray | None:
         """What fills a leaf or a block of it; None if nothing does."""
         view = self._tensors.get(tensor.name)
         if view is None:
@@ -228,8 +336,8 @@ class Table:
         stored, why = f"{shape_text(view)}{done}", ""
         try:
             for operation in tensor.operations:
-                view = seen_through(view, operation)
-        except ValueError as error:
+                view = operation.applied(view)
+        except (ValueError, IndexError) as error:
             why = f": {error}"
         else:
             if view.shape != leaf.shape:

@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from ..basics.arguments import check_count, check_is_local
 from ..basics.extras import import_extra
 from ..basics.files import absolute, replacing, sync
-from .weight_files import INDEX
 from .weight_names import (
+    INDEX,
     Leaf,
     Operation,
     Tensor,
@@ -140,9 +140,7 @@ def _tensors(
             whole = whole / corrections[piece.leaf.place]
         # Waits for the device; JAX keeps the copy of a stack for its other blocks.
         array = np.asarray(whole)[piece.index]
-        for operation in reversed(piece.after):
-            array = _undone(array, operation)
-        return array
+        return _undone(array, piece.after)
 
     return {name: _whole(name, parts, value) for name, parts in pieces.items()}
 
@@ -182,25 +180,17 @@ def _whole(
         )
 
     def make() -> np.ndarray:
-        array = (
-            np.concatenate([value(p) for p in pieces], axis)
-            if count > 1
-            else value(pieces[0])
-        )
-        for operation in reversed(before):
-            array = _undone(array, operation)
-        return array
+        parts = [value(piece) for piece in pieces]
+        return _undone(np.concatenate(parts, axis) if count > 1 else parts[0], before)
 
     sizes = [math.prod(piece.leaf.shape) for piece in pieces]
     return _Whole(sum(sizes) * pieces[0].leaf.value.dtype.itemsize, make)
 
 
-def _undone(array: np.ndarray, operation: Operation) -> np.ndarray:
-    """The array that an operation makes this one of."""
-    kind, numbers = operation
-    if kind == "T":
-        return array.transpose(np.argsort(numbers) if numbers else None)
-    return (np.squeeze if kind == "expand" else np.expand_dims)(array, numbers)
+def _undone(array: np.ndarray, operations: Sequence[Operation]) -> np.ndarray:
+    for operation in reversed(operations):
+        array = operation.undone(array)
+    return array
 
 
 def _shards(tensors: Mapping[str, _Whole], most: int) -> list[dict[str, _Whole]]:

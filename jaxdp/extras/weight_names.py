@@ -13,6 +13,9 @@ from jaxtyping import PyTree
 from ..basics.tree import at_path, is_key, plain_path, stored_path
 from ..strategies.stack import Stack
 
+INDEX: Final = ".safetensors.index.json"
+"""How the name of an index of several files ends."""
+
 _OPERATIONS: Final = {
     "T": "('T', *axes)",
     "split": "('split', parts, index) or ('split', parts, index, axis)",
@@ -29,6 +32,27 @@ class Operation(NamedTuple):
 
     kind: str
     numbers: tuple[int, ...]
+
+    def applied(self, array: np.ndarray) -> np.ndarray:
+        """What it makes of an array: a view.
+
+        Raises:
+            ValueError, IndexError: if the shape does not allow it.
+        """
+        if self.kind == "T":
+            return array.transpose(self.numbers or None)
+        if self.kind == "split":
+            count, part, axis = (*self.numbers, 0)[:3]
+            return np.split(array, count, axis)[part]
+        squeeze_or_expand = np.squeeze if self.kind == "squeeze" else np.expand_dims
+        return squeeze_or_expand(array, self.numbers)
+
+    def undone(self, array: np.ndarray) -> np.ndarray:
+        """What it makes this array of; not of parts."""
+        if self.kind == "T":
+            return array.transpose(np.argsort(self.numbers) if self.numbers else None)
+        opposite = "expand" if self.kind == "squeeze" else "squeeze"
+        return Operation(opposite, self.numbers).applied(array)
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.numbers))

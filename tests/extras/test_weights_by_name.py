@@ -366,9 +366,11 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
     with pytest.raises(ValueError, match="gs://bucket"):
         jaxdp.load_weights("gs://bucket/a.safetensors", like, LLAMA_NAMES)
     save_file(llama(), path := tmp_path / "model.safetensors")
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointCorrupt, match="can't be read"):
-        jaxdp.load_weights(path, like, LLAMA_NAMES)
+    whole = path.read_bytes()
+    for damaged in whole[:-100], whole[:50], b"\xff" * 9, b"", whole[:8] + b"[]":
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointCorrupt, match="can't be read"):
+            jaxdp.load_weights(path, like, LLAMA_NAMES)
     path.unlink()
     sharded(tmp_path, llama())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -401,10 +403,7 @@ def test_what_cant_be_written_is_refused(tmp_path):
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     model, path = Decoder(False), tmp_path / "model.safetensors"
-    with pytest.raises(ImportError, match=r'pip install "jaxdp\[safetensors\]"'):
-        jaxdp.load_weights(path, model, LLAMA_NAMES)
     with pytest.raises(ImportError, match=r'pip install "jaxdp\[safetensors\]"'):
         jaxdp.save_weights(model, path, LLAMA_NAMES)
