@@ -22,8 +22,9 @@ class EarlyStopping(MetricCheck):
             to stop, and 0 stops at the first.
         min_delta: an improvement must be larger than this, in the unit of the value; an
             equal value is none.
-        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
-            `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
+        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` goes by
+            the name, whatever is computed: `"max"` for names like `accuracy`, `auroc`
+            and `f1`, else `"min"`.
         check_finite: whether to stop at once when the value is NaN or infinite.
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.

@@ -65,8 +65,9 @@ class ModelCheckpoint(Callback):
         dirpath: where to save; `trainer.default_root_dir` + "/checkpoints" by default.
         monitor: name of a value, such as "val_loss". `best` in the folder is a link to
             the best checkpoint.
-        mode: whether "min" or "max" of it is best; "auto" takes "max" for names like
-            `accuracy`, `auroc` and `f1`, else "min". Of equal ones the older stays.
+        mode: whether "min" or "max" of it is best; "auto" goes by the name, whatever
+            is computed: "max" for names like `accuracy`, `auroc` and `f1`, else "min".
+            Of equal ones the older stays.
         save_top_k: how many to keep; -1 keeps all, 0 none.
         save_last: also keep the newest, whatever its score, with a link `last` to it.
         every_n_train_steps: save every so many optimizer steps (a step that is also

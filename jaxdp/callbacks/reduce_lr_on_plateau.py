@@ -27,8 +27,9 @@ class ReduceLROnPlateau(MetricCheck):
         factor: the rate is multiplied by this; less than 1.
         patience: how many checks in a row without improvement to wait.
         verbose: whether to print each new rate.
-        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` takes
-            `"max"` for names like `accuracy`, `auroc` and `f1`, else `"min"`.
+        mode: `"min"` when smaller is better, `"max"` when larger is; `"auto"` goes by
+            the name, whatever is computed: `"max"` for names like `accuracy`, `auroc`
+            and `f1`, else `"min"`.
         min_delta: an improvement must be larger than this, in the unit of the value.
         cooldown: how many checks to skip after a reduction.
         min_lr: the lowest rate.

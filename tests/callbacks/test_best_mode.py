@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from toys import batches, linear_trainer
 
 from jaxdp.basics.metric_names import best_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
@@ -52,6 +53,17 @@ def test_what_a_name_that_tells_nothing_is_taken_for_is_said_once(
     for mode in ("min", "max"):
         assert made(callback_class, "val_area", mode=mode)[0].mode == mode
     assert not caplog.text
+
+
+def test_the_name_decides_whatever_metric_has_it(caplog):
+    stopping = EarlyStopping("quality", patience=1)
+    trainer = linear_trainer(stopping, metrics={"quality": "accuracy"})
+    trainer.fit(batches(8, 8))
+    assert (stopping.mode, stopping.best_score) == (
+        "min",
+        trainer.history["quality"][0],
+    )
+    assert "`EarlyStopping(monitor='quality')`: the name does not tell" in caplog.text
 
 
 def test_a_saver_without_a_monitor_has_no_direction(caplog):

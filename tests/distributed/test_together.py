@@ -242,6 +242,19 @@ def test_a_job_is_resumed_by_another_number_of_processes(crew, tmp_path):
     together.resumed("SingleDevice", str(copies[1]))
 
 
+@pytest.mark.slow
+def test_the_best_weights_come_from_disk_in_every_process(crew, tmp_path):
+    job = crew("best.ends", start={"devices": 2}, into=str(tmp_path))
+    codes, outputs = job.join()
+    assert codes == [0, 0], job.all_outputs()
+    assert outputs[0].count("back to step 8, where val_loss was 1") == 3
+    assert f"val_loss was 1, from {tmp_path / 'resumed' / '8'}" in outputs[0]
+    (first,), (second,) = told(outputs)
+    assert first == second
+    whole, resumed = first["weights"]
+    assert resumed == whole
+
+
 def assert_resumed(found, expected, step):
     np.testing.assert_allclose(found["losses"], expected["losses"][step:], rtol=1e-5)
     np.testing.assert_allclose(found["weights"], expected["weights"], atol=1e-4)
