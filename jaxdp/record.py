@@ -169,7 +169,6 @@ class Record:
             self._write_validation()
             self._validation = row
         elif kind == "epoch":
-            self.history.append(row.epoch, values)
             self._done = {} if self._last_row is None else self._last_row
             self.read_rest()
             self._write_epoch(row)

@@ -163,8 +163,8 @@ class Source:
         peek = None if self.is_iterator else self._peek_here
         return share(itertools.chain(given, batches) if given else batches, peek)
 
-    def close(self) -> None:
-        """Ends the passes that were not read to their end.
+    def end_passes(self) -> None:
+        """Ends the passes that were not read to their end; what is for more stays.
 
         Their frames may live on, in the traceback of an exception say. But the global
         generators must not stay those of a pass, nor its workers wait.
@@ -173,13 +173,9 @@ class Source:
             batches.close()
         self._passes = []
 
-    @contextlib.contextmanager
-    def a_pass(self) -> Iterator[None]:
-        """Afterwards all passes have ended; what is for more of them stays."""
-        try:
-            yield
-        finally:
-            Source.close(self)
+    def close(self) -> None:
+        """Ends passes, and what is for more of them."""
+        self.end_passes()
 
     def present_state(self) -> Any:
         """The `Position.state` of an epoch that started now."""

@@ -69,6 +69,8 @@ class Engine:
         held: the present state.
         options: how train steps are compiled from now on.
         one_by_one: whether a dispatch takes one step, whatever was asked for.
+        begins_epoch: whether the next step is the first of an epoch, whose sums begin
+            at zero.
         steps_per_epoch: None if it is not known; "auto" divides it well.
     """
 
@@ -94,7 +96,7 @@ class Engine:
         self._compiler_options, self._offloads = compiler_options, offload
         self.micro_batches = micro_batches
         self.in_flight = InFlight()
-        self.one_by_one = False
+        self.one_by_one = self.begins_epoch = False
         self.steps_per_epoch: int | None = None
         self.options = StepOptions()
         self._convolves: bool | None = None
@@ -166,7 +168,7 @@ class Engine:
 
     def as_settled(self) -> AbstractContextManager[Any]:
         """Around a pass: jit is disabled in it or not as when the settings were read,
-        whatever a callback does in between."""
+        whatever the callback that asks for it has set."""
         return jax.disable_jit(self._mode.without_jit)
 
     def _mind_platform(self) -> None:
@@ -318,9 +320,12 @@ class Engine:
         self.held.check_handed_out()  # the last moment: it will be outdated
         is_on_trial = self._dispatch_size.is_on_trial and not self.one_by_one
         started = time.perf_counter() if is_on_trial else 0
-        placed, results = self.run("train", dispatch, program, self.held.leaves)
+        inputs = self.held.leaves
+        if self.begins_epoch:
+            inputs = self.held.leaves_from_zero(self.pure.new_totals())
+        placed, results = self.run("train", dispatch, program, inputs)
         leaves, (means, inside) = results
-        self.held = self.held.after(leaves)
+        self.held, self.begins_epoch = self.held.after(leaves), False
 
         # Not too many at once.
         checks = placed.checks
@@ -357,10 +362,6 @@ class Engine:
         batch = self.steps[kind].bytes_per_device(dispatch), sum(dispatch.rows)
         what, leaves = f"the {WHAT[kind]} step", self.held.leaves
         check_memory(what, leaves, batch, of.compiled, error)
-
-    def start_epoch(self) -> None:
-        """Sets the epoch's sums to zero."""
-        self.held = self.held.with_zero_totals()
 
     def epoch_means(self) -> dict[str, float]:
         """Means over the epoch's rows so far. Waits for the device."""

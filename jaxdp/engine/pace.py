@@ -124,7 +124,7 @@ class InFlight:
         self._waiting: collections.deque[tuple[Array, int, tuple[Check, ...]]] = (
             collections.deque()
         )
-        self._bytes = 0
+        self._bytes = self._to_check = 0
 
     def add(
         self,
@@ -137,6 +137,7 @@ class InFlight:
         for the one `most` ago, which is then checked, or for more."""
         self._waiting.append((array, nbytes, checks))
         self._bytes += nbytes
+        self._to_check += len(checks)
         while len(self._waiting) > most or (
             self._bytes > self.most_bytes and len(self._waiting) > LEAST_IN_FLIGHT
         ):
@@ -144,12 +145,13 @@ class InFlight:
 
     def check_all(self) -> None:
         """Waits until all is checked that was to be."""
-        while any([checks for _, _, checks in self._waiting]):
+        while self._to_check:
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:
         array, nbytes, checks = self._waiting.popleft()
         self._bytes -= nbytes
+        self._to_check -= len(checks)
         try:
             self.wait(array)
         except jax.errors.JaxRuntimeError as error:

@@ -25,6 +25,7 @@ class Program:
             it.
         steps: how many optimizer steps a call takes. Rows and micro-batches are those
             of all of them, padding included.
+        is_known: whether it is a `jax.stages.Compiled`, which tells its layouts.
         donated: whether it may overwrite the state that it is given.
         products: matrix operations of all devices, as traced; None if a part can't be
             counted, or another function has compiled it.
@@ -48,8 +49,8 @@ class Program:
         self.donated = donate != "none"
         # What a step may overwrite is not there for the next one, and a strategy of the
         # user's may return any callable, and counts of its own.
-        is_known = isinstance(compiled, jax.stages.Compiled)
-        self._keeps = is_known and donate != "all"
+        self.is_known = isinstance(compiled, jax.stages.Compiled)
+        self._keeps = self.is_known and donate != "all"
         self._layouts: list[Any] | None = None  # of the leaves of groups, in order
         self._counts: dict[Any, Array] = {}
         self._last_counts: tuple[Any, Any] = (None, None)  # of the call before

@@ -4,9 +4,9 @@ It crosses into the compiled step like this, because to flatten a model's tree i
 costs more than a small step.
 """
 
-import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import equinox as eqx
 import jax
@@ -63,8 +63,8 @@ class State:
         kind = _Kind(
             treedef,
             next(i for i, leaf in enumerate(leaves) if leaf is totals),
-            jax.tree.leaves(places.weights),
-            _zeros(totals.shape, totals.dtype, totals.sharding),
+            operator.itemgetter(*jax.tree.leaves(places.weights)),
+            isinstance(totals, jax.Array),
             model,
         )
         state = cls(leaves, kind)
@@ -74,6 +74,12 @@ class State:
     @property
     def treedef(self) -> Any:
         return self._of.treedef
+
+    def leaves_from_zero(self, zeros: np.ndarray) -> list[Any]:
+        """The leaves with the epoch's sums at zero, which the call of a step moves."""
+        leaves: list[Any] = list(self.leaves)
+        leaves[self._of.totals] = zeros
+        return leaves
 
     def after(self, leaves: list[Array]) -> "State":
         """What a step has made of this one."""
@@ -122,8 +128,7 @@ class State:
 
     def check(self) -> None:
         """Raises where a step that failed has taken the state along."""
-        arrays = [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
-        if any(array.is_deleted() for array in arrays):
+        if self._of.is_placed and any(map(_is_deleted, self.leaves)):
             raise RuntimeError(
                 "the state is lost: a step failed while it was overwriting it."
                 " Resume from the last checkpoint with a new Trainer (`fit(...,"
@@ -138,14 +143,6 @@ class State:
         with no_ambient_mesh():
             for place, leaf in changes.items():
                 leaves[place] = put(leaf, leaves[place].sharding)
-        return self.after(leaves)
-
-    def with_zero_totals(self) -> "State":
-        """The same with the epoch's sums at zero, made where it takes least time."""
-        self.check_handed_out()
-        leaves = list(self.leaves)
-        with no_ambient_mesh():
-            leaves[self._of.totals] = self._of.zeros()
         return self.after(leaves)
 
     def fetch_totals(self) -> np.ndarray:
@@ -165,7 +162,7 @@ class State:
         if self._of.model.view is not None:
             return jax.tree.leaves(self.evaluated.weights)
         self.check()
-        return [self.leaves[place] for place in self._of.weights]
+        return list(self._of.weights(self.leaves))
 
     def gather(self) -> tuple[PyTree, PyTree]:
         """The model and its state, whole and live."""
@@ -214,15 +211,14 @@ class _Kind(NamedTuple):
     treedef: Any
     totals: int
     """The place of the epoch's sums among the leaves."""
-    weights: list[int]
-    """The places of what is evaluated."""
-    zeros: Callable[[], Array]
+    weights: Callable[[list[Array]], tuple[Array, ...]]
+    """Takes those of what is evaluated: parameters, and at least the step's number."""
+    is_placed: bool
+    """Whether there are arrays, not shapes alone."""
     model: Model
 
 
-@functools.lru_cache
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+_is_deleted: Final = operator.methodcaller("is_deleted")
 
 
 def _written_to(state: PyTree, leaves: list[Any]) -> str | None:

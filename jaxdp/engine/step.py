@@ -79,7 +79,6 @@ class Step:
     Attributes:
         packer: of its batches.
         facts: what tracing has told, the last time; no names before.
-        facts_of: what it has told, by the forms of the batches.
         programs: by the shapes of dispatches. There is no other cache of them.
         digests: of the programs' texts, in a job of several processes.
         tell: says what is to be said once.
@@ -101,11 +100,13 @@ class Step:
         self.kind: Kind = kind
         self.packer = Packer(shards, WHAT[kind], blocks, in_order, collect)
         self.facts = _NOTHING_YET
-        self.facts_of: dict[tuple[str, ...], Facts] = {}
         self.programs: dict[Hashable, Program] = {}
         self.digests: tuple[str, ...] = ()
         self.tell = tell
         self._strategy = strategy
+        # Of named losses: how many classes there are, by the forms of batches whose
+        # targets are to be looked at.
+        self._classes: dict[tuple[str, ...], int | None] = {}
         self._objective: Objective | None = None
 
     def compile(
@@ -169,8 +170,10 @@ class Step:
         if self.facts.names:
             if before.names and self.programs:
                 before.joined(self.facts)  # which raises if it can't be
-            self.facts_of[dispatch.forms] = self.facts
             self._objective = steps.objective
+            is_named = isinstance(steps.objective, CriterionObjective)
+            if is_named and (self.facts.num_classes or self.facts.weighted):
+                self._classes[dispatch.forms] = self.facts.num_classes
         self.programs[dispatch.shape] = program
         return program
 
@@ -313,7 +316,7 @@ class Step:
         What is wrong with them is told when their turn comes.
         """
         program = self.programs.get(dispatch.shape)
-        if program is None or not isinstance(program.compiled, jax.stages.Compiled):
+        if program is None or not program.is_known:
             return dispatch
         try:
             return dispatch._replace(placed=self.placed(dispatch, program, ahead=True))
@@ -329,12 +332,12 @@ class Step:
         """
         if dispatch.placed is not None and dispatch.placed.step is program:
             return dispatch.placed
-        checks = self.check_targets(dispatch)
+        checks = self.check_targets(dispatch) if self._classes else ()
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._without_ignored(dispatch)
         self.packer.forms.keep_sizes()
         groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
-        if isinstance(program.compiled, jax.stages.Compiled):
+        if program.is_known:
             groups = program.with_kept(groups, self.tell)
             if ahead or dispatch.are_there:
                 groups = program.moved(groups, all_of_them=ahead)
@@ -349,10 +352,9 @@ class Step:
 
     def check_targets(self, dispatch: Dispatch) -> tuple[Check, ...]:
         """Raises for wrong targets on the host; gives what checks those on devices."""
-        facts = self.facts_of.get(dispatch.forms)
-        if facts is None or not isinstance(self._objective, CriterionObjective):
+        if dispatch.forms not in self._classes:
             return ()
-        classes = facts.num_classes
+        classes = self._classes[dispatch.forms]
         try:
             checks = [
                 check_targets(targeted(group, classes), classes)

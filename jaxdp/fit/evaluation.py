@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
 from ..data import Dispatch, Packer, Source, inputs_of, shown
-from ..engine import Engine, Kind, Program
+from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole, means_of
 from ..strategies.placing import replicated
 from .around import doing, noting
@@ -27,6 +27,8 @@ from .views import check_callable
 
 if TYPE_CHECKING:
     from jaxdp import Trainer
+
+    from .run import Run
 
 
 Loaders = Mapping[str, Source]
@@ -54,94 +56,101 @@ def open_loaders(
 
 
 def names_of(sources: Loaders, metrics: Iterable[str]) -> tuple[str, ...]:
-    """What an evaluation calls its values, of which no two may be the same."""
-    names = [f"{prefix}_{name}" for prefix in sources for name in metrics]
-    if twice := {name for name in names if names.count(name) > 1}:
+    """What an evaluation calls its values."""
+    return check_names([f"{prefix}_{name}" for prefix in sources for name in metrics])
+
+
+def check_names(names: list[str]) -> tuple[str, ...]:
+    """Raises where two values of an evaluation have one name."""
+    if len({*names}) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(
-            f"two validation values are named {sorted(twice)}: the name of a"
-            " loader followed by the name of a metric equals another name. Rename"
-            " the loader."
+            f"two validation values are named {twice}: the name of a loader followed by"
+            " the name of a metric equals another name. Rename the loader."
         )
     return tuple(names)
 
 
-def evaluate(
-    trainer: "Trainer",
-    sources: Loaders,
-    limits: Mapping[str, int | None],
-    hooks: Hooks,
-    *,
-    weights: list[Any] | None = None,
-    kind: str = "validation",
-) -> dict[str, float]:
-    """Exact means over the rows of a pass over each, as `{"val_loss": ..., ...}`.
+class Evaluation:
+    """Passes over loaders, as often as it is called; callbacks hear of them as of one.
 
-    Callbacks hear of them as of one. The `limits` are batches of each, and the
-    `weights` others than those of the trainer's state.
+    What does not change from one time to the next is worked out once.
+
+    Args:
+        trainer: whose model is evaluated.
+        sources: of the batches, by what comes before the names of metrics.
+        limits: how many batches are taken of each.
+        hooks: of those who hear of it.
+        kind: how hooks call it: "validation" or "test".
     """
-    run, totals = trainer.run, {}
-    with run.record.into({}) as logged:
-        getattr(hooks, f"on_{kind}_start")(trainer)
-        after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
-        done = itertools.count()
-        for prefix, source in sources.items():
-            limit = limits.get(prefix)
-            totals[prefix] = _totals(
-                trainer,
-                source,
-                prefix,
-                limit,
-                lambda: after_batch(trainer, next(done)),
-                weights,
-            )
 
-    metrics, facts = {}, run.engine.steps["evaluate"].facts
-    for prefix, (sums, outputs) in totals.items():
-        means = means_of(np.asarray(sums), facts)  # waits for the device
-        if of_passes := run.recipe.pass_metrics:
-            add_pass_values(means, of_passes, outputs.rows(), run.recipe.ensemble)
-        names_of(sources, means)
-        metrics |= {f"{prefix}_{name}": value for name, value in means.items()}
-    metrics |= logged
-    with run.record.into(metrics):
-        getattr(hooks, f"on_{kind}_end")(trainer, metrics)
-    return metrics
+    def __init__(
+        self,
+        trainer: "Trainer",
+        sources: Loaders,
+        limits: Mapping[str, int | None],
+        hooks: Hooks,
+        kind: str = "validation",
+    ):
+        self._trainer, self._run, self._sources = trainer, trainer.run, sources
+        self._limits = limits
+        self._start = getattr(hooks, f"on_{kind}_start")
+        self._after_batch = getattr(hooks, f"on_{kind}_batch_end", lambda *_: None)
+        self._end = getattr(hooks, f"on_{kind}_end")
+        self._outputs = {prefix: _Fetching(trainer, "evaluate") for prefix in sources}
 
+    def __call__(self, weights: list[Any] | None = None) -> dict[str, float]:
+        """Exact means over the rows of each, as `{"val_loss": ..., ...}`.
 
-def _totals(
-    trainer: "Trainer",
-    source: Source,
-    prefix: str,
-    limit: int | None,
-    after_batch: Callable[[], None],
-    weights: list[Any] | None,
-) -> tuple[Any, "_Fetching"]:
-    """The sums over a pass, and what is kept of its rows."""
-    run, batch_idx = trainer.run, -1
-    totals = run.engine.pure.new_totals()
-    with source.a_pass(), run.access.apart(), run.interrupts, run.engine.as_settled():
-        engine = run.engine
-        # Asked for once: they may be many.
-        weights = engine.held.weights() if weights is None else weights
-        outputs = _Fetching(engine.steps["evaluate"].packer)
-        batches = _pass(trainer, source, prefix, limit)
-        decide = run.recipe.decide_loss
-        batches = (batch for batch in batches if decide(engine, batch))
-        ready = _ready(engine, "evaluate", batches)
-        for batch_idx, (batch, dispatch, program) in enumerate(ready):
-            with noted(f"in batch {batch_idx}"):
-                given = weights, totals, np.int32(batch_idx)
-                placed, results = engine.run("evaluate", dispatch, program, *given)
+        With other `weights` than those of the trainer's state, if some are given.
+        """
+        run, trainer = self._run, self._trainer
+        with run.record.into({}) as logged:
+            self._start(trainer)
+            # Asked for once: they may be many.
+            weights = run.engine.held.weights() if weights is None else weights
+            numbers = itertools.count()
+            totals = [
+                self._totals(prefix, weights, numbers) for prefix in self._sources
+            ]
+
+        metrics, facts = {}, run.engine.steps["evaluate"].facts
+        for prefix, sums in zip(self._sources, totals, strict=True):
+            means = means_of(np.asarray(sums), facts)  # waits for the device
+            if of_passes := run.recipe.pass_metrics:
+                rows = self._outputs[prefix].rows()
+                add_pass_values(means, of_passes, rows, run.recipe.ensemble)
+            named = {f"{prefix}_{name}": value for name, value in means.items()}
+            check_names([*metrics, *named])
+            metrics |= named
+        metrics |= logged
+        with run.record.into(metrics):
+            self._end(trainer, metrics)
+        return metrics
+
+    def _totals(self, prefix: str, weights: list[Any], numbers: Iterator[int]) -> Any:
+        """The sums over a pass; of its rows is kept what is asked for."""
+        trainer, engine = self._trainer, self._run.engine
+        source, outputs = self._sources[prefix], self._outputs[prefix]
+        first = totals = engine.pure.new_totals()
+        ready = _ready(trainer, "evaluate", source, prefix, self._limits.get(prefix))
+        try:
+            for number, (batch, dispatch, program) in enumerate(ready):
+                given = weights, totals, np.int32(number)
+                with noted(f"in batch {number}"):
+                    placed, results = engine.run("evaluate", dispatch, program, *given)
                 totals, means, *kept = results
-            engine.in_flight.add(means, placed.nbytes, placed.checks)
-            for values in kept:
-                outputs.add(values, batch)
-            after_batch()
-        engine.in_flight.check_all()
+                engine.in_flight.add(means, placed.nbytes, placed.checks)
+                for values in kept:
+                    outputs.add(values, batch)
+                self._after_batch(trainer, next(numbers))
+            engine.in_flight.check_all()
+        finally:
+            source.end_passes()
 
-    if batch_idx < 0:
-        raise ValueError(source.gave_nothing())
-    return totals, outputs
+        if totals is first:
+            raise ValueError(source.gave_nothing())
+        return totals
 
 
 _NAMES: Final = {"validate": ("val", "validation"), "test": ("test", "test")}
@@ -169,7 +178,9 @@ def means(
             for name, source in sources.items()
         }
         weights = _weights(trainer, method, ckpt_path)
-        return evaluate(trainer, sources, limits, hooks, weights=weights, kind=kind)
+        evaluate = Evaluation(trainer, sources, limits, hooks, kind)
+        with _undisturbed(trainer.run):
+            return evaluate(weights)
 
 
 @contextlib.contextmanager
@@ -193,6 +204,13 @@ def _asked_for(trainer: "Trainer", method: str) -> Iterator[Hooks]:
             with noting(exception):
                 hooks.on_exception(trainer, exception)
             raise
+
+
+@contextlib.contextmanager
+def _undisturbed(run: "Run") -> Iterator[None]:
+    """Around passes that a user asks for, maybe from a callback or another thread."""
+    with run.access.apart(), run.interrupts, run.engine.as_settled():
+        yield
 
 
 def _weights(trainer: "Trainer", method: str, ckpt_path: Any) -> list[Any] | None:
@@ -231,7 +249,8 @@ def predict(
         limit = capped("limit_batches", limit, source.num_batches)
         weights = _weights(trainer, "predict", ckpt_path)
         hooks.on_predict_start(trainer)
-        predictions = _predictions(trainer, source, limit, weights, gather)
+        with _undisturbed(run):
+            predictions = _predictions(trainer, source, limit, weights, gather)
         if predictions is None:
             raise ValueError(source.gave_nothing())
         hooks.on_predict_end(trainer)
@@ -246,36 +265,17 @@ def _predictions(
     gather: bool,
 ) -> Any:
     """The predictions of a pass, or None of one without batches."""
-    run = trainer.run
-    given: list[Any] = []
-
-    def inputs() -> Iterator[Any]:
-        for batch in _pass(trainer, source, "predict", limit):
-            given[:] = [batch]
-            yield inputs_of(batch)
-
-    with run.access.apart(), run.interrupts, run.engine.as_settled():
-        engine = run.engine
-        predictions = _Fetching(engine.steps["predict"].packer, gather=gather)
-        weights = engine.held.weights() if weights is None else weights
-        try:
-            ready = _ready(engine, "predict", inputs())
-            for number, (x, dispatch, program) in enumerate(ready):
-                with noted(f"in batch {number}"):
-                    placed, result = engine.run("predict", dispatch, program, weights)
-                if placed.nbytes:
-                    engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
-                predictions.add(result, x)
-            return predictions.rows()
-        except Exception as error:
-            batch = shown(given[0]) if given else ()
-            beside = batch[1:] if isinstance(batch, tuple) else ()
-            if any(isinstance(part, Whole) for part in beside):
-                error.add_note(
-                    "`predict` gave the model the first element of the batch, without"
-                    " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
-                )
-            raise
+    engine = trainer.run.engine
+    predictions = _Fetching(trainer, "predict", gather=gather)
+    weights = engine.held.weights() if weights is None else weights
+    ready = _ready(trainer, "predict", source, "predict", limit)
+    for number, (batch, dispatch, program) in enumerate(ready):
+        with noted(f"in batch {number}"):
+            placed, result = engine.run("predict", dispatch, program, weights)
+        if placed.nbytes:
+            engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
+        predictions.add(result, batch)
+    return predictions.rows()
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
@@ -286,47 +286,63 @@ def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:
                 trainer.run.engine.prepare("evaluate", sample)
 
 
-def _pass(
-    trainer: "Trainer", source: Source, doing: str, limit: int | None = None
-) -> Iterator[Any]:
-    """The batches of a pass, all processes taking the same ones; signals heard."""
-    run = trainer.run
-    run.processes.all(f"the start of {doing}", None)
-    batches = source.epoch()
-    for number, batch in enumerate(itertools.islice(batches, limit)):
-        run.processes.step(f"batch {number} of {doing}")
-        yield batch
-        run.interrupts.check()
-    run.processes.all(f"the end of {doing}", None)
-
-
 def _ready(
-    engine: Engine, kind: Kind, batches: Iterable[Batch]
+    trainer: "Trainer", kind: Kind, source: Source, doing: str, limit: int | None
 ) -> Iterator[tuple[Batch, Dispatch, Program]]:
     """The batches of a pass, each packed and with its step; on accelerators once
-    the next one is on its way there."""
+    the next one is on its way there.
+
+    All processes take the same ones, and signals are heard after each.
+    """
+    run, engine = trainer.run, trainer.run.engine
+    prepare = _prepared_inputs if kind == "predict" else _prepared
+    run.processes.all(f"the start of {doing}", None)
     waiting: collections.deque[tuple[Batch, Dispatch, Program]] = collections.deque()
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(itertools.islice(source.epoch(), limit)):
+        run.processes.step(f"batch {number} of {doing}")
         with noted(f"in batch {number}"):
-            dispatch, program = engine.prepare(kind, batch)
+            dispatch, program = prepare(trainer, batch)
         if engine.puts_ahead:
             dispatch = engine.steps[kind].put(dispatch)
         waiting.append((batch, dispatch, program))
         if len(waiting) > engine.puts_ahead:
             yield waiting.popleft()
+        run.interrupts.check()
     yield from waiting
+    run.processes.all(f"the end of {doing}", None)
+
+
+def _prepared(trainer: "Trainer", batch: Batch) -> tuple[Dispatch, Program]:
+    engine = trainer.run.recipe.decide_loss(trainer.run.engine, batch)
+    return engine.prepare("evaluate", batch)
+
+
+def _prepared_inputs(trainer: "Trainer", batch: Batch) -> tuple[Dispatch, Program]:
+    try:
+        return trainer.run.engine.prepare("predict", inputs_of(batch))
+    except Exception as error:
+        rows = shown(batch)
+        beside = rows[1:] if isinstance(rows, tuple) else ()
+        if any(isinstance(part, Whole) for part in beside):
+            error.add_note(
+                "`predict` gave the model the first element of the batch, without"
+                " the jaxdp.Whole beside it. For both: ((x, Whole(array)), y)."
+            )
+        raise
 
 
 class _Fetching:
     """Fetches the real rows of what steps give, a few batches late.
 
     Args:
-        packer: of the batches.
+        trainer: whose steps.
+        kind: which of them.
         gather: whether, of several processes, each gets all rows, not its own alone.
     """
 
-    def __init__(self, packer: Packer, *, gather: bool = True):
-        self._packer, self._gather = packer, gather
+    def __init__(self, trainer: "Trainer", kind: Kind, *, gather: bool = True):
+        self._engine, self._gather = trainer.run.engine, gather
+        self._kind: Kind = kind
         self._waiting: collections.deque[tuple[PyTree, Batch]] = collections.deque()
         self._done: list[PyTree] = []
 
@@ -337,12 +353,16 @@ class _Fetching:
             self._fetch()
 
     def rows(self) -> PyTree:
-        """NumPy arrays of the rows of all batches, or None if there were none."""
+        """NumPy arrays of the rows of all batches since the last time, or None if
+        there were none."""
         while self._waiting:
             self._fetch()
-        if not self._done:
-            return None
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *self._done)
+        done, self._done = self._done, []
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *done) if done else None
+
+    @property
+    def _packer(self) -> Packer:
+        return self._engine.steps[self._kind].packer
 
     def _fetch(self) -> None:
         values, batch = self._waiting.popleft()

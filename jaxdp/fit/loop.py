@@ -89,6 +89,7 @@ class Loop:
             if not (wanted.fast_dev_run and callback.skip_in_fast_dev_run)
         )
         self.feed: Feed
+        self._evaluate: evaluation.Evaluation
 
     def run(self) -> None:
         """Trains until a limit is reached, or a callback stops the fit."""
@@ -148,6 +149,8 @@ class Loop:
         self.feed = Feed(trainer, self.train, self.hooks, self.limits)
         begin(trainer, self.feed)
         evaluation.compile_ahead(trainer, self.vals)
+        given = trainer, self.vals, self.limits.val_limits, self.hooks
+        self._evaluate = evaluation.Evaluation(*given)
         run.interrupts.check()
 
         self._record.step_names = names = run.engine.steps["train"].facts.names
@@ -214,16 +217,15 @@ class Loop:
 
     def _interval_is_up(self) -> bool:
         """Whether `val_check_interval` asks for a validation here."""
-        progress = self.progress
-        at = progress.epoch, progress.done, progress.validated_at
-        return bool(self.vals) and self.limits.interval_is_up(*at)
+        if not self.vals or self.limits.val_interval is None:
+            return False
+        at = self.progress
+        return self.limits.interval_is_up(at.epoch, at.done, at.validated_at)
 
     def _validate(self) -> None:
         """A validation within a fit; the epoch's metrics have the last one's."""
         with self._record.stopwatch.phase("validation"):
-            self.progress.val_metrics = evaluation.evaluate(
-                self.trainer, self.vals, self.limits.val_limits, self.hooks
-            )
+            self.progress.val_metrics = self._evaluate()
             self._record.put("val", self.progress.val_metrics)
         self.progress.validated_at = self.progress.done
 
@@ -231,9 +233,8 @@ class Loop:
         """History and hooks. An epoch cut short stays current, for a later fit."""
         progress, record = self.progress, self._record
         with record.stopwatch.phase("device"):
-            means = (
-                self._run.engine.epoch_means() | progress.val_metrics | progress.logged
-            )
+            means = self._run.engine.epoch_means()
+        means |= progress.val_metrics | progress.logged
         record.read_rest()  # the device is done with them
         record.history.append(progress.epoch, means)  # hooks may look there
 
@@ -244,6 +245,8 @@ class Loop:
         progress.epoch_ended = True
         with record.into(metrics := dict(means)) as logged:
             self.hooks.on_train_epoch_end(self.trainer, metrics)
+        if logged:
+            record.history.append(progress.epoch, logged)
         record.put("epoch", means | logged)
         if progress.is_finished:
             progress.next_epoch()
@@ -257,16 +260,17 @@ class Loop:
         return not self._is_done(between_epochs=True) or self._lacks_its_end()
 
     def _is_done(self, between_epochs: bool = False) -> bool:
-        if self._run.access.ahead:
+        run, trainer, limits = self._run, self.trainer, self.limits
+        if run.access.ahead:
             return False  # not before the end of the dispatch
-        stops = self.trainer.should_stop or self.limits.time_is_up()
+        stops = trainer.should_stop or limits.time_is_up()
         stops = stops and self._may_stop()
-        if self._run.processes.count > 1:
+        if run.processes.count > 1:
             # What one process wants, all do: at once between epochs, within them a
             # fraction of a second later.
             stops = bool(self._wishes.beat(stops or None, now=between_epochs))
-            self.trainer.should_stop = stops or self.trainer.should_stop
-        return stops or self.limits.done(self.progress.global_step, self.progress.epoch)
+            trainer.should_stop = stops or trainer.should_stop
+        return stops or limits.done(self.progress.global_step, self.progress.epoch)
 
     def _may_stop(self) -> bool:
         """Whether a fit that is to end early has done its minimum; says once if not."""
@@ -421,8 +425,8 @@ def take(
     """
     run, record = trainer.run, trainer.record
     engine, progress, access = run.engine, run.progress, run.access
-    if progress.done == 0:
-        engine.start_epoch()
+    engine.begins_epoch = progress.done == 0
+    if engine.begins_epoch:
         progress.begin_epoch()
 
     shows_batches = hooks.has("on_train_batch_start")

@@ -1,6 +1,7 @@
 """Values of a step by name: exact sums and means over its real rows and an epoch's."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -283,15 +284,14 @@ def means_of(totals: np.ndarray, facts: Facts) -> dict[str, float]:
     """Exact means over real rows, from fetched totals."""
     count = 1 + len(facts.names) + len(facts.weighted)
     summed, lost = totals[:, :count].tolist()  # Python's floats are exact enough
-    rows, *sums = [a - b for a, b in zip(summed, lost, strict=True)]
-    weights = dict(zip(facts.weighted, sums[len(facts.names) :], strict=True))
-
-    def mean(name: str, total: float) -> float:
-        # There may be no rows: every step of the epoch was skipped.
-        weight = weights.get(name, rows) if rows else 0
-        return total / weight if weight else float("nan")
-
-    return {n: mean(n, entry) for n, entry in zip(facts.names, sums, strict=False)}
+    rows, *sums = map(operator.sub, summed, lost)
+    # There may be no rows: every step of the epoch was skipped.
+    weights = dict.fromkeys(facts.names, rows)
+    weights |= zip(facts.weighted, sums[len(facts.names) :], strict=True)
+    return {
+        name: total / weights[name] if rows and weights[name] else float("nan")
+        for name, total in zip(facts.names, sums, strict=False)
+    }
 
 
 def check_count(names: Sequence[str], most: int = MAX_METRICS) -> None:
