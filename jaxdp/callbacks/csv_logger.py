@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.columns import EPOCH, PLAN, VALIDATION, read_table
+from ..basics.columns import PLAN, read_table
 from ..basics.files import append_whole, write_whole
 from ..basics.json_checks import read_json
 from ..record import Number
@@ -21,10 +21,10 @@ from .run_facts import Facts
 class CSVLogger(Logger):
     """Logs to one table in `dirpath`, with a row per logged step and per epoch.
 
-    The columns are `epoch` (counted from 0), `step` (optimizer steps done), one for
-    each value of a step, then `epoch_<name>` for the training means of an epoch and
-    `val_<name>` for its validation; a cell that does not apply is empty. A name that
-    first appears later gets its column then.
+    The columns are `epoch` (counted from 0), `step` (optimizer steps done), and one
+    for each name, in the order in which they first appear: values of a step, then
+    `epoch_<name>` for the training means of an epoch and `val_<name>` for its
+    validation. A cell that does not apply is empty.
 
     Several fits of one trainer, and a resumed run, share one table; rows from after
     the checkpoint are written anew. The files of another run in the folder are moved
@@ -79,7 +79,7 @@ class CSVLogger(Logger):
 
     def log(self, epoch: int, step: int, values: dict[str, Number]) -> None:
         row = {"epoch": epoch, "step": step, **values}
-        columns = sorted(dict.fromkeys([*self._columns, *row]), key=_kind)
+        columns = list(dict.fromkeys([*self._columns, *row]))
         if columns != self._columns:
             rows = read_table(self._table)[1] if self._columns else []
             self._columns = columns
@@ -124,12 +124,6 @@ class CSVLogger(Logger):
     def _write(self, suffix: str, text: str) -> None:
         """Writes the table, or what is beside it, in one piece."""
         write_whole(self._table.with_suffix(suffix), text)
-
-
-def _kind(column: str) -> tuple[bool, bool, bool]:
-    """Sorts the columns of steps before those of epochs and of validations."""
-    is_place = column in ("epoch", "step")
-    return not is_place, column.startswith(VALIDATION), column.startswith(EPOCH)
 
 
 def _run_of(table: Path) -> str | None:

@@ -67,8 +67,14 @@ class MLFlowLogger(Logger):
             self.tracking_uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             artifacts = (folder / "mlartifacts").resolve().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
-        if self.run_id is not None and self._goes_on(trainer):
-            return
+        if self.run_id is not None:
+            try:
+                return self._client.update_run(self.run_id, status="RUNNING")
+            except self._mlflow.exceptions.MlflowException as error:
+                if not self._is_resumed:  # it is the user who wants to go on with it
+                    raise
+                text = f"{error}. A new run begins; `tracking_uri` says where to log."
+                announce(trainer, "MLFlowLogger", text)
         name = self.experiment_name
         experiment = self._client.get_experiment_by_name(name)
         id = experiment and experiment.experiment_id
@@ -113,20 +119,3 @@ class MLFlowLogger(Logger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # And no address: a checkpoint does not decide where anything is sent.
         self.run_id, self._is_resumed = state["run_id"], True
-
-    def _goes_on(self, trainer: Trainer) -> bool:
-        """Whether the store has the run `run_id`, which then runs again."""
-        try:
-            self._client.update_run(self.run_id, status="RUNNING")
-        except self._mlflow.exceptions.MlflowException:
-            if not self._is_resumed:  # it is the user who wants to go on with it
-                raise
-            text = (
-                f"{self.tracking_uri} does not have the run {self.run_id} that"
-                " belongs to the checkpoint. A new run begins; `tracking_uri` says"
-                " where to log."
-            )
-            announce(trainer, "MLFlowLogger", text)
-            self.run_id = None
-            return False
-        return True

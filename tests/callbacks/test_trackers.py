@@ -207,7 +207,7 @@ def test_mlflow_is_not_sent_where_only_a_checkpoint_says(tmp_path, mlflow, caplo
     make_trainer(logger).fit(batches(*[8] * 4), max_epochs=2, ckpt_path=path)
     assert logger.tracking_uri == f"sqlite:///{tmp_path / 'second' / 'mlflow.db'}"
     assert logger.run_id != first.callbacks[0].run_id and not store.exists()
-    assert "belongs to the checkpoint. A new run begins" in caplog.text
+    assert "not found. A new run begins" in caplog.text
 
 
 def test_mlflow_knows_a_failed_run(tmp_path, mlflow):
