@@ -10,11 +10,11 @@ from ..basics.arguments import check_choice, check_count
 from ..basics.console import say
 from ..basics.hardware import least_memory
 from ..step import Batch, Picked, Table, as_given, with_rows
-from .conversion import as_numpy, to_host, with_key_data
+from .conversion import as_numpy, fetch, to_host, with_key_data
+from .loader_state import Position
 from .random_states import seed_of
 from .shares import LocalShare, Share
-from .source import ALL, Position, Raw, Source
-from .table import fetch
+from .source import ALL, Source
 
 _SHARE: Final = 0.1
 """Of a device's memory, at most, that arrays take by themselves."""
@@ -165,18 +165,16 @@ class ArraysSource(Source):
         self._seed = () if in_order else (seed, *share.sampling)
         self._devices = None if isinstance(share, LocalShare) else devices
 
-    def _read(self, position: Position) -> Raw:
+    def _read(self, position: Position) -> Iterator[Batch]:
         seed = (*self._seed, position.epoch) if self._seed else ()
         lists = self.loader.lists(*seed, first=position.batches)
-        lists, share = self.share.of_lists(lists)
+        lists, portions = self.share.of_lists(lists)
         table = None
         if self._devices is not None:
             table = self.loader.table(self._devices())
         if table is None:
-            batches = self.loader.batches(lists)
-        else:
-            batches = (Picked(np.asarray(rows, np.int32), table) for rows in lists)
-        return Raw(batches, is_host=True, share=share)
+            return portions(self.loader.batches(lists))
+        return portions(Picked(np.asarray(rows, np.int32), table) for rows in lists)
 
     def first(self, count: int | None) -> list[Batch]:
         self._seed = ()

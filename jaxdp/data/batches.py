@@ -9,7 +9,7 @@ padding.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,13 +87,6 @@ def leaf_name(batch: Any, index: int) -> str:
     """How a user would write the leaf number `index`: `batch[0]['image']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     return "batch" + jax.tree_util.keystr(paths[index][0])
-
-
-def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Lists of `size` batches; the last may be shorter."""
-    batches = iter(batches)
-    while window := list(itertools.islice(batches, size)):
-        yield window
 
 
 def taken(iterator: Iterator[Any], most: int) -> tuple[list[Any], Exception | None]:

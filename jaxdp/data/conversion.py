@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -14,7 +16,7 @@ import numpy as np
 from ..basics.console import say_once, some_of
 from ..basics.tree import is_key
 from ..step import IN_FLIGHT, NOTHING, Batch, Group, KeyData, Picked, Rowless, with_rows
-from .batches import Portion, is_there, leaf_name
+from .batches import Portion, is_there, leaf_name, taken
 
 _NARROW = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -34,6 +36,9 @@ _UNSIGNED = {
     np.dtype(f"int{bits}"): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)
 }
 """As these, negative numbers are greater than all others: one look finds both."""
+
+_FETCH_AT_ONCE: Final = 2**18
+"""Bytes of small batches that are fetched together."""
 
 _MOST: Final = np.iinfo(np.int32).max
 """The greatest number that both narrow kinds of integers have."""
@@ -132,6 +137,50 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
             f" {some_of(named)}. {remedy}"
         )
     return _with_keys(treedef, arrays, keys)
+
+
+def fetch(
+    columns: tuple[np.ndarray, ...],
+    subsets: list[np.ndarray],
+    lists: Iterator[Any],
+    ahead: bool = True,
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """The rows of index lists: with `ahead` of many small batches in one operation."""
+    row_bytes = sum(column.nbytes for column in columns) // len(columns[0]) + 1
+    lists = (
+        one_list if hasattr(one_list, "__len__") else list(one_list)
+        for one_list in lists
+    )
+
+    def split(parts: list[Any]) -> list[tuple[np.ndarray, ...]]:
+        if not all(map(len, parts)):
+            raise IndexError("the sampler gave an index list without indices")
+        if all([isinstance(part, np.ndarray) for part in parts]):
+            indices = np.concatenate(parts)
+        else:
+            flat = itertools.chain.from_iterable(parts)
+            indices = np.fromiter(map(operator.index, flat), np.int64)
+        for subset in subsets:
+            indices = subset.take(indices)
+        rows = to_host(tuple([column.take(indices, axis=0) for column in columns]))
+        batches, start = [], 0
+        for part in parts:
+            stop = start + len(part)
+            batches.append(tuple([column[start:stop] for column in rows]))
+            start = stop
+        return batches
+
+    # As many small batches together as `_FETCH_AT_ONCE` allows.
+    for first in lists:
+        many = max(1, _FETCH_AT_ONCE // (row_bytes * max(1, len(first))))
+        parts, error = taken(lists, many - 1 if ahead else 0)
+        try:
+            yield from split([first, *parts])
+        except (IndexError, TypeError, ValueError):  # at its own batch, others first
+            for part in [first, *parts]:
+                yield from split([part])
+        if error is not None:
+            raise error
 
 
 def targeted(group: Group, num_classes: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""The position of a loader that tells it itself, by `state_dict` or `get_state`.
+"""Where a loader is, and what it says of that by `state_dict` or `get_state`.
 
 torchdata's `StatefulDataLoader` is one, under torch's own a dataset of Hugging Face, or
 one of Grain's.
@@ -9,7 +9,6 @@ state is all there is: shuffle buffers, for one, are often left out.
 """
 
 import base64
-import collections
 import time
 import zlib
 from collections.abc import Callable
@@ -27,13 +26,33 @@ _COST: Final = 0.02
 _TAG: Final = "__jaxdp__"
 
 
-class _Place(NamedTuple):
-    """A state of a loader between two batches of an epoch."""
+class Position(NamedTuple):
+    """Which batch of an epoch comes next, and what leads there in a loader."""
 
-    batches: int  # of the epoch that came before
-    state: Any  # JSON
-    generators: Any  # what else decides the batches
-    after: Batch | None = None  # the batch that came next
+    epoch: int = 0
+    batches: int = 0
+    """How many of the epoch come before. They are skipped; but an iterator has given
+    them already, and is not asked for them again."""
+    state: Any = None
+    """What, of its own, the loader starts the epoch from; JSON. None: as it is now."""
+    place: Any = None
+    """What leads into the epoch, if something does."""
+    given: int | None = 0
+    """How many batches an iterator gave in another process, to be passed over. None if
+    it is where the epoch began."""
+    last: Any = None
+    """The batch before the position, or its checksum, if it is known."""
+
+    def saved(self) -> tuple[Any, Any]:
+        """The place and the last batch as a checkpoint has them; JSON."""
+        place = self.place
+        if place and not isinstance(place.get("after", 0), int):  # not loaded so
+            generators, after = _encoded(place["generators"]), checksum(place["after"])
+            place = {**place, "generators": generators, "after": after}
+        return place, checksum(self.last)
+
+
+START: Final = Position()
 
 
 class OwnState:
@@ -43,7 +62,6 @@ class OwnState:
         self.owner = owner
         self.argument = argument  # what the user calls the loader
         self.generators: Callable[[], Any] = lambda: None  # to note beside the states
-        self._places: collections.deque[_Place] = collections.deque()
         self._due = 0.0
         # These two start over with every iteration, and from a state with every one
         # after it was loaded, not with the next alone.
@@ -64,7 +82,7 @@ class OwnState:
 
     def load(self, state: Any) -> None:
         """Takes up what `present` gave, or the state of a `place`."""
-        self._unload()
+        self.goes_on()
         if state is None:
             return
         try:
@@ -81,44 +99,35 @@ class OwnState:
         """Called with what the owner is iterated by, before it is asked for more."""
 
     def begin(self) -> None:
-        """An epoch begins: notes of the last one are of no use."""
-        self._places.clear()
+        """An epoch begins."""
         self._due = 0.0
         self._is_new = True
 
-    def before(self, batches: int, trained: int) -> None:
-        """Called before a batch is asked for, and `batches` of its epoch have come, of
-        which so many are trained on."""
-        while len(self._places) > 1 and self._places[1].batches < trained:
-            self._places.popleft()
+    def goes_on(self) -> None:
+        """A batch has come: once an iteration goes on from a loaded state, the next one
+        is to start over."""
+        if self._is_loaded:
+            for part in self._sticky:
+                part.load_state_dict(None)
+        self._is_loaded = False
+
+    def place(self, batches: int) -> dict[str, Any] | None:
+        """What leads to here, before so many batches of the epoch.
+
+        None if it is too soon after the last time, or can't be told.
+        """
         start = time.perf_counter()
         is_stale = self._is_new and self._sticky  # still the end of the last epoch
         self._is_new = False
         if start < self._due or is_stale:
-            return
+            return None
         self._due = float("inf")
-        if (state := self._ask()) is not None:
-            self._places.append(_Place(batches, state, self.generators()))
-            now = time.perf_counter()
-            self._due = now + (now - start) / _COST
-
-    def after(self, batches: int, batch: Batch) -> None:
-        """Called with the batch that came."""
-        self._unload()
-        if self._places and self._places[-1].batches == batches:
-            self._places[-1] = self._places[-1]._replace(after=batch)
-
-    def place(self, trained: int) -> dict[str, Any] | None:
-        """The newest place before the batch number `trained`, to be saved; JSON."""
-        for place in reversed(self._places):
-            if place.batches < trained and place.after is not None:
-                return {
-                    "batches": place.batches,
-                    "state": place.state,
-                    "generators": _encoded(place.generators),
-                    "after": checksum(place.after),
-                }
-        return None
+        if (state := self._ask()) is None:
+            return None
+        generators = self.generators()
+        now = time.perf_counter()
+        self._due = now + (now - start) / _COST
+        return {"batches": batches, "state": state, "generators": generators}
 
     def _told(self) -> Any:
         return self.owner.state_dict()
@@ -136,13 +145,6 @@ class OwnState:
                 " replay its batches instead"
             )
             return None
-
-    def _unload(self) -> None:
-        """Once an iteration goes on from a loaded state, the next is to start over."""
-        if self._is_loaded:
-            for part in self._sticky:
-                part.load_state_dict(None)
-        self._is_loaded = False
 
 
 class StateOfIterators(OwnState):
@@ -196,8 +198,10 @@ def generators_of(place: dict[str, Any]) -> Any:
     return _decoded(place["generators"])
 
 
-def checksum(batch: Batch) -> int:
-    """Tells one batch from another."""
+def checksum(batch: Batch | int | None) -> int | None:
+    """Tells one batch from another; of a checksum itself, and of None, the same."""
+    if batch is None or isinstance(batch, int):
+        return batch
     total = 0
     for leaf in jax.tree.leaves(batch):
         total = zlib.crc32(np.asarray(leaf).tobytes(), total)

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 
 from .arrays import Arrays, ArraysSource
-from .iterables import ReplayingSource, TellingSource
-from .loader_state import own_state
 from .shares import Share
-from .source import ALL, ListSource, Source
+from .source import ALL, IterableSource, ListSource, Source
 
 
 def open_loader(
@@ -30,7 +28,7 @@ def open_loader(
 
             return torch_source(loader, argument, share, seed)
         if isinstance(loader, torch.utils.data.IterableDataset):
-            return _of_iterable(loader, argument, share, seed)
+            return IterableSource(loader, argument, share, seed)
         if isinstance(loader, torch.utils.data.Dataset):
             raise TypeError(
                 f"`{argument}` is a {type(loader).__name__}, a torch Dataset, which"
@@ -72,13 +70,7 @@ def open_loader(
         )
     if isinstance(loader, list | tuple):
         return ListSource(loader, argument, share)
-    return _of_iterable(loader, argument, share, None)
-
-
-def _of_iterable(loader: Any, argument: str, share: Share, seed: int | None) -> Source:
-    tells = own_state(loader, argument) is not None
-    kind = TellingSource if tells else ReplayingSource
-    return kind(loader, argument, share, seed)
+    return IterableSource(loader, argument, share)
 
 
 def _is_loader(found: Any) -> bool:

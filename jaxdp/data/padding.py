@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -17,6 +17,9 @@ from .forms import Form, Forms, Key, Leaves, key_of
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
+
+Window = Sequence[Batch]
+"""The batches of one optimizer step."""
 
 _Counts = tuple[int, ...]
 """How many real rows each block of a batch has."""
@@ -36,7 +39,7 @@ class Placed(NamedTuple):
 class Dispatch(NamedTuple):
     """The batches that one call of a compiled step works on, as it takes them."""
 
-    windows: list[list[Batch]]
+    windows: list[Window]
     """The batches of each optimizer step, as they came."""
     groups: list[Group]
     split: bool
@@ -93,7 +96,7 @@ class Packer:
         """Rows of the largest padded batch so far, of all processes."""
         return self.forms.largest
 
-    def pack(self, windows: list[list[Batch]], slots: int = 1) -> Dispatch:
+    def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
         """Packs the batches of optimizer steps; see `can_stack` for more than one.
 
         A step has room for so many batches as there are slots; what the last one leaves
@@ -183,17 +186,17 @@ class Packer:
             ]
         )
 
-    def alike(self, windows: list[list[Batch]]) -> Iterator[list[list[Batch]]]:
+    def alike(self, windows: list[Window]) -> Iterator[list[Window]]:
         """The windows in runs of neighbours whose batches have the same forms."""
 
-        def forms(window: list[Batch]) -> Any:
+        def forms(window: Window) -> Any:
             return {key_of(own_of(batch)) for batch in window}
 
         if _are_same(windows):
             return iter([windows])
         return (list(run) for _, run in itertools.groupby(windows, forms))
 
-    def can_stack(self, windows: list[list[Batch]], slots: int) -> bool:
+    def can_stack(self, windows: list[Window], slots: int) -> bool:
         """Whether steps, which are `alike`, would be one group, of the sizes that they
         have one by one."""
         if _are_same(windows):
@@ -314,7 +317,7 @@ def _bytes_of(group: Group) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(group))
 
 
-def _are_same(windows: list[list[Batch]]) -> bool:
+def _are_same(windows: list[Window]) -> bool:
     """Whether all batches are seen at once to have the same shapes, rows included.
 
     Most batches do. Small steps wait for this check, so it costs no more than to

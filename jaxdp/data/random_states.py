@@ -43,6 +43,15 @@ class Generators:
             self.states = _global_states(self._torch_alone)
             _set_global_states(users)
 
+    def drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader that draws from these."""
+        while True:
+            with self.active():
+                batch = next(batches, self)
+            if batch is self:
+                return
+            yield batch
+
 
 def _global_states(torch_alone: bool = False) -> tuple[Any, ...]:
     import torch

@@ -20,7 +20,7 @@ from .loader_state import checksum
 _AT_ONCE: Final = 8
 """Batches that processes with loaders of their own read before they tell each other."""
 
-_Fetched = tuple[Iterator[Any], Callable[..., Iterator[Any]]]
+_Fetched = tuple[Iterator[Any], Callable[[Iterator[Any]], Iterator[Any]]]
 
 
 class Share:
@@ -38,8 +38,8 @@ class Share:
         return batches
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
-        """The indices that this process is to fetch, and `of` for what it fetched."""
-        return lists, self.of
+        """The indices that this process is to fetch, and what `of` takes of them."""
+        return lists, iter
 
     def length(self, argument: str, own: int | None) -> int | None:
         """Batches per epoch, of which this process's loader has `own`."""
@@ -67,6 +67,9 @@ class GlobalShare(Share):
     def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
         cut = self._packer().cut()
         for batch in batches:
+            if isinstance(batch, Portion):  # fetched by `of_lists`
+                yield batch
+                continue
             counts, places = cut(rows_of(batch), key_of(batch))
             rows_here = functools.partial(_taken, places=places)
             yield Portion(map_rows(rows_here, batch), counts)
@@ -84,7 +87,7 @@ class GlobalShare(Share):
                 waiting.append(counts)
                 yield [indices[i] for place in places for i in place]
 
-        def portions(batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
+        def portions(batches: Iterator[Batch]) -> Iterator[Portion]:
             for batch in batches:
                 yield Portion(batch, waiting.popleft())
 

@@ -1,16 +1,29 @@
-"""The batches of a loader, epoch by epoch, from any position on."""
+"""The batches of a loader, epoch by epoch, from any position on: read -> host -> own.
+
+A source knows which batches it has given, and what leads behind each. So a position is
+the last one that was trained on.
+"""
 
 import collections
 import contextlib
-import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sized
-from typing import Any, Final, NamedTuple
+import sys
+from collections.abc import Generator, Iterator, Sized
+from functools import partial
+from typing import Any, Final
 
+from ..basics.console import Outlet, open_bar, warn
 from ..step import NOTHING, Batch
 from .conversion import to_host
-from .loader_state import OwnState, checksum
-from .random_states import set_states, states_of
+from .loader_state import (
+    START,
+    OwnState,
+    Position,
+    checksum,
+    generators_of,
+    own_state,
+)
+from .random_states import Generators, seed_of, set_states, states_of
 from .shares import Share
 
 END: Final = object()
@@ -31,55 +44,28 @@ NO_LOADER: Final = _NoLoader()
 """What is trained on without a loader."""
 
 
-class Position(NamedTuple):
-    """Which batch of an epoch comes next, and what leads there in a loader."""
-
-    epoch: int = 0
-    batches: int = 0
-    """How many of the epoch come before. They are skipped; but an iterator has given
-    them already, and is not asked for them again."""
-    state: Any = None
-    """What, of its own, the loader starts the epoch from; JSON. None: as it is now."""
-    place: Any = None
-    """The `Source.place` inside of the epoch, if there is one; JSON."""
-    given: int | None = 0
-    """How many batches an iterator gave in another process, to be passed over. None if
-    it is where the epoch began."""
-    checksum: int | None = None
-    """That of the last batch before the position, if it is known."""
-
-
-START: Final = Position()
-
-
-class Raw(NamedTuple):
-    """Batches as a loader gives them."""
-
-    batches: Iterator[Any]
-    copy: bool = False
-    """Whether they must be copied, as the next one may be in the same memory."""
-    is_host: bool = False
-    """Whether they are host batches already."""
-    share: Callable[..., Iterator[Batch]] | None = None
-    """What makes this process's batches of them, if not `Share.of`."""
-
-
 class Source:
     """The batches of `loader`, which the user calls `argument`, from any position on.
 
     There are three kinds, by what leads to a position inside an epoch: the index lists
-    of its rows (`ListSource`, `ArraysSource`, `TorchSource`), what the loader tells of
-    its state (`TellingSource`), or reading it again (`ReplayingSource`).
+    of its rows (`ListSource`, `ArraysSource`, `TorchSource`); and of an
+    `IterableSource` what the loader tells of its state, or reading it again.
 
     Args:
         loader: iterated once per epoch; an iterator continues after the last one.
         argument: what the user calls it.
         share: what of it comes to this process.
         seed: decides what is drawn for an epoch. None leaves global generators alone.
-    """
 
-    tells = False
-    """Whether it tells its position itself."""
+    Attributes:
+        start: of the next pass; later ones begin with an epoch.
+        begun: where the present epoch was begun, with the loader's state there.
+        to_train: whether steps are taken on its batches, which it then keeps in mind.
+        looks_at: of the trainer, while it is asked for a batch.
+        is_iterator: whether the loader gives each batch but once.
+        apart_from: a loader whose generators are its own to save.
+        place: the `Position.place` behind the batch that was read last.
+    """
 
     def __init__(
         self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
@@ -87,15 +73,17 @@ class Source:
         self.loader: Any = loader
         self.argument = argument
         self.share, self.seed = share, seed
-        self.start = START  # of the next pass; later ones begin with an epoch
-        self.begun: Position | None = None  # of the present epoch, with its state
-        self.apart_from: Source | None = None  # whose generators are its own to save
-        self.looks_at = ""  # of the trainer, while it is asked for a batch
-        # How many of an epoch's batches are trained on, if it is read for that.
-        self.trained: Callable[[], int] | None = None
-        self._passes: list[Generator[Batch, None, None]] = []
-        # What an iterator has given for steps that are not begun.
-        self._given: collections.deque[Batch] = collections.deque()
+        self.start = START
+        self.begun: Position | None = None
+        self.to_train = False
+        self.looks_at = ""
+        self.is_iterator = hasattr(loader, "__next__")
+        self.apart_from: Any = None
+        self.place: Any = None
+        self._pass: Any = None  # a generator
+        # Batches that are read, and those trained on last, each with its place.
+        self._ahead: collections.deque[tuple[Batch, Any]] = collections.deque()
+        self._last: tuple[Any, Any] = (None, None)
 
     @property
     def num_batches(self) -> int | None:
@@ -111,11 +99,6 @@ class Source:
         return self.num_batches
 
     @property
-    def is_iterator(self) -> bool:
-        """Whether the loader gives each batch but once."""
-        return hasattr(self.loader, "__next__")
-
-    @property
     def replays(self) -> bool:
         """Whether only reading it again leads to a place inside an epoch."""
         return False
@@ -128,7 +111,7 @@ class Source:
     @property
     def is_asked(self) -> bool:
         """Whether the loader is at work on a batch now."""
-        return any([one_pass.gi_running for one_pass in self._passes])  # pyright: ignore
+        return self._pass is not None and self._pass.gi_running
 
     @property
     def shuffles(self) -> bool:
@@ -148,34 +131,58 @@ class Source:
             self.share.looks = True
 
     def epoch(self, position: Position | None = None) -> Iterator[Batch]:
-        """Host batches of an epoch from a position on, in order; else from `start`."""
+        """Host batches of an epoch from a position on, in order; else from `start`.
+
+        Of several processes each has its rows of them.
+        """
         if position is None:
             position, self.start = self.start, START
         position = self.begun = self._begin(position)
-        if given := [*self._given]:
-            skip = position.batches + len(given)
-            position = position._replace(batches=skip)
-        raw = self._read(position)
-        batches = self._conversion(raw, position.epoch, position.batches)
-        self._passes = [one_pass for one_pass in self._passes if not _is_over(one_pass)]
-        self._passes.append(batches)
-        share = raw.share or self.share.of
+        self.place = position.place
+        if self.to_train:
+            self._last = position.last, position.place
+            if not self.is_iterator:
+                self._ahead.clear()
+        # What an iterator has given for steps that were not taken comes again.
+        given = [batch for batch, _ in self._ahead] if self.is_iterator else []
+        position = position._replace(batches=position.batches + len(given))
+
+        read = self._read(position)
+        batches = self._pass = self._numbered(read, position)
         peek = None if self.is_iterator else self._peek_here
-        return share(itertools.chain(given, batches) if given else batches, peek)
-
-    def end_passes(self) -> None:
-        """Ends the passes that were not read to their end; what is for more stays.
-
-        Their frames may live on, in the traceback of an exception say. But the global
-        generators must not stay those of a pass, nor its workers wait.
-        """
-        for batches in self._passes:
-            batches.close()
-        self._passes = []
+        return self.share.of(
+            itertools.chain(given, batches) if given else batches, peek
+        )
 
     def close(self) -> None:
-        """Ends passes, and what is for more of them."""
-        self.end_passes()
+        """Ends the pass that was not read to its end.
+
+        Its frame may live on, in the traceback of an exception say. But the global
+        generators must not stay those of a pass, nor its workers wait.
+        """
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Ends the present pass; what is for more of them stays."""
+        if self._pass is not None:
+            self._pass.close()
+        self._pass = None
+
+    def trained_on(self, count: int) -> None:
+        """A step was taken over so many batches."""
+        for _ in range(count):
+            if self._ahead:
+                self._last = self._ahead.popleft()
+
+    def drop(self, count: int) -> None:
+        """The next batches are no good: an iterator does not give them again."""
+        last = self._last
+        self.trained_on(count)
+        self._last = last
+
+    def go_on_from(self, other: "Source") -> None:
+        """Gives first what another source has read of the same iterator too far."""
+        self._ahead = other._ahead
 
     def present_state(self) -> Any:
         """The `Position.state` of an epoch that started now."""
@@ -190,41 +197,26 @@ class Source:
         """What to start from to see what is now to be seen; a pass begins again."""
         if self.begun is None and self.start.state is not None:
             return self.start.state
-        if self.begun is None or all(map(_is_over, self._passes)):
+        if self.begun is None or self._pass is None or not self._pass.gi_frame:
             return self.present_state()
         return self.begun.state
 
-    def mark(self, epoch: int, done: int, last: Batch | None = None) -> Position:
-        """How another source of the same loader comes to batch number `done`.
+    def mark(self, epoch: int, done: int) -> Position:
+        """How another source of the same loader comes to batch number `done`, in
+        another process too.
 
-        In another process, too, if `last` is the batch before it, where one was trained
-        on. An epoch that is not begun has no state: it begins as the loader is then.
+        An epoch that is not begun has no state: it begins as the loader is then.
         """
         begun = self.begun
         if begun is None:
             return self.start
         if begun.epoch != epoch:
             return START
-        place, after = self._place(done), None
-        if done == begun.batches and done:  # no step was taken since
-            place, after = place or begun.place, begun.checksum
-        if self.replays and done and last is not None:
-            after = checksum(last)
-        return Position(state=begun.state, place=place, checksum=after)
-
-    def let_go(self, count: int) -> None:
-        """So many batches more are begun: an iterator does not give them again."""
-        while count and self._given:
-            self._given.popleft()
-            count -= 1
-
-    def go_on_from(self, other: "Source") -> None:
-        """Gives first what another source has read of the same iterator too far."""
-        self._given = other._given
-
-    def _place(self, trained: int) -> Any:
-        """A place in the present epoch, not after batch `trained`, if known; JSON."""
-        return None
+        if not done:
+            return Position(state=begun.state)
+        last, place = self._last
+        last = last if self.replays else None
+        return Position(state=begun.state, place=place, last=last)
 
     def first(self, count: int | None) -> list[Batch]:
         """The first batches, unshuffled: so many, or all."""
@@ -236,14 +228,14 @@ class Source:
 
         Of an iterator that can't tell its position, those that it has given last.
         """
-        begun, trained, before = self.begun, self.trained, self.present_state()
-        self.trained = None
+        before = self.present_state()
+        kept = self.begun, self.to_train, self._pass, self.place
+        self.to_train = False
         try:
-            batches = self.epoch(position)
-            first = list(itertools.islice(batches, count))
-            getattr(batches, "close", lambda: None)()
+            first = list(itertools.islice(self.epoch(position), count))
+            self.end_pass()
         finally:
-            self.begun, self.trained = begun, trained
+            self.begun, self.to_train, self._pass, self.place = kept
             self._take_up(before)
         return first
 
@@ -287,20 +279,10 @@ class Source:
 
     def _generators(self) -> dict[str, Any]:
         """The generators of the loader that its state must contain."""
-        generators, others = self._own_generators(), self.apart_from
-        theirs = () if others is None else others._own_generators().values()
-        known = set(map(id, theirs))
-        return {
-            path: generator
-            for path, generator in generators.items()
-            if id(generator) not in known
-        }
-
-    def _own_generators(self) -> dict[str, Any]:
         return {}
 
-    def _read(self, position: Position) -> Raw:
-        """What the loader gives of an epoch from a position on."""
+    def _read(self, position: Position) -> Iterator[Batch]:
+        """Host batches of what the loader gives of an epoch from a position on."""
         raise NotImplementedError
 
     def _begin(self, position: Position) -> Position:
@@ -311,16 +293,6 @@ class Source:
         return position
 
     def _take_up(self, state: Any) -> None:
-        """Has the loader be where `state` says."""
-        self._set_generators(state)
-
-    def _before(self, number: int) -> None:
-        """Called before a batch of the epoch is asked for."""
-
-    def _after(self, number: int, batch: Batch) -> None:
-        """Called when it has come."""
-
-    def _set_generators(self, state: Any) -> None:
         """Has generators and samplers of the user's be where a state has them."""
         state = state or {}
         if (generators := state.get("generators")) is not None:
@@ -331,28 +303,23 @@ class Source:
         ):
             sampler.load(sampler_state)
 
-    def _conversion(
-        self, raw: Raw, epoch: int, first: int
+    def _numbered(
+        self, batches: Iterator[Batch], position: Position
     ) -> Generator[Batch, None, None]:
-        """Host batches; the first one has this number in the epoch."""
-        gives_once = self.trained is not None and self.is_iterator
-        for batch_idx in itertools.count(first):
-            try:
-                self._before(batch_idx)
-                batch = next(raw.batches, END)
-                if batch is END:
-                    return
-                host = batch if raw.is_host else to_host(batch, copy=raw.copy)
-                self._after(batch_idx, host)
-            except Exception as exception:
-                exception.add_note(
-                    f"in batch {batch_idx} of epoch {epoch} of `{self.argument}`"
-                )
-                self._explain(exception)
-                raise
-            if gives_once:
-                self._given.append(host)
-            yield host
+        """The batches from a position on; those to be trained on are kept in mind."""
+        number, to_train = position.batches, self.to_train
+        try:
+            for batch in batches:
+                if to_train:
+                    self._ahead.append((batch, self.place))
+                yield batch
+                number += 1
+        except Exception as exception:
+            exception.add_note(
+                f"in batch {number} of epoch {position.epoch} of `{self.argument}`"
+            )
+            self._explain(exception)
+            raise
 
 
 class ListSource(Source):
@@ -361,9 +328,168 @@ class ListSource(Source):
     def sample(self) -> Batch | None:
         return self.peek()
 
-    def _read(self, position: Position) -> Raw:
-        return Raw(itertools.islice(self.loader, position.batches, None))
+    def _read(self, position: Position) -> Iterator[Batch]:
+        return map(to_host, itertools.islice(self.loader, position.batches, None))
 
 
-def _is_over(a_pass: Generator[Batch, None, None]) -> bool:
-    return inspect.getgeneratorstate(a_pass) == inspect.GEN_CLOSED
+class IterableSource(Source):
+    """An iterable that gives batches: a generator, or a loader of another library.
+
+    What leads to a place inside an epoch is what the loader tells of its state; where
+    it has none, or that leads astray, its batches are read again. With a seed, this
+    decides with the epoch what global generators draw in it.
+    """
+
+    _goes_on = False  # whether it is an iterator, and is where the last epoch ended
+    _copies = True  # whether batches are copied: the next may be in the same memory
+
+    def __init__(
+        self, loader: Any, argument: str, share: Share = ALL, seed: int | None = None
+    ):
+        super().__init__(loader, argument, share, seed)
+        self._own = own_state(loader, argument)
+
+    @property
+    def replays(self) -> bool:
+        return self.share is ALL and self._own is None
+
+    @property
+    def may_read_ahead(self) -> bool:
+        # An iterator that tells its position must not be further than the steps.
+        return super().may_read_ahead and not (self._own and self.is_iterator)
+
+    def present_state(self) -> Any:
+        state = super().present_state()
+        return (
+            state
+            if self._own is None
+            else {**(state or {}), "own": self._own.present()}
+        )
+
+    def look(self, position: Position = START, count: int = 1) -> list[Batch]:
+        if not self.is_iterator or self._own is not None:
+            return super().look(position, count)
+        # What an iterator gives next, it gives but once.
+        passed, _ = self._last
+        passed = [] if passed is None or isinstance(passed, int) else [passed]
+        return list(self.share.of(iter(passed), None)) * count
+
+    def _explain(self, exception: Exception) -> None:
+        if self.seed is not None and isinstance(exception, TypeError | ValueError):
+            exception.add_note(
+                f"`{self.argument}` is a {type(self.loader).__name__}, each item of"
+                " which is taken as a batch; if it gives single examples, wrap it:"
+                " torch.utils.data.DataLoader(dataset, batch_size)."
+            )
+
+    def _begin(self, position: Position) -> Position:
+        if "own" in (position.state or {}):  # which tells the whole place
+            position = position._replace(given=None)
+        position = super()._begin(position)
+        if self._own is not None:
+            self._own.begin()
+        return position
+
+    def _take_up(self, state: Any) -> None:
+        if self._own is not None and "own" in (state or {}):
+            self._own.load(state["own"])
+        super()._take_up(state)
+
+    def _read(self, position: Position) -> Iterator[Batch]:
+        batches = self._positioned(position)
+        if self._own is not None and self.to_train:
+            return self._telling(self._own, batches, position.batches)
+        return map(partial(to_host, copy=self._copies), batches)
+
+    def _telling(
+        self, own: OwnState, batches: Iterator[Any], first: int
+    ) -> Iterator[Batch]:
+        """Host batches; `place` has the newest state that leads to one of them."""
+        for number in itertools.count(first):
+            place = own.place(number)
+            if (batch := next(batches, END)) is END:
+                return
+            host = to_host(batch, copy=self._copies)
+            own.goes_on()
+            if place is not None:
+                self.place = {**place, "after": host}
+            yield host
+
+    def _positioned(self, position: Position) -> Iterator[Any]:
+        """The loader's batches of an epoch from a position on."""
+        epoch, place = position.epoch, position.place or {}
+        if self._own is not None and "batches" in place:
+            first = place["batches"]
+            self._own.load(place["state"])
+            batches = self._iterated(epoch, generators_of(place))
+            batch = next(batches, END)
+            if batch is not END and checksum(to_host(batch)) == checksum(
+                place["after"]
+            ):
+                self._own.goes_on()
+                self._pass_over(batches, position.batches - first - 1)
+                return batches
+            warn(
+                f"`{self.argument}`: the state of {type(self._own.owner).__name__} did"
+                f" not lead back to batch {first} of epoch {epoch}: a different batch"
+                " came. (Does it have a shuffle buffer, whose content is not part of"
+                " the state?) The epoch is replayed from its start."
+            )
+            self._take_up(position.state)
+            position = position._replace(given=None)
+
+        batches = self._iterated(epoch)
+        given = position.given if self._goes_on else None
+        count = position.batches if given is None else given
+        self._pass_over(batches, count, checksum(position.last))
+        return batches
+
+    def _started(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def _iterated(self, epoch: int, generators: Any = None) -> Iterator[Any]:
+        """Iterates the loader; what it draws from is where `generators` say, if so."""
+        own, seeded, theirs = self._own, None, {}
+        if self.seed is None:
+            batches = self._started()
+        else:
+            seeded = Generators(seed_of(self.seed, epoch, *self.share.sampling))
+            with seeded.active():
+                batches = self._started()
+            theirs = self._generators()
+            if generators is not None:
+                # torchdata's loader sets its sampler's generator to where an epoch
+                # began, and the next epoch would not have the order that it should.
+                seeded.states = generators[0]
+                set_states(theirs, generators[1])
+        self._goes_on = batches is self.loader
+        if own is not None:
+            own.began(batches)
+            own.generators = lambda: seeded and (seeded.states, states_of(theirs))
+        return batches if seeded is None else seeded.drawn(batches)
+
+    def _pass_over(
+        self, batches: Iterator[Any], count: int, expected: int | None = None
+    ) -> None:
+        """Asks for `count` batches again; the last has the checksum `expected`."""
+        if not count:
+            return
+        from tqdm import tqdm
+
+        what = f"`{self.argument}` can't jump: replaying {count} batches"
+        batch, steps, out = END, range(count), Outlet(sys.stderr)
+        bar = open_bar(tqdm, steps, what, file=out, delay=1, leave=False, mininterval=1)
+        for _ in steps if bar is None else bar:
+            if (batch := next(batches, END)) is END:
+                return
+        host = to_host(batch, copy=True)
+        if self.to_train:
+            self._last = host, self.place
+        if expected not in (None, checksum(host)):
+            warn(
+                f"`{self.argument}`: after {count} batches were replayed, the next"
+                " one differs from the one in the saved run. (Does the order come"
+                " from another random generator than the global ones of torch,"
+                " NumPy and Python, as in WebDataset's `shuffle` without a seed?)"
+                " Some rows of this epoch may come twice, and others not at all."
+            )

@@ -9,22 +9,23 @@ were when the pass ends.
 """
 
 import collections
-import functools
 import itertools
 import operator
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
+
+import numpy as np
 
 from ..basics.console import say_once, warn
 from ..step import Batch
 from .batches import taken
-from .iterables import ReplayingSource, TellingSource
-from .loader_state import OwnState, own_state
+from .conversion import as_numpy, fetch, to_host
+from .loader_state import OwnState, Position
 from .random_states import Generators, seed_generators, seed_of, torch_generators
 from .shares import Share
-from .source import ALL, Position, Raw, Source
-from .table import fetch, table
+from .source import ALL, IterableSource, Source
 from .torch_workers import (
     WORKER_RULES,
     Seeded,
@@ -43,8 +44,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _INDICES: Final = 64
 """Of a list; more cost more, and tell no more."""
-_KEPT: Final = 10_000
-"""Notes of lists that are ahead of the steps, at most."""
 
 
 class _OfTorch(Source):
@@ -55,6 +54,9 @@ class _OfTorch(Source):
     ):
         super().__init__(loader, argument, share, seed)
         self._parts = Parts(loader)
+        # torch's collation makes new tensors, and what crosses from a worker is new.
+        is_new = self._parts.has_torchs_collation or loader.num_workers
+        self._copies = not (self._parts.iterates_as_torch and is_new)
 
     def first(self, count: int | None) -> list[Batch]:
         ordered = _unshuffled(self.loader)
@@ -81,11 +83,6 @@ class _OfTorch(Source):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def _copies(self) -> bool:
-        # torch's collation makes new tensors, and what crosses from a worker is new.
-        parts, workers = self._parts, self.loader.num_workers
-        return not (parts.iterates_as_torch and (parts.has_torchs_collation or workers))
-
     def _explain(self, exception: Exception) -> None:
         if "exited unexpectedly" in str(exception):
             exception.add_note(WORKER_RULES)
@@ -96,16 +93,18 @@ class _OfTorch(Source):
                 " `collate_fn`."
             )
 
-    def _own_generators(self) -> dict[str, Any]:
-        return torch_generators(self.loader)
+    def _generators(self) -> dict[str, Any]:
+        theirs = [*map(id, torch_generators(self.apart_from).values())]
+        own = torch_generators(self.loader)
+        return {path: one for path, one in own.items() if id(one) not in theirs}
 
 
-class _IteratedByTorch(_OfTorch):
+class _IteratedByTorch(_OfTorch, IterableSource):
     """A loader over an iterable dataset, or one that iterates in its own way."""
 
-    def _read(self, position: Position) -> Raw:
+    def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
-        return super()._read(position)._replace(copy=self._copies())
+        return super()._read(position)
 
     @property
     def sure_batches(self) -> int | None:
@@ -121,7 +120,7 @@ class _IteratedByTorch(_OfTorch):
             # draws would differ from those of one.
             with Generators().active(), safe_workers(self.loader):
                 started(self.loader, self.argument)
-            self._set_generators(state)  # these draws are not the user's
+            Source._take_up(self, state)  # these draws are not the user's
 
     def _started(self) -> Iterator[Any]:
         if self.loader.pin_memory:
@@ -131,14 +130,6 @@ class _IteratedByTorch(_OfTorch):
             )
         with safe_workers(self.loader):
             return started(self.loader, self.argument)
-
-
-class _TorchReplaying(_IteratedByTorch, ReplayingSource):
-    """One that must be read again."""
-
-
-class _TorchTelling(_IteratedByTorch, TellingSource):
-    """One that tells its state, or whose dataset does."""
 
 
 class TorchSource(_OfTorch):
@@ -154,32 +145,34 @@ class TorchSource(_OfTorch):
         super().__init__(loader, argument, share, seed)
         self._workers: Any = None
         self._seeded_lists = SeededLists()
-        users = self._parts.users_samplers
-        sampler = type(users[0] if users else loader.sampler)
-        self._index_lists = IndexLists(argument, sampler.__name__)
 
-    def _read(self, position: Position) -> Raw:
+    def _read(self, position: Position) -> Iterator[Batch]:
         self._set_epoch(position.epoch)
         is_torchs = self._parts.has_torchs_collation
         whole_rows = self._whole_rows() if is_torchs else None
-        lists, share = self._lists(position), self.share.of
+        lists = self._drawn_lists(position.epoch)
+        places: collections.deque[Any] = collections.deque()
+        if self._parts.users_samplers:
+            lists = self._noted(lists, position, places)
+        lists = itertools.islice(lists, position.batches, None)
+        portions: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if is_torchs:  # each process need only fetch its own rows
-            lists, share = self.share.of_lists(lists)
+            lists, portions = self.share.of_lists(lists)
         if whole_rows is not None:
-            return Raw(whole_rows(lists), is_host=True, share=share)
-        batches = self._by_index(lists, position.epoch, position.batches)
-        return Raw(batches, copy=self._copies(), share=share)
+            batches = whole_rows(lists)
+        else:
+            batches = self._by_index(lists, position.epoch, position.batches)
+            batches = map(partial(to_host, copy=self._copies), batches)
+        if self._parts.users_samplers:
+            batches = self._placed(batches, places)
+        return portions(batches)
 
     def _whole_rows(self) -> Callable[[Iterator[Any]], Iterator[Batch]] | None:
         """What gives batches of index lists, if rows need not be taken apart for it."""
-        columns = None if self.loader.num_workers else table(self.loader.dataset)
+        columns = None if self.loader.num_workers else _columns(self.loader.dataset)
         if columns is None:
             return None
-        return functools.partial(fetch, *columns, ahead=not self._parts.users_samplers)
-
-    def _place(self, trained: int) -> Any:
-        note = self._index_lists.note(trained)
-        return None if note is None else {"lists": [trained, note]}
+        return partial(fetch, *columns, ahead=not self._parts.users_samplers)
 
     def sample(self) -> Batch | None:
         # A dataset of the user's may draw from generators of its own, which training
@@ -208,12 +201,45 @@ class TorchSource(_OfTorch):
             return self._from_workers(seeded, epoch)
         return self._from_here(seeded)
 
-    def _lists(self, position: Position) -> Iterator[Any]:
-        """The index lists of the batches from a position on."""
-        lists = self._drawn_lists(position.epoch)
-        if self.trained is not None and self._parts.users_samplers:
-            lists = self._index_lists.noted(lists, (position.place or {}).get("lists"))
-        return itertools.islice(lists, position.batches, None)
+    def _placed(
+        self, batches: Iterator[Batch], places: collections.deque[Any]
+    ) -> Iterator[Batch]:
+        """The batches, of whose lists some are drawn ahead, each with its place."""
+        for batch in batches:
+            self.place = places.popleft()
+            yield batch
+
+    def _noted(
+        self, lists: Iterator[Any], position: Position, places: collections.deque[Any]
+    ) -> Iterator[Any]:
+        """The lists of an epoch from its start, for a later process to compare with.
+
+        A checkpoint has what a sampler's `generator` of torch and its `state_dict` say.
+        It may draw from something else: a generator of NumPy, a module's, an iterator.
+        Then a resumed run would train on other rows, and nobody would know.
+        """
+        expected, total = (position.place or {}).get("lists"), 0
+        for count, indices in enumerate(lists, 1):
+            # An index list may be an iterator, or one index.
+            if hasattr(indices, "__next__"):
+                indices = [*indices]
+            total = noted(indices, total)
+            place = None if total is None else {"lists": [count, total]}
+            if count > position.batches:
+                places.append(place)
+            elif place and expected and count == expected[0] and total != expected[1]:
+                sampler = type(self._parts.users_samplers[0]).__name__
+                warn(
+                    f"`{self.argument}`: after the resume, its sampler {sampler}"
+                    " yields other index lists than the interrupted run would have"
+                    " seen, so some rows come twice and others not at all. It draws"
+                    " from a generator that no checkpoint contains, such as one of"
+                    " NumPy, or in a module. Make it a torch.Generator that is the"
+                    " sampler's attribute `generator`, or give the sampler"
+                    " `state_dict` and `load_state_dict`, or a `set_epoch` that seeds"
+                    " it."
+                )
+            yield indices
 
     def _drawn_lists(self, epoch: int) -> Iterator[Any]:
         """What the sampler draws, as `iter(loader)` has it draw: its own seed last."""
@@ -260,57 +286,7 @@ class TorchSource(_OfTorch):
             return started(self._workers, self.argument)
 
 
-class IndexLists:
-    """What a sampler gave in an epoch, for a later process to compare with.
-
-    A checkpoint has what a sampler's `generator` of torch and its `state_dict` say. It
-    may draw from something else: a generator of NumPy, a module's, an iterator. Then a
-    resumed run would train on other rows, and nobody would know.
-    """
-
-    def __init__(self, argument: str, sampler: str):
-        self._argument = argument
-        self._sampler = sampler
-        self._notes: collections.deque[int | None] = collections.deque(maxlen=_KEPT)
-        self._count = 0  # of lists that this epoch has given
-
-    def note(self, count: int) -> int | None:
-        """What tells the first `count` lists of this epoch, if that is known."""
-        place = count - 1 - self._count + len(self._notes)
-        return self._notes[place] if 0 <= place < len(self._notes) else None
-
-    def noted(self, lists: Iterator[Any], expected: list[int] | None) -> Iterator[Any]:
-        """The lists of an epoch from its start, as they come.
-
-        An earlier process `expected` so many of them to have such a `note`.
-        """
-        self._notes.clear()
-        self._count, total = 0, 0
-        for indices in lists:
-            # An index list may be an iterator, or one index.
-            if hasattr(indices, "__next__"):
-                indices = [*indices]
-            total = _noted(indices, total)
-            self._count += 1
-            self._notes.append(total)
-            if expected is not None and self._count == expected[0]:
-                if total not in (None, expected[1]):
-                    self._warn()
-            yield indices
-
-    def _warn(self) -> None:
-        warn(
-            f"`{self._argument}`: after the resume, its sampler {self._sampler}"
-            " yields other index lists than the interrupted run would have seen,"
-            " so some rows come twice and others not at all. It draws from a"
-            " generator that no checkpoint contains, such as one of NumPy, or in a"
-            " module. Make it a torch.Generator that is the sampler's attribute"
-            " `generator`, or give the sampler `state_dict` and `load_state_dict`, or"
-            " a `set_epoch` that seeds it."
-        )
-
-
-def _noted(indices: Any, total: int | None) -> int | None:
+def noted(indices: Any, total: int | None) -> int | None:
     """The checksum `total` with an index list or one index; None if that has none."""
     if total is None:
         return None
@@ -357,9 +333,24 @@ def torch_source(
     parts = Parts(loader)
     if parts.iterates_as_torch and not parts.is_iterable:
         return TorchSource(loader, argument, share, seed or 0)
-    tells = own_state(loader, argument) is not None
-    kind = _TorchTelling if tells else _TorchReplaying
-    return kind(loader, argument, share, seed)
+    return _IteratedByTorch(loader, argument, share, seed)
+
+
+def _columns(dataset: Any) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]] | None:
+    """The columns of a `TensorDataset`, whose rows need not be taken apart, and indices
+    of subsets of it, outer first."""
+    from torch.utils.data import Subset, TensorDataset
+
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset) == 0:
+        return None
+    columns = [as_numpy(tensor) for tensor in dataset.tensors]
+    if any(column is None for column in columns):
+        return None
+    return tuple([column for column in columns if column is not None]), subsets
 
 
 def _unshuffled(loader: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data import Dispatch, Packer, Placed
+from ..data import Dispatch, Packer, Placed, Window
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -234,7 +234,7 @@ class Engine:
             sizes = {form: rows for of, form, rows in named if of == kind and rows}
             step.packer.forms.start_from(sizes)
 
-    def dispatches(self, windows: list[list[Batch]]) -> Iterator[Dispatch]:
+    def dispatches(self, windows: list[Window]) -> Iterator[Dispatch]:
         """The batches of some optimizer steps, packed as they are dispatched.
 
         Neighbours of the same forms in one, if they fit together and a program for so
@@ -254,10 +254,10 @@ class Engine:
             else:
                 yield together
 
-    def _single(self, window: list[Batch]) -> Dispatch:
+    def _single(self, window: Window) -> Dispatch:
         return self.steps["train"].packer.pack([window], self.micro_batches)
 
-    def _are_one(self, windows: list[list[Batch]]) -> bool:
+    def _are_one(self, windows: list[Window]) -> bool:
         """Whether several steps, which are alike, are to be one dispatch."""
         steps = len(windows)
         if steps < 2 or not self._dispatch_size.is_worth_compiling(steps):

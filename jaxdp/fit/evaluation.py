@@ -146,7 +146,7 @@ class Evaluation:
                 self._after_batch(trainer, next(numbers))
             engine.in_flight.check_all()
         finally:
-            source.end_passes()
+            source.end_pass()
 
         if totals is first:
             raise ValueError(source.gave_nothing())

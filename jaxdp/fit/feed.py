@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..basics.console import say, warn
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Position, Source, taken
+from ..data import Dispatch, Position, Source, Window, taken
 from ..engine import wait
 from ..step import Batch
 from .limits import Limits
@@ -41,7 +41,7 @@ class Feed:
         self._source, self._hooks, self._limits = source, hooks, limits
         self.prepared: Iterable[Dispatch] = ()
         self._left: Iterator[Dispatch] | None = None  # after the first one
-        self._waiting: list[list[Batch]] = []  # steps that are read, and not begun
+        self._waiting: list[Window] = []  # steps that are read, and not begun
         self._refused: Exception | None = None  # by the engine, while some wait
         self._shows_one = False  # a single step, to see what the caller does
 
@@ -90,13 +90,8 @@ class Feed:
         if error is None:
             return
         if error is self._refused:
-            self._explain(error)
+            blame(self._run, error)
         raise error
-
-    def _explain(self, refused: Exception) -> None:
-        """Says which batch the engine refused, which does not come again."""
-        refused.add_note(place(self._run))
-        self._run.progress.begin(self._run.recipe.accumulate_grad_batches)
 
     def _may_read_on(self, present: Dispatch) -> bool:
         """Whether what comes after a dispatch may be read before that is begun."""
@@ -178,30 +173,41 @@ class Feed:
         )
 
     def _dispatches(self) -> Iterator[Dispatch]:
-        run, source = self._run, self._source
-        progress, engine = run.progress, run.engine
+        """read -> host -> own rows -> windows -> pack; `epoch` puts them ahead."""
+        run, source, progress = self._run, self._source, self._run.progress
         limit = None if self._limits is None else self._limits.train_batches
-        steps = progress.steps(source, run.recipe.accumulate_grad_batches, limit)
+        left = None if limit is None else max(0, limit - progress.done)
+        at = {"epoch": progress.epoch, "batches": progress.done}
+        source.start = source.start._replace(**at)
+
+        batches = itertools.islice(source.epoch(), left)
+        steps = windows(batches, run.recipe.accumulate_grad_batches)
         steps = run.record.stopwatch.iterator("data", steps)
-        error = None
-        while error is None:
-            # Of a loader that fails, the batches before it are trained on first.
-            room = self._room()
-            ready = steps if room == 1 else self._until_it_looks(steps)
-            windows, error = taken(ready, room)
-            if not windows and error is None:
-                return
-            if self._source.looks and not engine.one_by_one:
-                self._follow(steps_before=len(self._waiting) + len(windows) - 1)
+        is_single = run.recipe.steps_per_execution == 1
+        for window in steps:
+            several, error = [window], None
+            if not is_single:
+                several, error = self._with_more(window, steps)
             try:
-                yield from engine.dispatches(windows)
+                yield from run.engine.dispatches(several)
             except Exception as wrong:
                 if self._waiting:
                     self._refused = wrong
                 else:
-                    self._explain(wrong)
+                    blame(run, wrong)
                 raise
-        raise error
+            if error is not None:
+                raise error
+
+    def _with_more(
+        self, window: Window, steps: Iterator[Window]
+    ) -> tuple[list[Window], Exception | None]:
+        """A step with those after it that may run as one, and what reading more of them
+        raises: of a loader that fails, the batches before are trained on first."""
+        more, error = taken(self._until_it_looks(steps), self._room() - 1)
+        if self._source.looks and not self._run.engine.one_by_one:
+            self._follow(steps_before=len(self._waiting) + len(more))
+        return [window, *more], error
 
     def _room(self) -> int:
         """How many steps may run as one, before somebody must see the state."""
@@ -243,7 +249,7 @@ class Feed:
                 " it for the first batch, too, or leave `steps_per_execution` out."
             )
 
-    def _until_it_looks(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    def _until_it_looks(self, steps: Iterator[Window]) -> Iterator[Window]:
         """The steps up to the one for which the loader first looks at the trainer."""
         for window in steps:
             yield window
@@ -251,10 +257,21 @@ class Feed:
                 return
 
 
-def place(run: "Run") -> str:
-    """Where the next step's batches are, for messages."""
+def windows(batches: Iterable[Batch], size: int) -> Iterator[Any]:
+    """Lists or tuples of `size` batches; the last may be shorter."""
+    if size == 1:
+        return zip(batches)  # quick: small steps wait for it
+    batches = iter(batches)
+    return iter(lambda: [*itertools.islice(batches, size)], [])
+
+
+def blame(run: "Run", wrong: Exception) -> None:
+    """Says which batches the next step went wrong on, which do not come again."""
     first, size = run.progress.done, run.recipe.accumulate_grad_batches
-    those = f"batch {first}"
+    where = f"in batch {first}"
     if size > 1:
-        those = f"one of the batches {first} to {first + size - 1}"
-    return f"in {those} of epoch {run.progress.epoch} of `train_loader`"
+        where = f"in one of the batches {first} to {first + size - 1}"
+    if not isinstance(wrong, ValueError):
+        where = f"at step {run.progress.global_step + 1}, {where}"
+    wrong.add_note(f"{where} of epoch {run.progress.epoch} of `train_loader`")
+    run.progress.drop(size)

@@ -8,12 +8,12 @@ from ..basics.arguments import check_count
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
-from ..data import Dispatch, ListSource, Source, read_only, shown
+from ..data import Dispatch, ListSource, Source, Window, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
-from ..step import Batch, Metrics
+from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
-from .feed import Feed, place
+from .feed import Feed, blame
 from .limits import Limits, Wanted, capped
 
 if TYPE_CHECKING:
@@ -408,8 +408,7 @@ def begin(trainer: "Trainer", feed: Feed) -> None:
         engine = run.recipe.decide_loss(run.engine, first.windows[0][0])
         feed.prepared = engine.prepare_training(first)
     except Exception as wrong:
-        wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
-        run.progress.begin(len(first.windows[0]))
+        blame(run, wrong)
         raise
 
 
@@ -439,10 +438,9 @@ def take(
                     record.before_step()
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
-                progress.begin(len(window))
                 if number == 0:
                     results = iter(_dispatched(run, dispatch))
-                progress.count(window, dispatch.rows[number])
+                progress.count(len(window), dispatch.rows[number])
                 access.ahead = last - number
 
                 metrics = next(results)
@@ -461,11 +459,8 @@ def _dispatched(run: "Run", dispatch: Dispatch) -> list[Metrics]:
     try:
         with run.access.dispatching:
             return run.engine.train(dispatch)
-    except ValueError as wrong:
-        wrong.add_note(place(run))
-        raise
     except Exception as wrong:
-        wrong.add_note(f"at step {run.progress.global_step + 1}, {place(run)}")
+        blame(run, wrong)
         raise
 
 
@@ -477,11 +472,10 @@ def _catch_up(run: "Run", dispatch: Dispatch) -> None:
     rest = list(zip(dispatch.windows, dispatch.rows, strict=True))[-run.access.ahead :]
     run.access.ahead = 0
     for window, rows in rest:
-        run.progress.begin(len(window))
-        run.progress.count(window, rows)
+        run.progress.count(len(window), rows)
 
 
-def _shown(run: "Run", window: list[Batch]) -> Any:
+def _shown(run: "Run", window: Window) -> Any:
     """What batch hooks are given: the rows that are here."""
     batches = [read_only(shown(batch)) for batch in window]
     return batches[0] if run.recipe.accumulate_grad_batches == 1 else batches

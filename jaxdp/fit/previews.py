@@ -16,10 +16,11 @@ from ..basics.tracebacks import UsersFramesFirst
 from ..basics.tree import leaf_path
 from ..callbacks import CSVLogger
 from ..callbacks.run_facts import plain, run_facts
-from ..data import NO_LOADER, open_loader, rows_of, shown, windows
+from ..data import NO_LOADER, open_loader, rows_of, shown
 from ..engine import Engine
 from ..strategies import DataParallel, SingleDevice
 from . import checks
+from .feed import windows
 from .views import compiled_train_step, shapes_of
 
 if TYPE_CHECKING:

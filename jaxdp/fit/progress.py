@@ -1,12 +1,10 @@
 """How far a run is, over fits, kills and resumes: counters, and which batch is next."""
 
-import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from ..data import Position, Share, Source, windows
-from ..step import Batch
+from ..data import Position, Share, Source
 
 _ONLY: Final = "val"
 """The name of a validation's loader that is the only one."""
@@ -38,7 +36,6 @@ class Progress:
         self.validated_at = 0
         self._source: Source | None = None  # of the batches that are trained on
         self._at = Position()  # where that goes on, while there is none
-        self._last: Batch | None = None  # that was trained on
         self._vals: dict[str, Source] = {}
         self._val_states: dict[str, Any] = {}  # in a checkpoint
         self._thread = threading.get_ident()  # that takes the steps
@@ -57,7 +54,7 @@ class Progress:
             kept = self._val_states.keys() & vals
             self._val_states = {name: self._val_states[name] for name in kept}
         for name, val in vals.items():
-            val.apart_from = source
+            val.apart_from = source.loader
             val.start = Position(state=self._val_states.get(name))
         self._vals = {**vals}
 
@@ -94,29 +91,20 @@ class Progress:
         if self._source is not None and self._source.begun is None:
             self._source.start = self._at
 
-    def steps(
-        self, source: Source, accumulate: int, limit: int | None
-    ) -> Iterator[list[Batch]]:
-        """What is left of an epoch of at most `limit` batches, window by window."""
-        start, source.start = source.start, Position()
-        at = start._replace(epoch=self.epoch, batches=self.done)
-        batches = source.epoch(at)
-        left = None if limit is None else max(0, limit - self.done)
-        return windows(itertools.islice(batches, left), accumulate)
-
-    def begin(self, batches: int) -> None:
-        """A step over so many batches begins. An iterator does not give them again."""
-        if self._source is not None:
-            self._source.let_go(batches)
-
-    def count(self, window: list[Batch], rows: int) -> None:
-        """A step over `window`, which has so many real rows, was taken."""
+    def count(self, batches: int, rows: int) -> None:
+        """A step over so many batches, which have so many real rows, was taken."""
         self.global_step += 1
         self.examples += rows
         self.epoch_ended = False
-        self._last = window[-1]
-        self.done += len(window)
-        self.seen += len(window)
+        self.done += batches
+        self.seen += batches
+        if self._source is not None:
+            self._source.trained_on(batches)
+
+    def drop(self, batches: int) -> None:
+        """So many batches are no good: an iterator does not give them again."""
+        if self._source is not None:
+            self._source.drop(batches)
 
     def state_dict(self, share: Share) -> dict[str, Any]:
         """For `load_state_dict`; JSON."""
@@ -124,9 +112,10 @@ class Progress:
         of_epoch = Progress() if self.is_finished else self
         epoch, at = self.epoch + self.is_finished, self._at
         if (source := self._source) is not None:
-            at = source.mark(epoch, of_epoch.done, self._last)
+            at = source.mark(epoch, of_epoch.done)
             if source.begun is not None and at.state is None:
                 at = at._replace(state=source.present_state())
+        place, last = at.saved()
 
         states = dict(self._val_states)
         states |= {name: val.state_now() for name, val in self._vals.items()}
@@ -137,9 +126,9 @@ class Progress:
             "batches_seen": self.seen,
             "examples_seen": self.examples,
             "source": share.states(at.state),
-            "place": share.states(at.place),
+            "place": share.states(place),
             "validation": several.get(_ONLY) if set(several) <= {_ONLY} else several,
-            "after": at.checksum,
+            "after": last,
             "batches_done": of_epoch.done,
             "epoch_ended": of_epoch.epoch_ended,
             "val_metrics": of_epoch.val_metrics,
@@ -160,14 +149,13 @@ class Progress:
             state=share.state(state["source"]),
             place=share.state(state["place"]),
             given=self.seen,
-            checksum=state["after"],
+            last=state["after"],
         )
         saved = _by_name(state["validation"])
         self._vals, self._val_states = {}, {n: share.state(s) for n, s in saved.items()}
-        self._last = None
 
     def _keep(self, source: Source) -> None:
-        source.start, source.trained = self._at, lambda: self.done
+        source.start, source.to_train = self._at, True
         if self._source is not None and self._source.loader is source.loader:
             source.go_on_from(self._source)
         self._source, self._thread = source, threading.get_ident()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxdp.data import open_loader
-from jaxdp.data.batches import windows
 from jaxdp.data.conversion import check_targets, to_host
 from jaxdp.data.padding import Packer
+from jaxdp.fit.feed import windows
 
 
 def test_lists_become_tuples_and_nested_batches_keep_their_structure():
