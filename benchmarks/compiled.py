@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdp import FSDP, Pmap, Sharded, SingleDevice, Trainer, ZeRO
 from jaxdp.basics.compiled import Module
 from jaxdp.plan import hlo
-from jaxdp.plan.hardware import topology
+from jaxdp.plan.planner import topology
 from jaxdp.strategies import DataParallel
 
 from .models import LeNet, Residual

@@ -19,7 +19,14 @@ Groups = tuple[tuple[int, ...], ...]
 _NAMES: Final = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION: Final = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION: Final = re.compile(
+    r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*))?$"
+)
+"""The root, name, shape, opcode, operands and attributes of an instruction."""
+_MESH: Final = re.compile(
+    r"(?:maximal_)?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))?,? *\{([^}]*)\}"
+)
+"""The sizes of axes, numbers of devices and the axes of groups."""
 _CALLED: Final = re.compile(
     r"\b(?:calls|body|condition|true_computation|false_computation)=%([\w.\-]+)"
 )
@@ -137,14 +144,21 @@ class Module:
         """The instructions of a computation by name, in order."""
         if computation not in self._parsed:
             lines = self.texts[computation].split("\n")
-            matches = ((_INSTRUCTION.match(line), line) for line in lines)
-            made = [_instruction(match, line) for match, line in matches if match]
+            made = [
+                _instruction(match) for match in map(_INSTRUCTION.match, lines) if match
+            ]
             self._parsed[computation] = {one.name: one for one in made}
         return self._parsed[computation]
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result is the computation's."""
         return next(one for one in self[computation].values() if one.is_root)
+
+
+def _instruction(match: re.Match[str]) -> Instruction:
+    root, name, shape, opcode, inside, attributes = match.groups(default="")
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, shape, opcode, operands, inside, attributes, bool(root))
 
 
 def arrays_in(shape: str) -> tuple[Array, ...]:
@@ -157,37 +171,9 @@ def arrays_in(shape: str) -> tuple[Array, ...]:
     return tuple(arrays)
 
 
-def matched(text: str) -> str:
-    """`text` up to the bracket that closes its first one; quotes are skipped."""
-    opening = text[0]
-    closing = {"(": ")", "{": "}", "[": "]"}[opening]
-    end = text.find(closing) + 1
-    if end and opening not in text[1:end] and '"' not in text[:end]:
-        return text[:end]
-    depth = 0
-    for match in re.finditer(rf'"(?:[^"\\]|\\.)*"|\{opening}|\{closing}', text):
-        depth += {opening: 1, closing: -1}.get(match[0], 0)
-        if depth == 0:
-            return text[: match.end()]
-    return text
-
-
 def ints(text: str) -> tuple[int, ...]:
     """`"3, 1,2"` as numbers."""
     return tuple(int(number) for number in text.split(",") if number.strip())
-
-
-def _instruction(match: re.Match[str], line: str) -> Instruction:
-    rest = line[match.end() :]
-    shape = matched(rest) if rest.startswith("(") else rest.split(" ", 1)[0]
-    rest = rest[len(shape) :].lstrip()
-    opcode, behind = rest.split("(", 1)
-    inside = matched("(" + behind)
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    attributes = behind[len(inside) - 1 :]
-    return Instruction(
-        match[2], shape, opcode, operands, inside[1:-1], attributes, bool(match[1])
-    )
 
 
 def _array_of(dtype: str, shape: tuple[int, ...]) -> Array:
@@ -220,35 +206,26 @@ def parse_groups(text: str, num_devices: int) -> Groups:
         text: starts with the groups; more may follow.
         num_devices: what `{}` stands for.
     """
-    text = text.lstrip()
-    if text.startswith("{"):
-        inner = matched(text)[1:-1]
-        groups = tuple(ints(group) for group in re.findall(r"\{([^{}]*)\}", inner))
+    if listed := re.match(r"\{(?:\{[\d,]*\},?)*\}", text):
+        groups = tuple(map(ints, re.findall(r"\{([\d,]+)\}", listed[0])))
         return groups or (tuple(range(num_devices)),)
     if text.startswith("["):
         return tuple(map(tuple, _iota(text).tolist()))
-    if match := re.match(r"(?:maximal_)?mesh\[([^\]]*)\]", text):
-        return _mesh_groups(match[1], text[match.end() :])
+    if match := _MESH.match(text):
+        return _mesh_groups(*match.groups(default=""))
     raise ValueError(f"replica_groups of an unknown spelling: {text[:80]!r}")
 
 
-def _mesh_groups(axes: str, rest: str) -> Groups:
-    sizes = {
-        name.strip().strip("'\""): int(size)
-        for name, size in (axis.rsplit("=", 1) for axis in axes.split(","))
-    }
-    rest = rest.lstrip(", ")
+def _mesh_groups(axes: str, device_ids: str, named_axes: str) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     ids = np.arange(math.prod(sizes.values()))
-    if rest.startswith("device_ids="):
-        listed = matched(rest[len("device_ids=") :])
-        rest = rest[len("device_ids=") + len(listed) :].lstrip(", ")
-        inner = listed[1:-1]
-        iota = inner.startswith("[")
-        ids = _iota(inner).ravel() if iota else np.array(ints(inner))
+    if device_ids:
+        iota = device_ids.startswith("[")
+        ids = _iota(device_ids).ravel() if iota else np.array(ints(device_ids))
 
     # A group may lie along a part of an axis, `'a':(before)size`: each axis is taken
     # apart into what is before that part, the part, and what is after it.
-    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", matched(rest))
+    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named_axes)
     along = {name: (int(b or 1), int(size or sizes[name])) for name, b, size in named}
     shape: list[int] = []
     inside: dict[str, int] = {}

@@ -144,7 +144,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
     if hardware not in HARDWARE:
         raise ValueError(
             f"`hardware` must be one of {', '.join(map(repr, HARDWARE))}, or a"
-            f" jaxdp.plan.hardware.Hardware(...) of your own; got {hardware!r}."
+            f" jaxdp.plan.Hardware(...) of your own; got {hardware!r}."
         )
     return HARDWARE[hardware]
 

@@ -1,8 +1,8 @@
 """What a step costs, read from the compiled program before it runs."""
 
+from ..basics.hardware import Hardware
 from ..step import repeated
 from . import hlo
-from .hardware import Hardware
 from .parts import Bound, Estimate, Memory, Traffic
 from .plan import Plan, Scaling
 from .planner import Planner, of_running

@@ -12,6 +12,7 @@ from ..basics.compiled import nbytes, overwritten_by
 from ..basics.hardware import Hardware, usable_memory
 from ..basics.host_memory import HOST
 from ..basics.tree import leaf_path
+from ..basics.units import in_bytes
 from ..engine import num_in_flight
 from ..step import LONG_IN_FLIGHT, TABLE
 from ..strategies import LocalSGD
@@ -375,3 +376,65 @@ def _leaf(group: str, path: str, leaf: Any, sharding: Any, overwritten: bool) ->
         overwritten,
         sharding.memory_kind == HOST,
     )
+
+
+def notes_on(
+    reading: Reading, platform: str, are_here: bool, profile: Hardware | None
+) -> dict[str, list[str]]:
+    """What of a plan is exact, what indicative and what not known."""
+    batch = [leaf for leaf in reading.batch if leaf.path != "counts"]
+    shapes = ", ".join(map(_shape, batch[:4]))
+    exact = [
+        "bytes of every leaf per device; arguments, results, temporary memory and peak,"
+        " as this compiler laid them out; which inputs are overwritten; every"
+        " collective of the compiled program; matrix operations as traced"
+    ]
+    indicative = [
+        f"this is the step for the shape of the first batch, {shapes}; other"
+        " shapes have programs of their own"
+    ]
+    kept = [leaf.bytes_per_device for leaf in batch if f"whole.{TABLE}" in leaf.path]
+    if kept:
+        exact.append(f"{in_bytes(sum(kept))} of the batch are arrays (`jaxdp.Arrays`)")
+        exact[-1] += " that each device keeps; steps take their rows there"
+    unknown = ["memory of the program itself, of collectives' libraries and of JAX"]
+
+    # What the compiler of other devices can't tell.
+    if platform == "cpu" and not are_here:
+        indicative.append(
+            "temporary memory and collectives come from XLA's CPU compiler. GPU"
+            " and TPU compilers fuse more, and turn an all-reduce of which a part"
+            " is used into a reduce-scatter, which the CPU compiler never does:"
+            " plan with `topology`"
+        )
+    if any(leaf.on_host for leaf in reading.leaves):
+        unknown.append("the time to move optimizer state between host and device")
+    if reading.products is None:
+        unknown.append("operations: this strategy hides the traced step")
+    if any(traffic.times is None for traffic in reading.traffic):
+        unknown.append("how often some loops run: collectives in them count once")
+
+    # What its profile says.
+    if profile is None:
+        unknown.append("time: pass the hardware, such as hardware='h100'")
+        return {"exact": exact, "indicative": indicative, "unknown": unknown}
+    indicative.append(
+        f"seconds, from the peaks of {profile.name} and ring algorithms at full"
+        " bandwidth: real steps reach 30 to 60 % of peaks"
+    )
+    usable = usable_memory(profile)
+    if usable < profile.memory:
+        exact.append(
+            f"memory of {profile.name}: {in_bytes(usable)} of its"
+            f" {in_bytes(profile.memory)}, the share that JAX takes of a GPU;"
+            " set XLA_CLIENT_MEM_FRACTION to more, such as .9, before it starts"
+        )
+    return {"exact": exact, "indicative": indicative, "unknown": unknown}
+
+
+def _shape(leaf: Leaf) -> str:
+    """A leaf of the batch, and what a device has of it if more than rows are split."""
+    shape = f"{leaf.path} {leaf.shape[1:]}"
+    if leaf.shape[2:] != leaf.shard[2:]:
+        shape += f" (each device has {leaf.shard[1:]})"
+    return shape

@@ -9,7 +9,7 @@ from planned import installed
 
 from jaxdp import SingleDevice, Trainer
 from jaxdp.engine.xla_options import DETERMINISTIC
-from jaxdp.plan.hardware import topology
+from jaxdp.plan.planner import topology
 
 pytestmark = [
     pytest.mark.slow,

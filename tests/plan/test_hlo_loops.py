@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from planned import installed
 
-from jaxdp.plan import hardware, hlo
-from jaxdp.plan.hardware import topology
+from jaxdp.plan import hlo
+from jaxdp.plan.planner import topology
 
 WIDTH = 64
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 GPU = pytest.param(
     "h100",
     marks=pytest.mark.skipif(
-        hardware._version("jax-cuda12-plugin") is None,
+        not installed("jax_cuda12_plugin"),
         reason="no GPU compiler",
     ),
 )

@@ -14,7 +14,7 @@ from jaxdp import (
     TensorParallel,
     ZeRO,
 )
-from jaxdp.plan.hardware import HARDWARE, Hardware
+from jaxdp.basics.hardware import HARDWARE, Hardware
 
 
 def test_operations_are_those_of_the_matrix_products():

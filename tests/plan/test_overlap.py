@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planned import installed
 
 from jaxdp import FSDP, Stack, Trainer
-from jaxdp.plan import hardware
 
 TOKENS = 512
 
 pytestmark = pytest.mark.skipif(
-    hardware._version("jax-cuda12-plugin") is None, reason="no GPU compiler"
+    not installed("jax_cuda12_plugin"), reason="no GPU compiler"
 )
 
 

@@ -19,7 +19,7 @@ from jaxdp import (
     Trainer,
 )
 from jaxdp.callbacks import DonateBuffers, NanGuard
-from jaxdp.plan.hardware import Hardware
+from jaxdp.plan import Hardware
 from jaxdp.plan.reading import Reading
 from jaxdp.step.collectives import Collectives
 

@@ -9,7 +9,7 @@ from planned import PARAMS, batch, trainer
 from jaxdp import (
     Sharded,
 )
-from jaxdp.plan.hardware import HARDWARE
+from jaxdp.basics.hardware import HARDWARE
 from jaxdp.plan.plan import largest
 
 
