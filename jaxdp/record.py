@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -228,16 +229,11 @@ class Record:
         else:
             self._row.add({name: number})
 
-    @contextlib.contextmanager
-    def into(self, values: dict[str, float]) -> Iterator[dict[str, float]]:
+    def into(
+        self, values: dict[str, float]
+    ) -> AbstractContextManager[dict[str, float]]:
         """Inside, what is logged goes into `values`, and alone into what this gives."""
-        outer = self._into, self._added
-        self._newer |= values
-        self._row, self._into, self._added = None, values, {}
-        try:
-            yield self._added
-        finally:
-            self._into, self._added = outer
+        return _Into(self, values)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -386,6 +382,23 @@ class Record:
         self._waiting.clear()
         self._done = {}
         self._validation = _unwritten(meta)
+
+
+class _Into:
+    """See `Record.into`; small epochs wait for it, so it is no generator."""
+
+    def __init__(self, record: Record, values: dict[str, float]):
+        self._record, self._values = record, values
+
+    def __enter__(self) -> dict[str, float]:
+        record = self._record
+        self._outer = record._into, record._added
+        record._newer |= self._values
+        record._row, record._into, record._added = None, self._values, {}
+        return record._added
+
+    def __exit__(self, *_: object) -> None:
+        self._record._into, self._record._added = self._outer
 
 
 def _unwritten(meta: Mapping[str, Any]) -> Row | None:

@@ -18,6 +18,7 @@ PHASES: Final[dict[Phase, tuple[str, str]]] = {
     "loop": ("the host: packing batches, calling the step", "host-bound"),
 }
 """What each of them is, and what a fit is that spends its time there."""
+_NOTHING: Final = nullcontext()
 _WHOLE: Final = ("validation", "checkpoints")
 """What happens inside of these counts as theirs."""
 
@@ -50,7 +51,7 @@ class Stopwatch:
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """What happens inside is of that phase."""
-        return self._timed(phase) if self.is_on else nullcontext()
+        return self._timed(phase) if self.is_on else _NOTHING
 
     @contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:

@@ -2,17 +2,25 @@
 
 A program is compiled once in a process: a second trainer often wants the same ones, a
 trainer for each seed or each fold. JAX's cache has them on disk, if it is on.
+
+Steps for debugging run one at a time, on one device, each waited for.
+`jax.disable_jit()` is for printing values and stopping in one's own code: a step then
+runs operation by operation. `jax_debug_nans`, `jax_debug_infs` and calls of Python that
+may raise, as `eqx.error_if` makes, leave it compiled. What such a call raises is raised
+by the same step without jit, and so from the user's own line.
 """
 
 import collections
 import contextlib
+import functools
 import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -23,13 +31,17 @@ from ..data import Dispatch, leaf_name
 from ..step import (
     BY_DEFAULT,
     CallsPython,
+    Collectives,
+    RowsInteract,
     Steps,
+    TrainState,
     calls_python,
     joined,
     note_on_products,
     shapes_of_rows,
-    with_rows,
+    values_mix_rows,
 )
+from ..strategies import DataParallel, SingleDevice
 from .xla_options import options_for
 
 _MOST: Final = 8
@@ -121,20 +133,10 @@ _LONG: Final = 2.0
 _MANY: Final = 9
 """Shapes from which on they are a trouble of the data's."""
 
-_Shapes = tuple[tuple[int, ...], ...]
-"""Of the leaves of a batch, rows included where they have some."""
-
-
-class _Form(NamedTuple):
-    """What a step was compiled for; the batches themselves are not kept."""
-
-    split: bool
-    groups: tuple[tuple[int, _Shapes], ...]
-    """Micro-batches and their shapes. Of a single group no number, since it is of one
-    form however many steps and slots there are."""
-    names: tuple[str, ...]
-    """Of the leaves."""
-    has_rows: tuple[bool, ...]
+_Form = tuple[bool, list[tuple[int, dict[str, tuple[int, ...]]]]]
+"""What a step was compiled for: whether rows are split, and of each group how many
+micro-batches it has and the shapes of their leaves. Of a single group no number, since
+it is of one form however many steps and slots there are."""
 
 
 class Compilations:
@@ -156,7 +158,7 @@ class Compilations:
     def timed(self, kind: str, packed: Dispatch) -> Iterator[None]:
         """Around the compilation of a `kind` of step for batches like `packed`."""
         before, form = self._forms.setdefault(kind, []), _form(packed)
-        is_new = all(one != form for one in before)
+        is_new = form not in before
         steps = f", {len(packed.rows)} at a time" if len(packed.rows) > 1 else ""
         what = f"the {kind} step{steps}"
         timer = threading.Timer(_LONG, self._say, [f"compiling {what} ..."])
@@ -205,7 +207,7 @@ class Compilations:
     def _say_why(
         self, kind: str, form: _Form, before: list[_Form], seconds: float
     ) -> None:
-        split = "" if form.split else ", which the devices do not divide"
+        split = "" if form[0] else ", which the devices do not divide"
         text = (
             f"the {kind} step was compiled again, in {seconds:.1f} s, because"
             f" {_why(form, before)}{split}; {self.seconds:.1f} s of compilation so far"
@@ -220,10 +222,11 @@ class Compilations:
             " such as a power of two, in the dataset or `collate_fn`; see"
             " docs/shapes.md."
         )
-        ends = [
-            {_ends(shapes, one) for _, shapes in one.groups} for one in (*before, form)
+        sizes = [
+            {tuple(shape[1:] for shape in shapes.values()) for _, shapes in groups}
+            for _, groups in (*before, form)
         ]
-        if all(these == ends[0] for these in ends):
+        if all(these == sizes[0] for these in sizes):
             remedy = (
                 "A loss that returns one value per row is padded to one size; a scalar"
                 " loss, or BatchNorm, needs batches of few sizes, such as"
@@ -237,41 +240,110 @@ class Compilations:
 
 
 def _form(packed: Dispatch) -> _Form:
-    given = map(shapes_of_rows, packed.groups)
-    batches = [joined(group.batch, group.whole) for group in given]
-    groups = [
-        (len(group.counts), tuple(leaf.shape[1:] for leaf in jax.tree.leaves(batch)))
-        for group, batch in zip(packed.groups, batches, strict=True)
-    ]
-    if len(groups) == 1:
-        groups = [(0, groups[0][1])]
-    count = len(groups[0][1])
-    names = tuple(leaf_name(batches[0], place) for place in range(count))
-    has_rows = with_rows(jax.tree.structure(batches[0]))
-    return _Form(packed.split, tuple(groups), names, has_rows)
+    groups = []
+    for group in map(shapes_of_rows, packed.groups):
+        batch = joined(group.batch, group.whole)
+        shapes = {
+            leaf_name(batch, place): leaf.shape[1:]
+            for place, leaf in enumerate(jax.tree.leaves(batch))
+        }
+        groups.append((len(group.counts) if len(packed.groups) > 1 else 0, shapes))
+    return packed.split, groups
 
 
 def _why(form: _Form, before: list[_Form]) -> str:
     """What differs from what the step was compiled for last, leaf by leaf."""
-    known = {shapes for earlier in before for _, shapes in earlier.groups}
-    new = [shapes for _, shapes in form.groups if shapes not in known]
-    if not new and len(form.groups) > 1:
-        numbers = " and ".join(f"{n} of {shapes[0]}" for n, shapes in form.groups)
+    known = [shapes for _, groups in before for _, shapes in groups]
+    new = [shapes for _, shapes in form[1] if shapes not in known]
+    if not new and len(form[1]) > 1:
         return (
-            f"its micro-batches are {numbers} ({form.names[0]}), a new"
-            " combination: give a step batches of one shape"
+            "its micro-batches are a new combination of shapes: give a step batches of"
+            " one shape"
         )
-
-    was = before[-1].groups[-1][1]
-    now = (new or [shapes for _, shapes in form.groups])[-1]
-    pairs = list(zip(form.names, was, now, strict=True))
-    ends = zip(_ends(was, form), _ends(now, form), strict=True)
-    differing = [pair for pair, (a, b) in zip(pairs, ends, strict=True) if a != b]
-    differing = differing or [pairs[form.has_rows.index(True)]]
-    return some_of(f"{name} was {old} and is {new}" for name, old, new in differing)
+    was, now = known[-1], (new or [form[1][-1][1]])[-1]
+    return some_of(
+        f"{name} was {was.get(name)} and is {shape}"
+        for name, shape in now.items()
+        if was.get(name) != shape
+    )
 
 
-def _ends(shapes: _Shapes, form: _Form) -> _Shapes:
-    """Without the axis of rows, where there is one."""
-    pairs = zip(shapes, form.has_rows, strict=True)
-    return tuple(shape[rows:] for shape, rows in pairs)
+class Debugging(NamedTuple):
+    """Why steps run for debugging, if any of these is true."""
+
+    without_jit: bool
+    finds_nonfinite: bool
+    calls_python: bool = False
+
+
+def debugging(calls_python: bool = False) -> Debugging:
+    """JAX's present settings, and whether steps were seen to call Python."""
+    config: Any = jax.config
+    nonfinite = config.jax_debug_nans or config.jax_debug_infs
+    return Debugging(config.jax_disable_jit, nonfinite, calls_python)
+
+
+class Debugged(DataParallel):
+    """What a strategy computes, on the first of its devices, step by step."""
+
+    def __init__(self, strategy: DataParallel, mode: Debugging):
+        if jax.process_count() > 1:
+            raise RuntimeError(
+                "jax_disable_jit, jax_debug_nans or jax_debug_infs is set, and there"
+                f" are {jax.process_count()} processes, which can only compute"
+                " together in compiled steps. Debug in a single process."
+            )
+        self.strategy, self.mode = strategy, mode
+
+    def place(self, state: TrainState) -> TrainState:
+        mesh = getattr(self.strategy, "mesh", None)
+        devices = jax.devices()[:1] if mesh is None else mesh.devices.flat
+        self._device = min(devices, key=lambda device: device.id)
+        why, how = "jax_debug_nans or jax_debug_infs is set", "each waited for"
+        if self.mode.without_jit:
+            why, how = "jit is disabled", "operation by operation"
+        elif self.mode.calls_python:
+            why = "a step calls Python that may raise, as eqx.error_if does"
+            how += "; with EQX_ON_ERROR=nan set, Equinox makes NaN instead of errors"
+        say(f"{why}: single steps run, all rows on {self._device}, {how}")
+        return SingleDevice(self._device).place(state)
+
+    def compile(self, step: Callable[..., Any], arguments: Any, *_: Any, **__: Any):
+        program = jax.jit(functools.partial(step, Collectives()))
+        given = jax.device_put(arguments, self._device)
+        if not self.mode.without_jit:
+            if values_mix_rows(program.trace(*given).jaxpr):
+                raise RowsInteract
+        # It runs once at once, for what it has to tell. Its author should not meet it
+        # twice for that.
+        known = [(given, self._run(program, given))]
+
+        def watched(*given: Any) -> Any:
+            given = jax.device_put(given, self._device)
+            first, results = known.pop() if known else (None, None)
+            return (
+                results if eqx.tree_equal(first, given) else self._run(program, given)
+            )
+
+        return watched
+
+    def _run(self, program: Callable[..., Any], given: Any) -> Any:
+        failed = None
+        if not self.mode.without_jit:
+            try:
+                return jax.block_until_ready(program(*given))  # waits for the device
+            except FloatingPointError:  # JAX has found its line
+                raise
+            except Exception as error:
+                failed = error
+        try:
+            with jax.disable_jit():
+                results = program(*given)
+        except RuntimeError as error:
+            if "Equinox" not in type(error).__name__:
+                raise
+            found = eqx.EquinoxRuntimeError(str(error).split("\n\n\n-----")[0])
+            raise found.with_traceback(error.__traceback__) from None
+        if failed is not None:
+            raise failed
+        return results

@@ -33,8 +33,7 @@ from ..step import (
 )
 from ..strategies import DataParallel
 from ..strategies.base import rows_of_processes
-from .compiling import Compilations
-from .eager import Debugged, Debugging, debugging
+from .compiling import Compilations, Debugged, Debugging, debugging
 from .out_of_memory import check_memory
 from .pace import DispatchSize, InFlight, most_bytes_in_flight
 from .program import Program, rows_in
@@ -154,7 +153,7 @@ class Engine:
         return placed_state(self.strategy, state, offloads)
 
     def follow_settings(self) -> None:
-        """Goes on as JAX's settings for debugging are now; see `eager`."""
+        """Goes on as JAX's settings for debugging are now; see `compiling`."""
         self._change(debugging(self._mode.calls_python))
 
     def _change(self, mode: Debugging) -> None:
@@ -322,7 +321,7 @@ class Engine:
         started = time.perf_counter() if is_on_trial else 0
         inputs = self.held.leaves
         if self.begins_epoch:
-            inputs = self.held.leaves_from_zero(self.pure.new_totals())
+            inputs = self.held.leaves_from_zero()
         placed, results = self.run("train", dispatch, program, inputs)
         leaves, (means, inside) = results
         self.held, self.begins_epoch = self.held.after(leaves), False

@@ -64,6 +64,7 @@ class State:
             treedef,
             next(i for i, leaf in enumerate(leaves) if leaf is totals),
             operator.itemgetter(*jax.tree.leaves(places.weights)),
+            np.zeros(totals.shape, totals.dtype),
             isinstance(totals, jax.Array),
             model,
         )
@@ -75,10 +76,15 @@ class State:
     def treedef(self) -> Any:
         return self._of.treedef
 
-    def leaves_from_zero(self, zeros: np.ndarray) -> list[Any]:
+    @property
+    def zeros(self) -> np.ndarray:
+        """What the sums over a pass begin at, on the host."""
+        return self._of.zeros
+
+    def leaves_from_zero(self) -> list[Any]:
         """The leaves with the epoch's sums at zero, which the call of a step moves."""
         leaves: list[Any] = list(self.leaves)
-        leaves[self._of.totals] = zeros
+        leaves[self._of.totals] = self._of.zeros
         return leaves
 
     def after(self, leaves: list[Array]) -> "State":
@@ -213,6 +219,7 @@ class _Kind(NamedTuple):
     """The place of the epoch's sums among the leaves."""
     weights: Callable[[list[Array]], tuple[Array, ...]]
     """Takes those of what is evaluated: parameters, and at least the step's number."""
+    zeros: np.ndarray
     is_placed: bool
     """Whether there are arrays, not shapes alone."""
     model: Model

@@ -132,7 +132,7 @@ class Evaluation:
         """The sums over a pass; of its rows is kept what is asked for."""
         trainer, engine = self._trainer, self._run.engine
         source, outputs = self._sources[prefix], self._outputs[prefix]
-        first = totals = engine.pure.new_totals()
+        first = totals = engine.held.zeros
         ready = _ready(trainer, "evaluate", source, prefix, self._limits.get(prefix))
         try:
             for number, (batch, dispatch, program) in enumerate(ready):

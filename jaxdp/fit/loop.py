@@ -10,6 +10,7 @@ from ..basics.tracebacks import UsersFramesFirst
 from ..callbacks.base import HOOKS, Hooks
 from ..data import Dispatch, ListSource, Source, Window, read_only, shown
 from ..distributed import Preempted, Pulse, is_stop, tell
+from ..engine import Engine
 from ..step import Metrics
 from . import evaluation, resume
 from .around import check_may_train, doing, noting
@@ -439,7 +440,7 @@ def take(
                     hooks.on_train_batch_start(trainer, _shown(run, window), batch_idx)
 
                 if number == 0:
-                    results = iter(_dispatched(run, dispatch))
+                    results = iter(_dispatched(run, engine, dispatch))
                 progress.count(len(window), dispatch.rows[number])
                 access.ahead = last - number
 
@@ -454,11 +455,11 @@ def take(
                 _catch_up(run, dispatch)
 
 
-def _dispatched(run: "Run", dispatch: Dispatch) -> list[Metrics]:
+def _dispatched(run: "Run", engine: Engine, dispatch: Dispatch) -> list[Metrics]:
     """The lazy metrics of all the steps of a dispatch, which the device now has."""
     try:
         with run.access.dispatching:
-            return run.engine.train(dispatch)
+            return engine.train(dispatch)
     except Exception as wrong:
         blame(run, wrong)
         raise

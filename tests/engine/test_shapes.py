@@ -85,7 +85,7 @@ def test_buckets_train_as_by_hand_with_a_program_for_each(kind, by_hand, caplog)
         "the training step was compiled again, because batch[0] was (16, 4) and is"
         " (16, 8)",
         "the training step was compiled again, because batch[0] was (16, 8) and is"
-        " (8, 12)",
+        " (8, 12), batch[1] was (16,) and is (8,)",
     ]
 
 
