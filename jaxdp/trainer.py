@@ -11,9 +11,8 @@ from jaxtyping import PyTree
 
 from . import checkpoint, losses
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, previews, views
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface, views
 from .fit import snapshot as snapshots
-from .fit.elsewhere import check_may_be_set, refuse
 from .fit.run import with_defaults
 from .history import History
 from .step import Ensemble, InferenceModel, Metrics, Part, Remat, TrainState
@@ -126,7 +125,7 @@ class Trainer:
         **elsewhere: Never,
     ):
         given = {k: v for k, v in locals().items() if k not in ("self", "elsewhere")}
-        refuse(type(self), "__init__", elsewhere)
+        surface.refuse(type(self), "__init__", elsewhere)
         arguments = checks.checked(given)
         made = checks.check_callbacks(callbacks)
         self.callbacks = with_defaults(made, progress_bar=enable_progress_bar)
@@ -144,7 +143,7 @@ class Trainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "run" in vars(self):
-            check_may_be_set(self.run.arguments, name)
+            surface.check_may_be_set(self.run.arguments, name)
         super().__setattr__(name, value)
 
     def fit(
@@ -204,7 +203,7 @@ class Trainer:
                 (this many, or this share), to see whether the model can learn at all.
         """
         wanted = {k: v for k, v in locals().items() if k in Wanted._fields}
-        refuse(type(self), "fit", elsewhere)
+        surface.refuse(type(self), "fit", elsewhere)
         loop.fit(self, train_loader, val_loader, Wanted(**wanted), ckpt_path)
         return self.history
 
@@ -280,11 +279,11 @@ class Trainer:
             hosts: the number of hosts that share the devices equally. A topology
                 includes it, and so does a job of several processes.
         """
-        return previews.plan(self, loader, devices, topology, hardware, hosts)
+        return surface.plan(self, loader, devices, topology, hardware, hosts)
 
     def running_plan(self) -> "jaxdp.plan.Plan | None":
         """The plan of the step in use, or None before there is one; never compiles."""
-        return previews.running_plan(self)
+        return surface.running_plan(self)
 
     def predict(
         self,
@@ -309,14 +308,14 @@ class Trainer:
         return evaluation.predict(self, loader, ckpt_path, limit_batches, gather=gather)
 
     def __repr__(self) -> str:
-        return previews.in_a_line(self)
+        return surface.in_a_line(self)
 
     def summary(self) -> "jaxdp.reports.Summary":
         """The layers of the model, their arrays, parameters and bytes, as a table.
 
         Nothing is placed or compiled for it; the model may be made of shapes.
         """
-        return previews.summary(self)
+        return surface.summary(self)
 
     def compare(
         self, loader: Iterable[Any], *strategies: DataParallel, steps: int = 5
@@ -328,7 +327,7 @@ class Trainer:
         Each, by default `SingleDevice()`, starts from this trainer's state, which stays
         as it is, and takes so many optimizer steps, if the loader has batches for them.
         """
-        return previews.compare(self, loader, strategies, steps)
+        return surface.compare(self, loader, strategies, steps)
 
     @property
     def model(self) -> PyTree:
@@ -443,7 +442,7 @@ class Trainer:
             path: the file, or a folder for `report.html`; the file is returned.
             plan: a plan to show instead of `running_plan`.
         """
-        return previews.report(self, path, plan)
+        return surface.report(self, path, plan)
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""

@@ -60,7 +60,7 @@ def test_rooms_import_only_what_is_below_them():
 
 
 EXTRAS = {"cli", "finders", "testing", "reports", "comparison", "plan", "extras"}
-"""What stands above the Trainer, which opens some of it in `fit/previews.py`."""
+"""What stands above the Trainer, which opens some of it in `fit/surface.py`."""
 
 OWN_HOMES = {"bitwise", "local_sgd", "pipeline", "members"}
 """Strategies that nothing else knows of, by their modules."""
@@ -75,7 +75,7 @@ def test_no_file_of_the_core_names_an_extra():
         parts = {relative.stem, *relative.parts[:-1]}
         if parts & (EXTRAS | OWN_HOMES | {"__init__", "__main__"}):
             continue
-        opens = relative.as_posix() in ("trainer.py", "fit/previews.py")
+        opens = relative.as_posix() in ("trainer.py", "fit/surface.py")
         for target in imports(path):
             if not opens and {target[0]} & EXTRAS | {*target} & OWN_HOMES:
                 named.append(f"{relative} imports {'.'.join(target)}")

@@ -19,7 +19,7 @@ from toys import batches, linear_trainer, make_small, mlp_trainer, rows  # noqa:
 
 from jaxdp import Arrays, Callback, Trainer  # noqa: E402
 from jaxdp.callbacks import EarlyStopping  # noqa: E402
-from jaxdp.fit.elsewhere import OTHERS  # noqa: E402
+from jaxdp.fit.surface import OTHERS  # noqa: E402
 
 
 class Stops(Callback):
