@@ -159,23 +159,21 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        best_first = self._ranked(self._scores)
-        return self._path_of(best_first[0]) if best_first else ""
+        return self._path_of(self._best)
 
     @property
     def best_model_score(self) -> float | None:
-        best_first = self._ranked(self._scores)
-        return self._scores[best_first[0]] if best_first and self.monitor else None
+        best = self._best if self.monitor else None
+        return None if best is None else self._scores[best]
 
     @property
     def last_model_path(self) -> str:
-        return self._path_of(max(self._scores)) if self._scores else ""
+        return self._path_of(max(self._scores, default=None))
 
     def path_at(self, step: int) -> str | None:
         """The checkpoint of a step of this run, if it is still there."""
-        if step not in self._scores or not os.path.isdir(self._path_of(step)):
-            return None
-        return self._path_of(step)
+        path = self._path_of(step)
+        return path if step in self._scores and os.path.isdir(path) else None
 
     def folder(self, trainer: Trainer) -> CheckpointDir:
         """Where the checkpoints of a trainer go."""
@@ -186,10 +184,11 @@ class ModelCheckpoint(Callback):
 
     def ranked_in(self, state: dict[str, Any]) -> list[int]:
         """The steps that have a score in a saved state of this callback, best first."""
-        return self._ranked(from_json(state["scores"]))
+        return ranked(from_json(state["scores"]), self.mode)
 
-    def _ranked(self, scores: Scores) -> list[int]:
-        return ranked(scores, self.mode)
+    @property
+    def _best(self) -> int | None:
+        return next(iter(ranked(self._scores, self.mode)), None)
 
     def _kept(self, scores: Scores) -> set[int]:
         last = self.save_last or max(scores, default=None) == self._kept_for_resuming
@@ -330,7 +329,7 @@ class ModelCheckpoint(Callback):
             "scores": as_json(self._scores),
             "measured": measured and [measured[0], str(measured[1])],
             "is_due": self._is_due,
-            "best_first": self._ranked(self._scores),  # for `load_model`
+            "best_first": ranked(self._scores, self.mode),  # for `load_model`
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -422,17 +421,15 @@ class ModelCheckpoint(Callback):
             del self._scores[step]
         if self._processes.index:
             return
-        best = next(iter(self._ranked(self._scores)), None)
         newest = max(self._scores, default=None)
-        self._dir.link("best", best if self.monitor else None)
+        self._dir.link("best", self._best if self.monitor else None)
         self._dir.link("last", newest if self.save_last else None)
         for step in removed:
             try:
                 self._dir.remove(step)
             except OSError as error:
                 path = self._dir.path_of(step)
-                text = f"the old checkpoint {path} could not be removed: {error}."
-                warn(text)
+                warn(f"the old checkpoint {path} could not be removed: {error}.")
 
     def _sorted_out(self, trainer: Trainer) -> list[tuple[int, float | None]]:
         """Finds out whose the checkpoints are that lie in the folder; our scores."""
@@ -478,6 +475,6 @@ class ModelCheckpoint(Callback):
         state = saved_state(trainer, meta, self)
         return meta["run_id"], from_json(state["scores"]) if state else {}
 
-    def _path_of(self, step: int) -> str:
-        assert self.dirpath is not None
-        return CheckpointDir(self.dirpath).path_of(step)
+    def _path_of(self, step: int | None) -> str:
+        """The folder of a step, "" of none."""
+        return "" if step is None else CheckpointDir(str(self.dirpath)).path_of(step)

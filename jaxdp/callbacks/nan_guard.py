@@ -39,7 +39,6 @@ class NanGuard(Callback):
 
     looks_inside_blocks = False
     only_in_training = True
-    needs_fit = False
 
     def __init__(self, action: str = "stop", max_skips: int = 10):
         check_choice("action", action, ("stop", "end", "skip"))
@@ -49,7 +48,7 @@ class NanGuard(Callback):
         self.skipped_steps: list[int] = []
 
         # What the run has shown so far.
-        self._in_a_row = self._restored_in_a_row = 0
+        self._in_a_row = 0
         self._trainer: Any = None
         self._leaves: tuple[str, ...] = ()
         self._failed = False
@@ -68,9 +67,6 @@ class NanGuard(Callback):
         self._leaves = tuple(leaf_path(path) for path, _ in paths)
         return {_FLAGS: jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in paths])}
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._in_a_row, self._restored_in_a_row = self._restored_in_a_row, 0
-
     def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
         self._failed = True
 
@@ -79,7 +75,7 @@ class NanGuard(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_steps = list(state["skipped_steps"])
-        self._in_a_row = self._restored_in_a_row = state.get("in_a_row", 0)
+        self._in_a_row = state.get("in_a_row", 0)
 
     def _check(self, row: Row) -> None:
         if self._failed:
@@ -107,9 +103,10 @@ class NanGuard(Callback):
             trainer.should_stop = True
             return
         if self._in_a_row > self.max_skips:
+            count, self._in_a_row = self._in_a_row, 0
             raise FloatingPointError(
-                f"`NanGuard`: {place}. That makes {self._in_a_row} steps in a row"
-                f" without an update, more than `max_skips`={self.max_skips}."
+                f"`NanGuard`: {place}. That makes {count} steps in a row without an"
+                f" update, more than `max_skips`={self.max_skips}."
             )
         warn(f"`NanGuard`: {place}; skipped this update.")
 

@@ -95,9 +95,6 @@ class ThroughputMonitor(Callback):
         self._flops = {}
         self._begin()
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._begin()
-
     def on_train_batch_start(
         self, trainer: Trainer, batch: Any, batch_idx: int
     ) -> None:
