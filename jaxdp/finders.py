@@ -20,7 +20,7 @@ from .basics.files import save_figure
 from .callbacks import Callback
 from .callbacks.learning_rate_monitor import is_rate
 from .data.random_states import set_states, states_of, torch_generators
-from .engine import StepOptions, hyperparams
+from .engine import StepOptions, hyperparams_in
 from .fit import checks
 from .trainer import Trainer
 
@@ -221,7 +221,7 @@ def _twin(trainer: Trainer, optimizer: Callable[[float], Any] | None) -> Trainer
 
 def _rates_of(trainer: Trainer, only_added: bool) -> dict[str, np.ndarray]:
     """Ones, in the shapes of the rates to be set: all, or the one that was added."""
-    hyperparams_by_name = hyperparams.find(trainer.run.engine.state)
+    hyperparams_by_name = hyperparams_in(trainer.run.engine.state)
     rates = {
         name: hyperparam
         for name, hyperparam in hyperparams_by_name.items()

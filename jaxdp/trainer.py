@@ -429,7 +429,7 @@ class Trainer:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what `save` wrote, under any strategy and on any number of devices.
 
-        If it raises, nothing has changed. A warning names callbacks that it lacks.
+        If it raises, the state is as it was. A warning names callbacks that it lacks.
         """
         snapshots.load(self, path)
 

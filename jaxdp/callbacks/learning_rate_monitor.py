@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..engine import RATES, hyperparams
+from ..engine import RATES, hyperparams_in
 from .base import Callback, Trainer
 
 
@@ -60,7 +60,7 @@ class LearningRateMonitor(Callback):
             done = state.step - 1
             rate = self.schedule(done) if callable(self.schedule) else self.schedule
             return {self.name: jnp.asarray(rate, jnp.float32)}
-        held = hyperparams.find(state)
+        held = hyperparams_in(state)
         rates = {
             name: hyperparam.leaf for name, hyperparam in held.items() if is_rate(name)
         }

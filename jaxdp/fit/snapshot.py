@@ -1,8 +1,6 @@
 """What a checkpoint keeps of a trainer, and how it is taken up."""
 
-import collections
 import contextlib
-import copy
 import dataclasses
 import inspect
 import json
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from jaxdp import Trainer
 
     from .run import Recipe, Run
-
-_CONTAINERS: Final = (list, dict, set, collections.deque)
 
 _AS_THEY_ARE: Final = (
     "loss",
@@ -145,17 +141,16 @@ def weights_at(
 
 
 def load(trainer: "Trainer", path: str | os.PathLike[str]) -> None:
-    """Takes up what `start_saving` has written: all of it, or if it fails nothing."""
+    """Takes up what `start_saving` has written; if that fails, the state stays."""
     run = trainer.run
     run.access.check("`load`")
     with run.interrupts.uninterrupted():
         state, meta = read_placed(run, path)
-        # Of all that takes something up, users' callbacks alone may fail.
-        with _as_before_if_it_fails(trainer.callbacks):
-            run.renew_hooks(trainer.callbacks, to_train=True)
-            with checkpoint.all_or_none(run.processes, os.fspath(path)):
-                _load_callbacks(trainer, path, meta)
-            text, left_behind = misfits(trainer, meta)
+        # Users' callbacks alone may fail to take something up: they are first.
+        run.renew_hooks(trainer.callbacks, to_train=True)
+        with checkpoint.all_or_none(run.processes, os.fspath(path)):
+            _load_callbacks(trainer, path, meta)
+        text, left_behind = misfits(trainer, meta)
 
         run.engine.state = state
         run.engine.pad_as({})  # larger batches since then are none of that run's
@@ -197,26 +192,9 @@ def _load_callbacks(
         except Exception as error:
             error.add_note(
                 f"while the callback {name} took up what the checkpoint"
-                f" {os.path.abspath(path)} has of it; nothing was changed"
+                f" {os.path.abspath(path)} has of it; the state is as it was"
             )
             raise
-
-
-@contextlib.contextmanager
-def _as_before_if_it_fails(callbacks: Iterable[Callback]) -> Iterator[None]:
-    """Undoes what an exception in here leaves of changes to callbacks' attributes, and
-    to the lists, dicts, sets and deques among these."""
-    before = [
-        {n: copy.copy(v) if type(v) in _CONTAINERS else v for n, v in vars(c).items()}
-        for c in callbacks
-    ]
-    try:
-        yield
-    except BaseException:
-        for callback, attributes in zip(callbacks, before, strict=True):
-            vars(callback).clear()
-            vars(callback).update(attributes)
-        raise
 
 
 def _tell_differences(

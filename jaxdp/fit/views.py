@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..engine import hyperparams
+from ..engine import hyperparam_values, leaves_to_set
 from ..step import InferenceModel
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ def shapes_of(run: "Run") -> tuple[Any, Any, Any]:
 
 def values(run: "Run") -> Mapping[str, Any]:
     """`Trainer.hyperparams`."""
-    return hyperparams.values_of(run.settled_engine("`trainer.hyperparams`").state)
+    return hyperparam_values(run.settled_engine("`trainer.hyperparams`").state)
 
 
 def set_values(run: "Run", values: Mapping[str, Any]) -> None:
     """`Trainer.set_hyperparams`."""
     engine = run.settled_engine("`set_hyperparams`")
     run.processes.same("values in `set_hyperparams`", values)
-    engine.write(hyperparams.to_set(engine.state, values))
+    engine.write(leaves_to_set(engine.state, values))
 
 
 def compiled_train_step(run: "Run") -> "jax.stages.Compiled | None":

@@ -124,16 +124,6 @@ class LocalSGD(Sharded, OwnState):
         def init(params: PyTree) -> LocalState:  # of one replica; see `as_held`
             alone = jax.tree.map(lambda leaf: leaf[None], params)
             first, outer = init_each(inner, alone), self.outer.init(params)
-            try:
-                jax.eval_shape(self.outer.update, params, outer, params)
-            except TypeError as error:
-                if "required keyword-only" not in str(error):
-                    raise
-                raise ValueError(
-                    "`outer` of LocalSGD needs the loss, as optax.lbfgs does, and an"
-                    " outer step has none: it takes the mean change of the replicas."
-                    " Take an optimizer that needs gradients alone, such as optax.sgd."
-                ) from None
             return LocalState(alone, first, outer, jnp.int32(0))
 
         def update(

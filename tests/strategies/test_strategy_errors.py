@@ -122,8 +122,6 @@ REFUSED = {
          r"LocalSGD.*eqx\.nn\.State.*LayerNorm"),
         (lambda: fit(LocalSGD(2), None, optax.lbfgs()), ValueError,
          "`optimizer` evaluates the loss"),
-        (lambda: fit(LocalSGD(2, optax.lbfgs())), ValueError,
-         "`outer` of LocalSGD needs the loss, as opt"),
     ],
     "Bitwise": [
         (lambda: Bitwise(LocalSGD(2)), ValueError,
