@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.basics.hardware import float32_by_default, hardware_of
-from jaxdp.cli.doctor import findings
+from jaxdp.cli.commands import findings
 
 
 def measure(toy: bool) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def measure(toy: bool) -> dict[str, Any]:
     device = jax.devices()[0]
     profile = hardware_of(device)
     return {
-        "findings": [f._asdict() for _, f in findings() if f is not None],
+        "findings": [finding._asdict() for finding in findings()],
         "memory": device.memory_stats(),
         "profile": profile and profile._asdict(),
         "float32_by_default": float32_by_default(device),

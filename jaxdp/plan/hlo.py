@@ -180,7 +180,7 @@ def read(text: str) -> Program:
         ValueError: if the text does not come from a compiled program.
     """
     module = Module(text)
-    collectives = _collectives(module, module.entry, lambda place, element: None)
+    collectives = _collectives(module, module.entry, _nothing)
     return Program(tuple(collectives), module.aliased)
 
 
@@ -224,17 +224,17 @@ def _collectives(
             yield scatter
         elif not instruction.opcode.endswith(("-done", "-update")):
             inputs = _inputs(module, computation, instruction, given)
+            is_branch = instruction.opcode == "conditional"
             for called in instruction.called:
                 for collective in _inside(module, called, inputs):
-                    is_branch = instruction.opcode == "conditional"
-                    optional = collective.optional or is_branch
+                    optional = is_branch or collective.optional
                     yield collective._replace(optional=optional)
 
 
 def _in_loop(
     module: Module, computation: str, loop: Instruction, given: Given
 ) -> Iterator[Collective]:
-    turns = _turns(module, computation, loop, given)
+    turns = trip_count(module, computation, loop, given)
     kept = _kept(module, loop, _inputs(module, computation, loop, given))
     # The condition is asked once more than the body runs.
     for called, more in (loop.body, 0), (loop.condition, 1):
@@ -252,8 +252,12 @@ def _inside(module: Module, called: str, given: Given) -> Iterator[Collective]:
         yield from _collectives(module, called, given)
 
 
-def _turns(
-    module: Module, computation: str, loop: Instruction, given: Given
+def _nothing(place: int, element: int | None) -> None:
+    """What is known of the arguments of a program."""
+
+
+def trip_count(
+    module: Module, computation: str, loop: Instruction, given: Given = _nothing
 ) -> int | None:
     """How often a loop turns: as the compiler says, or the name of its scope, or as its
     counter tells; None if nothing does."""

@@ -13,7 +13,7 @@ from toys import batches, mlp_trainer
 
 from jaxdp import cli
 from jaxdp.callbacks import CSVLogger
-from jaxdp.cli import doctor
+from jaxdp.cli import commands
 
 
 def run(capsys, *arguments):
@@ -199,10 +199,10 @@ def test_the_doctor_finds_this_machine_able(capsys):
 def test_the_doctor_says_what_to_do(monkeypatch):
     monkeypatch.setattr("glob.glob", lambda _: ["/dev/nvidia0"])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    *_, unused = doctor._devices()
-    assert unused.state == "problem" and "unset JAX_PLATFORMS" in unused.remedy
+    *_, unused = commands._devices()
+    assert unused.state == "PROBLEM" and "unset JAX_PLATFORMS" in unused.remedy
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert "docs/install.md" in list(doctor._devices())[-1].remedy
+    assert "docs/install.md" in list(commands._devices())[-1].remedy
 
 
 def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
@@ -211,13 +211,12 @@ def test_the_doctor_tells_wrong_numbers_and_errors(monkeypatch, capsys):
 
     monkeypatch.setattr(jax, "devices", fails)
     monkeypatch.setattr(jnp, "isfinite", jnp.isnan)
-    doctor.check()
+    commands.check()
     lines = capsys.readouterr().out.splitlines()
-    findings = [json.loads(line) for line in lines if line.startswith("{")]
-    failing, comparing = (line for line in findings if line["state"] == "problem")
-    assert failing["what"] == "looking for devices: MemoryError: no room"
-    assert comparing["what"] == "not so: random numbers are finite"
-    assert "wrong numbers" in comparing["remedy"]
+    failing, comparing = (line for line in lines if line.startswith("PROBLEM"))
+    assert failing.endswith("  looking for devices: MemoryError: no room")
+    assert comparing.endswith("  not so: random numbers are finite")
+    assert any("-> wrong numbers" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +234,10 @@ def test_what_aborts_or_hangs_is_a_problem(monkeypatch, code, text):
 
     subprocess_run = subprocess.run
     monkeypatch.setattr(subprocess, "run", run)
-    *_, last = doctor.examine()
-    assert last.state == "problem" and last.what == text
+    assert commands._examined()[-1].startswith(f"PROBLEM  {text}\n")
 
 
 def test_the_doctor_names_flags_that_abort_the_process(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    *_, last = doctor.examine()
-    assert last.state == "problem" and "--xla_no_such_flag" in last.what
+    last = commands._examined()[-1]
+    assert last.startswith("PROBLEM") and "--xla_no_such_flag" in last
