@@ -14,8 +14,9 @@ plans have not, and a second compilation, and misses what this batch does not sh
 that are equal, a hinge that is not reached, rows that interact in gradients alone.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -26,15 +27,16 @@ from numpy import ndarray
 from .jaxprs import ROW_BY_ROW, calls_python, equations_in, opened, programs_in
 from .row_origins import (
     NO_ROW,
+    RULES,
     SEVERAL,
     Known,
-    Use,
     folded,
     joined,
     known_of,
+    known_of_results,
+    slim,
     uniform,
 )
-from .row_rules import RULES, known_of_result
 
 _ROWS: Final = "jaxdp: rows"
 _VALUES: Final = "jaxdp: values of rows"
@@ -57,10 +59,10 @@ def mark_values(values: PyTree) -> PyTree:
 
 def values_mix_rows(jaxpr: Any) -> bool:
     """Whether in a traced program some value of a row depends on other rows."""
-    if not _has_values(jaxpr):
-        return False
-    inputs = [None] * len(opened(jaxpr).invars)
-    return _Follower().follow(jaxpr, inputs).mixed_values
+    follower = _Follower()
+    if _has_values(jaxpr):
+        follower.follow(jaxpr, [*map(_nothing_of, opened(jaxpr).invars)])
+    return follower.has_mixed_values
 
 
 def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> None:
@@ -72,9 +74,9 @@ def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> Non
     if config.jax_disable_jit:  # what a user debugs should not run twice
         return
     traced = jax.make_jaxpr(weights_of)(params)
-    trained = [Known(uniform(0, len(var.aval.shape))) for var in traced.jaxpr.invars]
-    (weights,) = _Follower(through_stops=False).follow(traced, trained).results
-    if weights is not None and (weights.rows != NO_ROW).any():
+    trained = [uniform(0, len(var.aval.shape)) for var in traced.jaxpr.invars]
+    (weights,) = _Follower(through_stops=False).follow(traced, trained)
+    if weights.has_rows:
         raise ValueError(
             "the loss is a pair, whose second is the weight of the first, and this"
             " weight depends on the model's parameters. If it is to be a metric, put it"
@@ -83,13 +85,54 @@ def check_constant(weights_of: Callable[[PyTree], Array], params: PyTree) -> Non
         )
 
 
-class _Followed(NamedTuple):
-    results: list[Known | None]
-    mixed_values: bool
+class _Turns:
+    """Rows in the turns of a loop, of which a turn may have one.
 
+    A number stands for those that an entry has in all turns, so that the body is
+    followed once.
+    """
 
-_Numbers = dict[bytes, int]
-"""What stands in one loop for the rows of its turns."""
+    _numbers = itertools.count(2**24)
+
+    def __init__(self):
+        self._columns: dict[int, ndarray] = {}
+
+    def sliced(self, rows: ndarray) -> ndarray:
+        """What a turn has of `(turns, ...)`."""
+        if len(rows) == 1:
+            return rows[0]
+        columns = np.unique(rows.reshape(len(rows), -1), axis=1)
+        turn = rows[0].copy()
+        for column in columns.T:
+            if (column != column[0]).any():
+                here = (rows.reshape(len(rows), -1) == column[:, None]).all(axis=0)
+                turn[here.reshape(turn.shape)] = self._number(column)
+        return turn
+
+    def _number(self, column: ndarray) -> int:
+        for number, rows in self._columns.items():
+            if np.array_equal(rows, column):
+                return number
+        number = next(self._numbers) % 2**30
+        self._columns[number] = column
+        return number
+
+    def stacked(self, rows: ndarray, turns: int) -> ndarray:
+        """What all turns have, from what one has."""
+        numbers = [number for number in self._columns if (rows == number).any()]
+        stack = rows[None]
+        if numbers:
+            stack = np.broadcast_to(stack, (turns, *rows.shape)).copy()
+        for number in numbers:
+            stack[:, rows == number] = self._columns[number][:, None]
+        return stack
+
+    def carried(self, known: Known) -> Known:
+        """What is left of a carry when the next turn has another row."""
+        rows = known.rows.copy()
+        for number, column in self._columns.items():
+            rows[rows == number] = folded(column, [0])[0]
+        return Known(rows, known.values)
 
 
 class _Follower:
@@ -101,260 +144,184 @@ class _Follower:
 
     def __init__(self, *, through_stops: bool = True):
         self._through_stops = through_stops
-        self._rows_of: dict[int, ndarray] = {}
-        """Numbers that stand in a loop for the row of each turn, and those rows."""
+        self.has_mixed_values = False
 
-    def follow(self, jaxpr: Any, inputs: Sequence[Known | None]) -> _Followed:
+    def follow(self, jaxpr: Any, inputs: Sequence[Known]) -> list[Known]:
         """What is known of a program's results if this is what is known of its inputs.
 
-        Of a program with values of rows only whether they depend on other rows.
+        Nothing, if values of rows are in it.
         """
         constants = map(known_of, getattr(jaxpr, "consts", ()))
         jaxpr = opened(jaxpr)
-        known: dict[Any, Known | None] = {
+        known: dict[Any, Known] = {
             **dict(zip(jaxpr.constvars, constants, strict=False)),
             **dict(zip(jaxpr.invars, inputs, strict=True)),
         }
-        last = _last_with_values(jaxpr)
-        equations = jaxpr.eqns[: last + 1] if last >= 0 else jaxpr.eqns
-        mixed_values = has_values = False
 
-        def find(var: Any) -> Known | None:
-            return known_of(var.val) if hasattr(var, "val") else known.get(var)
+        def find(var: Any) -> Known:
+            if hasattr(var, "val"):
+                return known_of(var.val)
+            return known.get(var) or _nothing_of(var)
 
-        for equation in equations:
+        last, has_values = _last_with_values(jaxpr), False
+        for place, equation in enumerate(jaxpr.eqns):
+            operands = [*map(find, equation.invars)]
             if _is_mark(equation, _ROWS):
                 if has_values:
                     # The loss is computed once more, for another part or by an
                     # optimizer that evaluates it. All rows had a part in where it is
                     # computed.
-                    known = {var: _without_rows(one) for var, one in known.items()}
+                    known = {var: one.without_rows for var, one in known.items()}
                     has_values = False
-                shape = equation.outvars[0].aval.shape
-                numbers = np.arange(shape[0], dtype=np.int32)
-                rows = numbers.reshape(-1, *[1] * (len(shape) - 1))
-                known[equation.outvars[0]] = Known(rows)
-                continue
-
-            operands = [find(var) for var in equation.invars]
+                rows = np.arange(equation.outvars[0].aval.shape[0], dtype=np.int32)
+                rows = rows.reshape(-1, *[1] * (operands[0].rows.ndim - 1))
+                results = [Known(rows)]
+            elif any(map(_has_values, programs_in(equation))):
+                # Rows begin anew.
+                self._results(equation, [one.without_rows for one in operands])
+                results = []
+            elif equation.primitive.name == "iota" or any(
+                one is not _nothing_of(var)
+                for one, var in zip(operands, equation.invars, strict=True)
+            ):
+                results = self._results(equation, operands)
+            else:
+                results = []
             if _is_mark(equation, _VALUES):
                 has_values = True
-                mixed_values |= _is_mixed(operands[0])
-            if any(_has_values(program) for program in programs_in(equation)):
-                has_values = True
-                mixed_values |= self._has_mixed_values(equation, operands)
-                continue
-            is_known = any(operand is not None for operand in operands)
-            if not is_known and equation.primitive.name != "iota":
-                continue
-            try:
-                results = self._results(equation, operands)
-            except (AttributeError, LookupError, TypeError, ValueError):
-                # JAX describes the operation otherwise than a rule reads it. Taken to
-                # mix rows, it costs time at most; no training has wrong numbers.
-                results = [
-                    Known(uniform(SEVERAL, len(out.aval.shape)))
-                    for out in equation.outvars
-                ]
-            known |= zip(equation.outvars, results, strict=True)
-        if last >= 0:
-            return _Followed([None] * len(jaxpr.outvars), mixed_values)
-        return _Followed([find(var) for var in jaxpr.outvars], mixed_values)
+                self.has_mixed_values |= _is_mixed(operands[0])
+            if place == last:
+                return [*map(_nothing_of, jaxpr.outvars)]
+            known |= {
+                var: one
+                for var, one in zip(equation.outvars, results, strict=False)
+                if one.values is not None or one.has_rows
+            }
+        return [*map(find, jaxpr.outvars)]
 
-    def _has_mixed_values(
-        self, equation: Any, operands: Sequence[Known | None]
-    ) -> bool:
-        """Whether some are in an operation's programs, where rows begin anew."""
-        given = [_without_rows(operand) for operand in operands]
-        name, mixed = equation.primitive.name, False
-        for program in programs_in(equation):
-            inside: list[Known | None] = [None] * len(opened(program).invars)
-            if len(inside) == len(given) and name != "while":
-                inside = given
-                if name == "scan":  # the carry changes, and a turn has slices
-                    consts = len(given) - _count_unlike(
-                        equation.invars, opened(program).invars
-                    )
-                    consts -= len(opened(program).outvars) - _count_unlike(
-                        equation.outvars, opened(program).outvars
-                    )
-                    inside = [*given[:consts], *[None] * (len(given) - consts)]
-            elif name == "cond":
-                inside = given[1:]
-            mixed |= self.follow(program, inside).mixed_values
-        return mixed
-
-    def _results(
-        self, equation: Any, operands: list[Known | None]
-    ) -> list[Known | None]:
+    def _results(self, equation: Any, operands: list[Known]) -> list[Known]:
         name = equation.primitive.name
         if name == "stop_gradient" and not self._through_stops:
-            return [None] * len(operands)
-        special = {"cond": self._cond, "scan": self._scan, "while": self._while}
-        if name in special:
-            return special[name](equation, operands)
-        if name == "shard_map":
-            return self._shard_map(equation, operands)
+            return [*map(_nothing_of, equation.outvars)]
+        try:
+            special = {"cond": self._cond, "scan": self._scan, "while": self._while}
+            special["shard_map"] = self._shard_map
+            if name in special:
+                return special[name](equation, operands)
+            programs = programs_in(equation)
+            if name in RULES or name.startswith("reduce"):
+                programs = []
+            if len(programs) == 1 and _is_called_by(equation, opened(programs[0])):
+                return self.follow(programs[0], operands)
+            for program in filter(_has_values, programs):
+                self.follow(program, [*map(_nothing_of, opened(program).invars)])
+            return known_of_results(equation, operands)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # JAX describes the operation otherwise than a rule reads it. Taken to
+            # mix rows, it costs time at most; no training has wrong numbers.
+            ndims = [len(out.aval.shape) for out in equation.outvars]
+            return [uniform(SEVERAL, ndim) for ndim in ndims]
 
-        is_whole = name in RULES or name.startswith("reduce")
-        programs = [] if is_whole else programs_in(equation)
-        if len(programs) == 1 and _is_called_by(equation, opened(programs[0])):
-            return self.follow(programs[0], operands).results
-        numbers = range(len(equation.outvars))
-        return [known_of_result(Use(equation, operands, number)) for number in numbers]
-
-    def _cond(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
+    def _cond(self, equation: Any, operands: list[Known]) -> list[Known]:
         index, *others = operands
         branches = programs_in(equation)
-        results = [self.follow(branch, others).results for branch in branches]
+        results = [self.follow(branch, others) for branch in branches]
         chosen = [_either(*of_branches) for of_branches in zip(*results, strict=True)]
         # What raises an error for some row changes no value.
         if any(map(calls_python, branches)):
             return chosen
-        return [
-            _by(index, one, out)
-            for one, out in zip(chosen, equation.outvars, strict=True)
-        ]
+        return [_by(index, one) for one in chosen]
 
-    def _while(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
-        skipped, num_consts = (
-            equation.params[f"{n}_nconsts"] for n in ("cond", "body")
-        )
-        cond_consts, operands = operands[:skipped], operands[skipped:]
-        consts, carry = operands[:num_consts], operands[num_consts:]
-        body, cond = equation.params["body_jaxpr"], equation.params["cond_jaxpr"]
+    def _while(self, equation: Any, operands: list[Known]) -> list[Known]:
+        params = equation.params
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, operands = operands[:num_cond], operands[num_cond:]
+        consts, carry = operands[:num_body], operands[num_body:]
 
-        def turn(carry: list[Known | None]) -> list[Known | None]:
-            results = self.follow(body, [*consts, *carry]).results
-            (goes_on,) = self.follow(cond, [*cond_consts, *carry]).results
-            pairs = zip(results, equation.outvars, strict=True)
-            return [_by(goes_on, one, out) for one, out in pairs]
+        def turn(carry: list[Known]) -> list[Known]:
+            results = self.follow(params["body_jaxpr"], [*consts, *carry])
+            (goes_on,) = self.follow(params["cond_jaxpr"], [*cond_consts, *carry])
+            return [_by(goes_on, one) for one in results]
 
-        return self._loop(turn, carry, {})[0]
+        return self._loop(equation, turn, carry, _Turns())[0]
 
-    def _scan(self, equation: Any, operands: list[Known | None]) -> list[Known | None]:
+    def _scan(self, equation: Any, operands: list[Known]) -> list[Known]:
         body = equation.params["jaxpr"]
         inside = opened(body)
         # Told by shapes: what else tells has changed between versions of JAX.
         first_x = len(operands) - _count_unlike(equation.invars, inside.invars)
         num_ys = _count_unlike(equation.outvars, inside.outvars)
         num_consts = first_x - (len(equation.outvars) - num_ys)
-        consts, start = operands[:num_consts], operands[num_consts:first_x]
-        own: _Numbers = {}
-        stacks = operands[first_x:]
-        xs = [None if s is None else self._slices(s.rows, own) for s in stacks]
+        turns, consts = _Turns(), operands[:num_consts]
+        xs = [Known(turns.sliced(stack.rows)) for stack in operands[first_x:]]
 
-        def turn(carry: list[Known | None]) -> list[Known | None]:
-            return self.follow(body, [*consts, *carry, *xs]).results
+        def turn(carry: list[Known]) -> list[Known]:
+            return self.follow(body, [*consts, *carry, *xs])
 
-        carry, ys = self._loop(turn, start, own)
+        carry, ys = self._loop(equation, turn, operands[num_consts:first_x], turns)
         length = equation.params["length"]
-        stacks = [None if y is None else self._stack(y, length, own) for y in ys]
-        return [*carry, *stacks]
+        return [*carry, *(Known(turns.stacked(y.rows, length)) for y in ys)]
 
     def _loop(
         self,
-        turn: Callable[[list[Known | None]], list[Known | None]],
-        carry: list[Known | None],
-        own: _Numbers,
-    ) -> tuple[list[Known | None], list[Known | None]]:
+        equation: Any,
+        turn: Callable[[list[Known]], list[Known]],
+        carry: list[Known],
+        turns: _Turns,
+    ) -> tuple[list[Known], list[Known]]:
         """What is known of the carry after any number of turns, and of the rest."""
+        if any(map(_has_values, programs_in(equation))):
+            carry = [uniform(NO_ROW, one.rows.ndim) for one in carry]
         while True:
             results = turn(carry)
-            taken_up = [self._over_turns(one, own) for one in results[: len(carry)]]
-            after = list(map(_either, carry, taken_up))
+            after = [
+                _either(one, turns.carried(next_one))
+                for one, next_one in zip(carry, results, strict=False)
+            ]
             if all(map(_are_equal, after, carry)):
                 return carry, results[len(carry) :]
             # Each turn of this, too, moves on: from nothing, to a row, to several.
             carry = after
 
-    # A row a turn: a number stands for those that an entry has in all turns, so that
-    # the body is followed once.
-
-    def _slices(self, rows: ndarray, own: _Numbers) -> Known:
-        """What is known of the slices of a stack."""
-        if len(rows) == 1:
-            return Known(rows[0])
-        columns = rows.reshape(len(rows), -1).T
-        numbers = [self._number(np.ascontiguousarray(one), own) for one in columns]
-        return Known(np.reshape(numbers, rows.shape[1:]).astype(np.int32))
-
-    def _number(self, column: ndarray, own: _Numbers) -> int:
-        if (column == column[0]).all():
-            return int(column[0])
-        number = own.setdefault(column.tobytes(), _TURNS + len(self._rows_of))
-        self._rows_of[number] = column
-        return number
-
-    def _over_turns(self, known: Known | None, own: _Numbers) -> Known | None:
-        """What is left of a carry when the next turn has another row."""
-        if known is None or not own:
-            return known
-        rows = known.rows.copy()
-        for number in own.values():
-            rows[rows == number] = folded(self._rows_of[number], [0])[0]
-        return Known(rows, known.values)
-
-    def _stack(self, known: Known, length: int, own: _Numbers) -> Known:
-        """What is known of the stack of a turn's results."""
-        numbers = {*own.values()} & {*np.unique(known.rows).tolist()}
-        rows = known.rows[None]
-        if numbers:
-            rows = np.broadcast_to(rows, (length, *rows.shape[1:])).copy()
-        for number in numbers:
-            rows[:, known.rows == number] = self._rows_of[number][:, None]
-        return Known(rows)
-
-    def _shard_map(
-        self, equation: Any, operands: list[Known | None]
-    ) -> list[Known | None]:
+    def _shard_map(self, equation: Any, operands: list[Known]) -> list[Known]:
         """Devices are turns: each has a part of what is split over them."""
-        program = equation.params["jaxpr"]
+        program, turns = equation.params["jaxpr"], _Turns()
         body = opened(program)
         if ROW_BY_ROW in str(equation.source_info.name_stack):
-            rows = [one.rows for one in operands if one is not None]
-            rows = [r.reshape(len(r), -1)[:, 0] for r in rows if r.size == len(r) > 1]
-            order = joined(*rows) if rows else None
-            return [
-                None if order is None else Known(order.reshape(-1, *[1] * (n - 1)))
-                for n in (len(out.aval.shape) for out in equation.outvars)
-            ]
+            rows = [one.rows for one in operands]
+            order = joined(*[r.ravel() for r in rows if r.size == len(r) > 1])
+            ndims = [len(out.aval.shape) for out in equation.outvars]
+            return [Known(order.reshape(-1, *[1] * (ndim - 1))) for ndim in ndims]
 
-        own: _Numbers = {}
-
-        def split(known: Known | None, outside: Any, inside: Any) -> Known | None:
-            if known is None:
-                return None
-            rows, shapes = known.rows, (outside.aval.shape, inside.aval.shape)
-            for axis, (size, local) in enumerate(zip(*shapes, strict=True)):
-                if size != local and rows.shape[axis] > 1:
-                    shape = rows.shape[:axis], rows.shape[axis + 1 :]
-                    parts = rows.reshape(*shape[0], size // local, local, *shape[1])
-                    rows = self._slices(np.moveaxis(parts, axis, 0), own).rows
+        def split(known: Known, outside: Any, inside: Any) -> Known:
+            rows = known.rows
+            for axis, size, local in _unlike_axes(outside, inside):
+                if rows.shape[axis] > 1:
+                    shape = [*rows.shape]
+                    shape[axis : axis + 1] = size // local, local
+                    parts = np.moveaxis(rows.reshape(shape), axis, 0)
+                    rows = turns.sliced(parts)
             return Known(rows)
 
-        def whole(known: Known | None, outside: Any, inside: Any) -> Known | None:
-            if known is None:
-                return None
-            shapes = outside.aval.shape, inside.aval.shape
-            for axis, (size, local) in enumerate(zip(*shapes, strict=True)):
-                if size != local:
-                    rows = self._stack(known, size // local, own).rows
-                    rows = np.moveaxis(rows, 0, axis)
-                    if rows.shape[axis] > 1 or rows.shape[axis + 1] > 1:
-                        sizes = [*rows.shape]
-                        sizes[axis : axis + 2] = size // local, local
-                        rows = np.broadcast_to(rows, sizes)
-                    shape = rows.shape[:axis], rows.shape[axis + 2 :]
-                    return Known(rows.reshape(*shape[0], -1, *shape[1]))
-            return self._over_turns(known, own)
+        def whole(known: Known, outside: Any, inside: Any) -> Known:
+            for axis, size, local in _unlike_axes(outside, inside):
+                stack = turns.stacked(known.rows, size // local)
+                stack = np.moveaxis(stack, 0, axis)
+                shape = [*stack.shape]
+                shape[axis : axis + 2] = size // local, local
+                stack = np.broadcast_to(stack, shape)
+                shape[axis : axis + 2] = [size]
+                return Known(slim(stack.reshape(shape)))
+            return turns.carried(known)
 
         given = map(split, operands, equation.invars, body.invars)
-        results = self.follow(program, [*given]).results
+        results = self.follow(program, [*given])
         return [*map(whole, results, equation.outvars, body.outvars)]
 
 
-_TURNS: Final = 2**24
+def _nothing_of(var: Any) -> Known:
+    """What is known of an array that nothing is known of."""
+    return uniform(NO_ROW, len(var.aval.shape))
 
 
 def _last_with_values(jaxpr: Any) -> int:
@@ -370,57 +337,48 @@ def _has_values(program: Any) -> bool:
     return any(_is_mark(equation, _VALUES) for equation in equations_in(program))
 
 
-def _is_mixed(known: Known | None) -> bool:
+def _is_mixed(known: Known) -> bool:
     """Whether a value of a row comes from others, where they are `(rows, ...)`."""
-    if known is None:
-        return False
     rows = known.rows
-    own = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
-    if len(rows) == 1:  # all from one row
-        own = np.full_like(rows, NO_ROW)
+    own = NO_ROW  # if all are from one row
+    if len(rows) > 1:
+        own = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
     return bool(((rows != NO_ROW) & (rows != own)).any())
 
 
-def _without_rows(known: Known | None) -> Known | None:
-    if known is None or known.values is None:
-        return None
-    return Known(uniform(NO_ROW, known.rows.ndim), known.values)
-
-
-def _either(*options: Known | None) -> Known | None:
+def _either(*options: Known) -> Known:
     """What is known of an array that is one of these."""
-    rows = [one.rows for one in options if one is not None]
-    if not rows:
-        return None
-    values = [None if one is None else one.values for one in options]
-    first, *others = values
-    alike = first is not None and all(
+    first, *others = [one.values for one in options]
+    are_alike = first is not None and all(
         other is not None and np.array_equal(first, other) for other in others
     )
-    return Known(joined(*rows), first if alike else None)
+    rows = joined(*[one.rows for one in options])
+    return Known(rows, first if are_alike else None)
 
 
-def _by(choice: Known | None, known: Known | None, out: Any) -> Known | None:
+def _by(choice: Known, known: Known) -> Known:
     """What is known of a result that depends on a choice, too, or a choice a row."""
-    if choice is None or (choice.rows == NO_ROW).all():
+    if not choice.has_rows:
         return known
-    ndim = len(out.aval.shape)
-    rows = choice.rows
-    if rows.ndim > ndim:
-        rows = uniform(folded(rows, range(rows.ndim)).flat[0], 0)
+    rows, ndim = choice.rows, known.rows.ndim
+    rows = folded(rows, range(ndim, rows.ndim)).reshape(rows.shape[:ndim])
     rows = rows.reshape(rows.shape + (1,) * (ndim - rows.ndim))
-    return Known(rows if known is None else joined(rows, known.rows))
+    return Known(joined(rows, known.rows))
 
 
-def _are_equal(one: Known | None, other: Known | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    pairs = (one.rows, other.rows), (one.values, other.values)
-    return all(a is b or _have_equal(a, b) for a, b in pairs)
+def _are_equal(one: Known, other: Known) -> bool:
+    is_same = (one.values is None) == (other.values is None)
+    return is_same and all(
+        np.array_equal(*pair, equal_nan=True)
+        for pair in zip(one, other, strict=True)
+        if pair[0] is not None
+    )
 
 
-def _have_equal(one: ndarray | None, other: ndarray | None) -> bool:
-    return one is not None and other is not None and np.array_equal(one, other, True)
+def _unlike_axes(outside: Any, inside: Any) -> list[tuple[int, int, int]]:
+    """The axes of an array that are split over devices, with the sizes of both."""
+    pairs = zip(outside.aval.shape, inside.aval.shape, strict=True)
+    return [(axis, *pair) for axis, pair in enumerate(pairs) if pair[0] != pair[1]]
 
 
 def _count_unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
