@@ -8,7 +8,6 @@ from .collectives import (
     Results,
     RowsInteract,
 )
-from .ends import last_function
 from .ensemble import Ensemble, init_each, update_each
 from .jaxprs import (
     BY_DEFAULT,
@@ -20,6 +19,7 @@ from .jaxprs import (
     equations_in,
     has_convolutions,
     has_own_loop,
+    last_function,
     matmul_flops,
     opened,
     products,

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from .. import losses
 from ..basics.tree import is_key
 from .collectives import DATA
-from .ends import mark_logits
+from .jaxprs import mark_logits
 from .model_call import (
     as_given_state,
     as_plain_state,

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 from numpy import ndarray
 
-from .jaxprs import ROW_BY_ROW, calls_python, equations_in, opened, programs_in
+from .jaxprs import ROW_BY_ROW, calls_python, is_mark, opened, programs_in
 from .row_origins import (
     NO_ROW,
     RULES,
@@ -60,8 +60,8 @@ def mark_values(values: PyTree) -> PyTree:
 def values_mix_rows(jaxpr: Any) -> bool:
     """Whether in a traced program some value of a row depends on other rows."""
     follower = _Follower()
-    if _has_values(jaxpr):
-        follower.follow(jaxpr, [*map(_nothing_of, opened(jaxpr).invars)])
+    if follower.find_values(jaxpr):
+        follower.follow(jaxpr, _nothing_of(opened(jaxpr).invars))
     return follower.has_mixed_values
 
 
@@ -92,45 +92,35 @@ class _Turns:
     followed once.
     """
 
-    _numbers = itertools.count(2**24)
+    _new_numbers = itertools.count(2**24)
 
     def __init__(self):
-        self._columns: dict[int, ndarray] = {}
+        self._columns: dict[bytes, tuple[int, ndarray]] = {}
 
-    def sliced(self, rows: ndarray) -> ndarray:
-        """What a turn has of `(turns, ...)`."""
-        if len(rows) == 1:
-            return rows[0]
-        columns = np.unique(rows.reshape(len(rows), -1), axis=1)
-        turn = rows[0].copy()
-        for column in columns.T:
-            if (column != column[0]).any():
-                here = (rows.reshape(len(rows), -1) == column[:, None]).all(axis=0)
-                turn[here.reshape(turn.shape)] = self._number(column)
-        return turn
+    def sliced(self, stack: ndarray) -> ndarray:
+        """What a turn has of the rows of `(turns, ...)`."""
+        columns = stack.reshape(len(stack), -1)
+        columns, which = np.unique(columns, axis=1, return_inverse=True)
+        numbers = np.fromiter(map(self._number, columns.T), np.int32)
+        return numbers[which].reshape(stack.shape[1:])
 
     def _number(self, column: ndarray) -> int:
-        for number, rows in self._columns.items():
-            if np.array_equal(rows, column):
-                return number
-        number = next(self._numbers) % 2**30
-        self._columns[number] = column
-        return number
+        if (column == column[0]).all():
+            return column[0]
+        new = next(self._new_numbers), column
+        return self._columns.setdefault(column.tobytes(), new)[0]
 
     def stacked(self, rows: ndarray, turns: int) -> ndarray:
         """What all turns have, from what one has."""
-        numbers = [number for number in self._columns if (rows == number).any()]
-        stack = rows[None]
-        if numbers:
-            stack = np.broadcast_to(stack, (turns, *rows.shape)).copy()
-        for number in numbers:
-            stack[:, rows == number] = self._columns[number][:, None]
+        stack = np.broadcast_to(rows, (turns, *rows.shape)).copy()
+        for number, column in self._columns.values():
+            stack[:, rows == number] = column[:, None]
         return stack
 
     def carried(self, known: Known) -> Known:
         """What is left of a carry when the next turn has another row."""
         rows = known.rows.copy()
-        for number, column in self._columns.items():
+        for number, column in self._columns.values():
             rows[rows == number] = folded(column, [0])[0]
         return Known(rows, known.values)
 
@@ -144,54 +134,64 @@ class _Follower:
 
     def __init__(self, *, through_stops: bool = True):
         self._through_stops = through_stops
+        self._last: dict[Any, int] = {}
+        """The last operation with values of rows, in programs with some."""
         self.has_mixed_values = False
 
-    def follow(self, jaxpr: Any, inputs: Sequence[Known]) -> list[Known]:
+    def find_values(self, program: Any) -> bool:
+        """Whether values of rows are marked in a program, at any depth."""
+        jaxpr = opened(program)
+        for place, equation in enumerate(jaxpr.eqns):
+            programs = programs_in(equation)
+            if is_mark(equation, _VALUES) or any([*map(self.find_values, programs)]):
+                self._last[jaxpr] = place
+        return jaxpr in self._last
+
+    def _has_values(self, equation: Any) -> bool:
+        return any(opened(one) in self._last for one in programs_in(equation))
+
+    def follow(self, program: Any, inputs: Sequence[Known]) -> list[Known]:
         """What is known of a program's results if this is what is known of its inputs.
 
         Nothing, if values of rows are in it.
         """
-        constants = map(known_of, getattr(jaxpr, "consts", ()))
-        jaxpr = opened(jaxpr)
+        jaxpr, constants = (
+            opened(program),
+            map(known_of, getattr(program, "consts", ())),
+        )
         known: dict[Any, Known] = {
             **dict(zip(jaxpr.constvars, constants, strict=False)),
             **dict(zip(jaxpr.invars, inputs, strict=True)),
         }
+        last, has_values = self._last.get(jaxpr), False
 
         def find(var: Any) -> Known:
             if hasattr(var, "val"):
                 return known_of(var.val)
-            return known.get(var) or _nothing_of(var)
+            return known.get(var) or uniform(NO_ROW, len(var.aval.shape))
 
-        last, has_values = _last_with_values(jaxpr), False
         for place, equation in enumerate(jaxpr.eqns):
-            operands = [*map(find, equation.invars)]
-            if _is_mark(equation, _ROWS):
+            operands, results = [*map(find, equation.invars)], []
+            if last is not None and self._has_values(equation):  # rows begin anew
+                self._results(equation, [one.without_rows for one in operands])
+            elif is_mark(equation, _ROWS):
                 if has_values:
                     # The loss is computed once more, for another part or by an
                     # optimizer that evaluates it. All rows had a part in where it is
                     # computed.
                     known = {var: one.without_rows for var, one in known.items()}
                     has_values = False
-                rows = np.arange(equation.outvars[0].aval.shape[0], dtype=np.int32)
-                rows = rows.reshape(-1, *[1] * (operands[0].rows.ndim - 1))
-                results = [Known(rows)]
-            elif any(map(_has_values, programs_in(equation))):
-                # Rows begin anew.
-                self._results(equation, [one.without_rows for one in operands])
-                results = []
+                results = [Known(_own_rows(*equation.outvars[0].aval.shape))]
             elif equation.primitive.name == "iota" or any(
-                one is not _nothing_of(var)
-                for one, var in zip(operands, equation.invars, strict=True)
+                one is not uniform(NO_ROW, one.rows.ndim) for one in operands
             ):
                 results = self._results(equation, operands)
-            else:
-                results = []
-            if _is_mark(equation, _VALUES):
+
+            if is_mark(equation, _VALUES):
                 has_values = True
-                self.has_mixed_values |= _is_mixed(operands[0])
+                self.has_mixed_values |= _is_mixed(operands[0].rows)
             if place == last:
-                return [*map(_nothing_of, jaxpr.outvars)]
+                return _nothing_of(jaxpr.outvars)
             known |= {
                 var: one
                 for var, one in zip(equation.outvars, results, strict=False)
@@ -202,19 +202,20 @@ class _Follower:
     def _results(self, equation: Any, operands: list[Known]) -> list[Known]:
         name = equation.primitive.name
         if name == "stop_gradient" and not self._through_stops:
-            return [*map(_nothing_of, equation.outvars)]
+            return _nothing_of(equation.outvars)
+        rules = {"cond": self._cond, "scan": self._scan, "while": self._while}
+        rules["shard_map"] = self._shard_map
+        is_whole = name in RULES or name.startswith("reduce")
+        programs = [] if is_whole else programs_in(equation)
         try:
-            special = {"cond": self._cond, "scan": self._scan, "while": self._while}
-            special["shard_map"] = self._shard_map
-            if name in special:
-                return special[name](equation, operands)
-            programs = programs_in(equation)
-            if name in RULES or name.startswith("reduce"):
-                programs = []
-            if len(programs) == 1 and _is_called_by(equation, opened(programs[0])):
-                return self.follow(programs[0], operands)
-            for program in filter(_has_values, programs):
-                self.follow(program, [*map(_nothing_of, opened(program).invars)])
+            if name in rules:
+                return rules[name](equation, operands)
+            for program in programs:
+                sizes = len(opened(program).invars), len(opened(program).outvars)
+                if sizes == (len(operands), len(equation.outvars)):  # it is called
+                    return self.follow(program, operands)
+                if self._has_values(equation):
+                    self.follow(program, _nothing_of(opened(program).invars))
             return known_of_results(equation, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # JAX describes the operation otherwise than a rule reads it. Taken to
@@ -243,24 +244,24 @@ class _Follower:
             (goes_on,) = self.follow(params["cond_jaxpr"], [*cond_consts, *carry])
             return [_by(goes_on, one) for one in results]
 
-        return self._loop(equation, turn, carry, _Turns())[0]
+        return self._loop(equation, turn, carry, _Turns())
 
     def _scan(self, equation: Any, operands: list[Known]) -> list[Known]:
-        body = equation.params["jaxpr"]
-        inside = opened(body)
+        body, length = equation.params["jaxpr"], equation.params["length"]
         # Told by shapes: what else tells has changed between versions of JAX.
-        first_x = len(operands) - _count_unlike(equation.invars, inside.invars)
-        num_ys = _count_unlike(equation.outvars, inside.outvars)
-        num_consts = first_x - (len(equation.outvars) - num_ys)
-        turns, consts = _Turns(), operands[:num_consts]
+        first_x = len(operands) - _count_unlike(equation.invars, opened(body).invars)
+        num_ys = _count_unlike(equation.outvars, opened(body).outvars)
+        num_carry = len(equation.outvars) - num_ys
+        turns, consts = _Turns(), operands[: first_x - num_carry]
         xs = [Known(turns.sliced(stack.rows)) for stack in operands[first_x:]]
 
         def turn(carry: list[Known]) -> list[Known]:
             return self.follow(body, [*consts, *carry, *xs])
 
-        carry, ys = self._loop(equation, turn, operands[num_consts:first_x], turns)
-        length = equation.params["length"]
-        return [*carry, *(Known(turns.stacked(y.rows, length)) for y in ys)]
+        start = operands[first_x - num_carry : first_x]
+        results = self._loop(equation, turn, start, turns)
+        ys = [Known(slim(turns.stacked(y.rows, length))) for y in results[num_carry:]]
+        return [*results[:num_carry], *ys]
 
     def _loop(
         self,
@@ -268,25 +269,22 @@ class _Follower:
         turn: Callable[[list[Known]], list[Known]],
         carry: list[Known],
         turns: _Turns,
-    ) -> tuple[list[Known], list[Known]]:
+    ) -> list[Known]:
         """What is known of the carry after any number of turns, and of the rest."""
-        if any(map(_has_values, programs_in(equation))):
+        if self._has_values(equation):
             carry = [uniform(NO_ROW, one.rows.ndim) for one in carry]
         while True:
             results = turn(carry)
-            after = [
-                _either(one, turns.carried(next_one))
-                for one, next_one in zip(carry, results, strict=False)
-            ]
+            taken_up = map(turns.carried, results[: len(carry)])
+            after = [*map(_either, carry, taken_up)]
             if all(map(_are_equal, after, carry)):
-                return carry, results[len(carry) :]
+                return [*carry, *results[len(carry) :]]
             # Each turn of this, too, moves on: from nothing, to a row, to several.
             carry = after
 
     def _shard_map(self, equation: Any, operands: list[Known]) -> list[Known]:
         """Devices are turns: each has a part of what is split over them."""
         program, turns = equation.params["jaxpr"], _Turns()
-        body = opened(program)
         if ROW_BY_ROW in str(equation.source_info.name_stack):
             rows = [one.rows for one in operands]
             order = joined(*[r.ravel() for r in rows if r.size == len(r) > 1])
@@ -295,54 +293,41 @@ class _Follower:
 
         def split(known: Known, outside: Any, inside: Any) -> Known:
             rows = known.rows
-            for axis, size, local in _unlike_axes(outside, inside):
+            for axis, num_parts, length in _unlike_axes(outside, inside):
                 if rows.shape[axis] > 1:
-                    shape = [*rows.shape]
-                    shape[axis : axis + 1] = size // local, local
-                    parts = np.moveaxis(rows.reshape(shape), axis, 0)
-                    rows = turns.sliced(parts)
+                    shape = rows.shape[:axis], rows.shape[axis + 1 :]
+                    rows = rows.reshape(*shape[0], num_parts, length, *shape[1])
+                    rows = turns.sliced(np.moveaxis(rows, axis, 0))
             return Known(rows)
 
         def whole(known: Known, outside: Any, inside: Any) -> Known:
-            for axis, size, local in _unlike_axes(outside, inside):
-                stack = turns.stacked(known.rows, size // local)
-                stack = np.moveaxis(stack, 0, axis)
-                shape = [*stack.shape]
-                shape[axis : axis + 2] = size // local, local
-                stack = np.broadcast_to(stack, shape)
-                shape[axis : axis + 2] = [size]
-                return Known(slim(stack.reshape(shape)))
+            for axis, num_parts, length in _unlike_axes(outside, inside):
+                stack = np.moveaxis(turns.stacked(known.rows, num_parts), 0, axis)
+                shape = stack.shape[:axis], stack.shape[axis + 2 :]
+                stack = np.broadcast_to(
+                    stack, (*shape[0], num_parts, length, *shape[1])
+                )
+                return Known(slim(stack.reshape(*shape[0], -1, *shape[1])))
             return turns.carried(known)
 
-        given = map(split, operands, equation.invars, body.invars)
+        inside = opened(program)
+        given = map(split, operands, equation.invars, inside.invars)
         results = self.follow(program, [*given])
-        return [*map(whole, results, equation.outvars, body.outvars)]
+        return [*map(whole, results, equation.outvars, inside.outvars)]
 
 
-def _nothing_of(var: Any) -> Known:
-    """What is known of an array that nothing is known of."""
-    return uniform(NO_ROW, len(var.aval.shape))
+def _nothing_of(variables: Sequence[Any]) -> list[Known]:
+    return [uniform(NO_ROW, len(var.aval.shape)) for var in variables]
 
 
-def _last_with_values(jaxpr: Any) -> int:
-    """The last operation that is, or contains, a mark of values; -1 if none does."""
-    for place in reversed(range(len(jaxpr.eqns))):
-        equation = jaxpr.eqns[place]
-        if _is_mark(equation, _VALUES) or any(map(_has_values, programs_in(equation))):
-            return place
-    return -1
+def _own_rows(size: int, *others: int) -> ndarray:
+    """The rows of an array `(rows, ...)`."""
+    return np.arange(size, dtype=np.int32).reshape(-1, *[1] * len(others))
 
 
-def _has_values(program: Any) -> bool:
-    return any(_is_mark(equation, _VALUES) for equation in equations_in(program))
-
-
-def _is_mixed(known: Known) -> bool:
-    """Whether a value of a row comes from others, where they are `(rows, ...)`."""
-    rows = known.rows
-    own = NO_ROW  # if all are from one row
-    if len(rows) > 1:
-        own = np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+def _is_mixed(rows: ndarray) -> bool:
+    """Whether values `(rows, ...)` come from others than their own rows."""
+    own = _own_rows(*rows.shape) if len(rows) > 1 else NO_ROW
     return bool(((rows != NO_ROW) & (rows != own)).any())
 
 
@@ -362,36 +347,24 @@ def _by(choice: Known, known: Known) -> Known:
         return known
     rows, ndim = choice.rows, known.rows.ndim
     rows = folded(rows, range(ndim, rows.ndim)).reshape(rows.shape[:ndim])
-    rows = rows.reshape(rows.shape + (1,) * (ndim - rows.ndim))
-    return Known(joined(rows, known.rows))
-
-
-def _are_equal(one: Known, other: Known) -> bool:
-    is_same = (one.values is None) == (other.values is None)
-    return is_same and all(
-        np.array_equal(*pair, equal_nan=True)
-        for pair in zip(one, other, strict=True)
-        if pair[0] is not None
+    return Known(
+        joined(rows.reshape(*rows.shape, *[1] * (ndim - rows.ndim)), known.rows)
     )
 
 
+def _are_equal(after: Known, before: Known) -> bool:
+    """Whether the next turn of a loop has told no more; see `_either`."""
+    is_same = after.values is before.values
+    return is_same and np.array_equal(after.rows, before.rows)
+
+
 def _unlike_axes(outside: Any, inside: Any) -> list[tuple[int, int, int]]:
-    """The axes of an array that are split over devices, with the sizes of both."""
-    pairs = zip(outside.aval.shape, inside.aval.shape, strict=True)
-    return [(axis, *pair) for axis, pair in enumerate(pairs) if pair[0] != pair[1]]
+    """The axes of an array that are split over devices: in how many parts, how long."""
+    pairs = enumerate(zip(outside.aval.shape, inside.aval.shape, strict=True))
+    return [(axis, size // part, part) for axis, (size, part) in pairs if size != part]
 
 
 def _count_unlike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """How many arrays are stacks of what a turn has of them."""
     pairs = zip(outside, inside, strict=True)
     return sum(stack.aval.shape != turn.aval.shape for stack, turn in pairs)
-
-
-def _is_called_by(equation: Any, inside: Any) -> bool:
-    """Whether an operation's program takes its operands and gives its results."""
-    counts = len(equation.invars), len(equation.outvars)
-    return (len(inside.invars), len(inside.outvars)) == counts
-
-
-def _is_mark(equation: Any, name: str) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == name

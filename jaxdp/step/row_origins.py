@@ -5,10 +5,10 @@ along which nothing changes has size 1: the number of the row that an entry depe
 (`NO_ROW`, or `SEVERAL`), and the entries themselves, as far as they are numbers that
 the program contains, as those by which a permutation picks rows.
 
-There are four kinds of operations. Some move entries, and do the same to numbers
-(`_moving`). Some look entries up, or write them, by their places (`_spots`). Some have
-axes that come from those of an operand, whose others they join rows along (`_joining`).
-All others are taken to join rows along the axes that their parameters name.
+Some operations move entries, and numbers as well (`_MOVES`). Some look entries up, or
+write them, by their places (`_spots`). All others make an entry of one entry of each
+operand, or of all along some axes (`_sent`): along those that the parameters name, if
+no rule is for an operation (`_along_its_axes`).
 """
 
 import functools
@@ -44,45 +44,11 @@ class Known(NamedTuple):
     def without_rows(self) -> "Known":
         return Known(uniform(NO_ROW, self.rows.ndim).rows, self.values)
 
-    def moved(self, move: Callable[[ndarray], ndarray]) -> "Known":
-        """The same of the array that `move` makes of an array."""
-        return Known(*[None if array is None else move(array) for array in self])
-
 
 @functools.lru_cache
 def uniform(row: int, ndim: int) -> Known:
     """What is known of an array all of whose entries have the same origin."""
     return Known(np.full((1,) * ndim, row, np.int32))
-
-
-def joined(*origins: ndarray) -> ndarray:
-    """The origins of what is made of these entry by entry, or by a choice."""
-    return functools.reduce(
-        lambda one, other: _between(np.minimum(one, other), np.maximum(one, other)),
-        origins,
-    )
-
-
-def folded(rows: ndarray, axes: Sequence[int]) -> ndarray:
-    """The origins of what is made of all entries along these axes, of size 1 then."""
-    for axis in axes:
-        if rows.shape[axis] > 1:
-            first = np.where(rows == NO_ROW, SEVERAL, rows).min(axis, keepdims=True)
-            rows = _between(first, rows.max(axis, keepdims=True))
-    return rows
-
-
-def _between(first: ndarray, last: ndarray) -> ndarray:
-    return np.where((first == last) | (first == NO_ROW) | (last == NO_ROW), last, SEVERAL)
-
-
-def slim(array: ndarray) -> ndarray:
-    """The same with size 1 where nothing changes."""
-    for axis, size in enumerate(array.shape):
-        first = array.take([0], axis)
-        if size > 1 and (array == first).all():
-            array = first
-    return array
 
 
 def known_of(value: Any) -> Known:
@@ -97,6 +63,37 @@ def known_of(value: Any) -> Known:
     return Known(nothing.rows, np.asarray(value).astype(float))
 
 
+def joined(*origins: ndarray) -> ndarray:
+    """The origins of what is made of these entry by entry, or by a choice."""
+    first, *others = {id(rows): rows for rows in origins}.values()
+    for rows in others:
+        first = _between(np.minimum(first, rows), np.maximum(first, rows))
+    return first
+
+
+def folded(rows: ndarray, axes: Sequence[int]) -> ndarray:
+    """The origins of what is made of all entries along these axes, of size 1 then."""
+    for axis in axes:
+        if rows.shape[axis] > 1:
+            first = np.where(rows == NO_ROW, SEVERAL, rows).min(axis, keepdims=True)
+            rows = _between(first, rows.max(axis, keepdims=True))
+    return rows
+
+
+def _between(first: ndarray, last: ndarray) -> ndarray:
+    is_one = (first == last) | (first == NO_ROW) | (last == NO_ROW)
+    return np.where(is_one, last, SEVERAL)
+
+
+def slim(array: ndarray) -> ndarray:
+    """The same with size 1 where nothing changes."""
+    for axis, size in enumerate(array.shape):
+        first = array.take([0], axis)
+        if size > 1 and (array == first).all():
+            array = first
+    return array
+
+
 class _Use:
     """An operation, what is known of its operands, and which result is asked for."""
 
@@ -106,6 +103,7 @@ class _Use:
         self.rows = [operand.rows for operand in known]
         self.before = [tuple(var.aval.shape) for var in equation.invars]
         self.after = tuple(equation.outvars[number].aval.shape)
+        self.ndim = len(self.after)
         self.dtype = equation.outvars[number].aval.dtype
 
     @property
@@ -147,6 +145,326 @@ def known_of_results(equation: Any, known: Sequence[Known]) -> list[Known]:
     return results
 
 
+# Operations that move entries: what they make of an array.
+
+
+def _moved(use: _Use) -> Known:
+    arrays = [array for array in use.known[0] if array is not None]
+    return Known(*[_thin(_MOVES[use.name](use, array)) for array in arrays])
+
+
+def _whole(use: _Use, array: ndarray) -> ndarray:
+    """The array with all its entries, which takes no memory."""
+    return np.broadcast_to(array, use.before[0])
+
+
+def _thin(array: ndarray) -> ndarray:
+    """The inverse of that, also after such an array was cut or turned."""
+    return array[tuple([slice(None) if step else slice(1) for step in array.strides])]
+
+
+def _cut(use: _Use, array: ndarray) -> ndarray:
+    starts, limits = use.params["start_indices"], use.params["limit_indices"]
+    strides = use.params["strides"] or [1] * len(starts)
+    return _whole(use, array)[tuple(map(slice, starts, limits, strides))]
+
+
+def _split(use: _Use, array: ndarray) -> ndarray:
+    ends = np.cumsum(use.params["sizes"])[:-1]
+    return np.split(_whole(use, array), ends, *use.axes)[use.number]
+
+
+def _unstacked(use: _Use, array: ndarray) -> ndarray:
+    (axis,) = use.axes
+    return np.moveaxis(_whole(use, array), axis, 0)[use.number]
+
+
+def _tiled(use: _Use, array: ndarray) -> ndarray:
+    sizes = zip(array.shape, use.before[0], use.after, strict=True)
+    return np.tile(array, [1 if n == 1 else after // size for n, size, after in sizes])
+
+
+def _reshaped(use: _Use, array: ndarray) -> ndarray:
+    """Axes that are joined or split are told apart in groups of equal sizes."""
+    if array.size == 1 or 0 in use.after:
+        return array.ravel()[:1].reshape((1,) * use.ndim)
+    before, after = np.cumprod(use.before[0]), np.cumprod(use.after)
+    group_ends = np.intersect1d(before, after)
+    old, new = np.searchsorted(group_ends, before), np.searchsorted(group_ends, after)
+    changing = {group for group, size in zip(old, array.shape, strict=True) if size > 1}
+    expanded, shape = (
+        [size if group in changing else 1 for group, size in zip(*axes, strict=True)]
+        for axes in ((old, use.before[0]), (new, use.after))
+    )
+    return slim(np.broadcast_to(array, expanded).reshape(shape))
+
+
+_MOVES: Final[dict[str, Callable[[_Use, ndarray], ndarray]]] = {
+    "broadcast_in_dim": lambda use, array: _spread(
+        array, use.params["broadcast_dimensions"], use.ndim
+    ),
+    "reshape": _reshaped,
+    "rev": lambda use, array: np.flip(array, tuple(use.axes)),
+    "slice": _cut,
+    "split": _split,
+    "squeeze": lambda use, array: array.squeeze(tuple(use.axes)),
+    "tile": _tiled,
+    "transpose": lambda use, array: array.transpose(use.params["permutation"]),
+    "unstack": _unstacked,
+}
+
+
+def _put_together(use: _Use) -> Known:
+    """Concatenations and stacks."""
+    (axis,), shapes, is_stack = use.axes, use.before, use.name == "stack"
+    if is_stack:
+        shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
+
+    def together(arrays: Sequence[ndarray]) -> ndarray:
+        arrays = [np.expand_dims(a, axis) if is_stack else a for a in arrays]
+        common = np.broadcast_shapes(*(np.take(a, [0], axis).shape for a in arrays))
+        sizes = [(*common[:axis], s[axis], *common[axis + 1 :]) for s in shapes]
+        return slim(np.concatenate([*map(np.broadcast_to, arrays, sizes)], axis))
+
+    values = [operand.values for operand in use.known]
+    if all(one is None for one in values):
+        return Known(together(use.rows))
+    unknown = np.full((1,) * len(use.before[0]), _UNKNOWN)
+    values = together([unknown if one is None else one for one in values])
+    return Known(together(use.rows), values)
+
+
+def _padded(use: _Use) -> Known:
+    array, beside = use.rows[0], use.rows[1].flat[0]
+    for axis, (low, _, inside) in enumerate(use.params["padding_config"]):
+        size, after = use.before[0][axis], use.after[axis]
+        if size == after or size > 1 and array.shape[axis] == 1:
+            continue
+        places, rest = np.divmod(np.arange(after) - low, inside + 1)
+        is_real = (rest == 0) & (places >= 0) & (places < size)
+        taken = array.take(np.where(is_real, places, 0), axis)
+        array = np.where(_along(is_real, axis, array.ndim), taken, beside)
+    return Known(array)
+
+
+# Operations that look entries up, or write them.
+
+
+def _along(entries: Any, axis: int, ndim: int) -> ndarray:
+    """Entries as those of an array along an axis."""
+    return np.reshape(entries, [-1 if i == axis else 1 for i in range(ndim)])
+
+
+def _spots(use: _Use, number: int, shape: Sequence[int]) -> tuple[list[Any], ndarray]:
+    """Where in operand 0 entries are looked up, or written, and the origins of that.
+
+    An array of places for each axis of the operand; None where that is anywhere.
+
+    Args:
+        use: the operation.
+        number: of the operand that has the places, `(..., coordinates)`; or the first
+            of scalars.
+        shape: of what is looked up or written, whose axes the places have.
+    """
+    if "dimension_numbers" in use.params:  # which are in the same order for both
+        of_window, gone, starting, batched, pairs = use.params["dimension_numbers"]
+        starts = use.known[number]
+    else:
+        of_window = starting = range(len(shape))
+        gone, batched, pairs, scalars = (), (), (), use.known[number:]
+        values = [_UNKNOWN if one.values is None else one.values for one in scalars]
+        rows = joined(*[one.rows for one in scalars])
+        starts = Known(rows.reshape(1), np.array(values, float))  # on the host
+    of_places = [axis for axis in range(len(shape)) if axis not in of_window]
+
+    offsets, places = iter(of_window), []
+    for axis, size in enumerate(use.before[0]):
+        at: Any
+        length, at = 1, np.zeros((1,) * len(shape), int)
+        if axis in batched:
+            pair = of_places[pairs[[*batched].index(axis)]]
+            at = _along(np.arange(size), pair, len(shape))
+        elif axis not in gone:
+            offset = next(offsets)
+            length = shape[offset]
+            at = _along(np.arange(length), offset, len(shape))
+        if axis in starting and length < size:
+            start = np.full(1, _UNKNOWN) if starts.values is None else starts.values
+            start = start[..., [*starting].index(axis) % start.shape[-1]]
+            if np.isnan(start).any():
+                at = None
+            else:
+                start = np.clip(start, 0, size - length).astype(int)
+                at = at + _spread(start, of_places, len(shape))
+        places.append(at)
+    return places, _sent(starts.rows, [*of_places, None], len(shape))
+
+
+def _looked_up(use: _Use) -> Known:
+    rows, (places, origins) = use.rows[0], _spots(use, 1, use.after)
+    index: list[Any] = [np.zeros((1,) * use.ndim, int)]
+    for axis, at in enumerate(places):
+        rows = folded(rows, [axis]) if at is None else rows
+        index.append(index[0] if rows.shape[axis] == 1 else at)
+    entries = rows[None][tuple(np.broadcast_arrays(*index))]
+    return Known(slim(joined(entries, origins)))
+
+
+def _written(use: _Use) -> Known:
+    """What was there before may still be there."""
+    number = 1 if use.name == "dynamic_update_slice" else 2
+    shape, sizes = use.before[number], [*use.after]
+    places, origins = _spots(use, 3 - number, shape)
+    updates = joined(use.rows[number], origins)
+    if (updates == NO_ROW).all():
+        return Known(use.rows[0])
+
+    for axis, at in enumerate(places):
+        # All along an axis, if the same is written there or no one knows where.
+        if (
+            at is None
+            or at.size == sizes[axis]
+            and all(
+                many == 1 or size == 1
+                for many, size in zip(at.shape, updates.shape, strict=True)
+            )
+        ):
+            places[axis], sizes[axis] = np.zeros((1,) * len(shape), int), 1
+    *places, updates = np.broadcast_arrays(*places, updates)
+    first, last = np.full(sizes, SEVERAL, np.int32), np.full(sizes, NO_ROW, np.int32)
+    np.minimum.at(first, tuple(places), np.where(updates == NO_ROW, SEVERAL, updates))
+    np.maximum.at(last, tuple(places), updates)
+    return Known(joined(use.rows[0], _between(first, last)))
+
+
+# Operations that make an entry of one entry of each operand, or of all along some axes.
+
+_Axes = Sequence[Any]
+"""For each axis of an operand that of the result; None if it is joined along it."""
+
+
+def _sent(rows: ndarray, axes: _Axes, ndim: int) -> ndarray:
+    rows = folded(rows, [axis for axis, to in enumerate(axes) if to is None])
+    kept = sorted((to, axis) for axis, to in enumerate(axes) if to is not None)
+    order = [axis for _, axis in kept]
+    rows = rows.transpose([*order, *{*range(rows.ndim)} - {*order}])
+    return _spread(rows.reshape(rows.shape[: len(kept)]), [to for to, _ in kept], ndim)
+
+
+def _spread(array: ndarray, axes: Sequence[int], ndim: int) -> ndarray:
+    """The array with its axes at these places among more, of size 1."""
+    shape = [1] * ndim
+    for axis, size in zip(axes, array.shape, strict=True):
+        shape[axis] = size
+    return array.reshape(shape)
+
+
+def _joining(axes_of: Callable[[_Use], Sequence[_Axes]]) -> Callable[[_Use], Known]:
+    """The rule for operations with these axes."""
+
+    def rule(use: _Use) -> Known:
+        pairs = zip(use.rows, axes_of(use), strict=True)
+        return Known(joined(*[_sent(*pair, use.ndim) for pair in pairs]))
+
+    return rule
+
+
+def _of_product(use: _Use) -> Sequence[_Axes]:
+    contracted, batched = use.params["dimension_numbers"]
+    free, results = iter(range(len(batched[0]), use.ndim)), []
+    for shape, joins, both in zip(use.before, contracted, batched, strict=True):
+        places = {axis: place for place, axis in enumerate(both)}
+        left = {*range(len(shape))} - {*joins, *both}
+        places |= zip(sorted(left), free, strict=False)
+        results.append([places.get(axis) for axis in range(len(shape))])
+    return results
+
+
+def _of_first_axes(use: _Use) -> Sequence[_Axes]:
+    """Fourier transforms, of so many last axes, decompositions, of two, and keys.
+
+    What is drawn from each key has its own axes behind those of the keys.
+    """
+    count = use.ndim
+    if not use.name.startswith("random"):
+        count = len(use.before[0]) - len(use.params.get("fft_lengths", "mn"))
+    return [[i if i < count else None for i in range(len(s))] for s in use.before]
+
+
+def _of_solve(use: _Use) -> Sequence[_Axes]:
+    """Triangular systems, a column, or a row, of the right-hand side apart."""
+    *batch, row, column = [*range(use.ndim)]
+    side = [None, column] if use.params["left_side"] else [row, None]
+    return [[*batch, None, None], [*batch, *side]]
+
+
+def _convolution(use: _Use) -> Known:
+    numbers, groups = use.params["dimension_numbers"], use.params["feature_group_count"]
+    batches, features = use.params["batch_group_count"], use.after[numbers.out_spec[1]]
+    # Each as `(batch, features)` of the result, then along its axes.
+    axes = [{0: 0, 1: 1}.get(place) for place in np.argsort(numbers.lhs_spec)]
+    images = _sent(use.rows[0], axes, 2)
+    if groups > 1 and images.shape[1] > 1:
+        apart = images.reshape(len(images), groups, -1)
+        images = folded(apart, [2])[..., 0].repeat(features // groups, axis=1)
+    else:
+        images = folded(images, [1])
+    if batches > 1 and len(images) > 1:
+        images = images[:, 0].reshape(batches, -1).T
+        images = images.repeat(features // batches, axis=1)
+    kernels = folded(use.rows[1], numbers.rhs_spec[1:]).reshape(1, -1)
+    return Known(_sent(joined(images, kernels), numbers.out_spec[:2], use.ndim))
+
+
+def _along_its_axes(use: _Use) -> Known:
+    """The rule for any operation: it joins rows if it goes along their axis or devices.
+
+    Examples are sums, also so far, sorting and collectives. Axes that are gone from
+    the result are those that it goes along.
+    """
+    axes, windows = use.axes, use.params.get("window_dimensions")
+    if DATA in axes:
+        is_mixed = any(operand.has_rows for operand in use.known)
+        return uniform(SEVERAL if is_mixed else NO_ROW, use.ndim)
+    # `vmap` leaves the numbers of axes in a sum over the axis that it names.
+    numbers = [int(axis) for axis in axes if hasattr(axis, "__index__")]
+    if windows:
+        numbers = [axis for axis, size in enumerate(windows) if size > 1]
+    return _entry_by_entry(use, numbers)
+
+
+def _entry_by_entry(use: _Use, along: Sequence[int] = ()) -> Known:
+    """Where shapes let it, and nothing is claimed if not."""
+    parts = [uniform(NO_ROW, use.ndim).rows]
+    for rows in use.rows:
+        axes: _Axes = [None if i in along else i for i in range(rows.ndim)]
+        num_axes = rows.ndim
+        if rows.ndim > use.ndim and "window_dimensions" not in use.params:
+            left = iter(range(rows.ndim))
+            axes = [None if axis is None else next(left) for axis in axes]
+            num_axes -= axes.count(None)
+        is_fit = num_axes == use.ndim and all(
+            to is None or size in (1, use.after[to])
+            for size, to in zip(rows.shape, axes, strict=True)
+        )
+        if is_fit and not along:
+            parts.append(rows)
+        elif is_fit or rows.size == 1 or (rows == SEVERAL).any():
+            axes = axes if is_fit else [None] * rows.ndim
+            parts.append(_sent(rows, axes, use.ndim))
+    rows = joined(*parts)
+    if use.name not in ("eq", "ne") and _tells_rows_apart(use, rows):
+        # But for what JAX compares to differentiate `x.at[places].set(...)`.
+        rows = uniform(SEVERAL, use.ndim).rows
+    return Known(rows, _values(use))
+
+
+def _one_by_one(use: _Use) -> Known:
+    """Several arrays, each of which has a result of its own."""
+    use.known, use.rows = [use.known[use.number]], [use.rows[use.number]]
+    return _along_its_axes(use)
+
+
 def _values(use: _Use) -> ndarray | None:
     """The numbers that a result has which is made of others entry by entry."""
     if use.name == "iota":
@@ -170,8 +488,9 @@ def _tells_rows_apart(use: _Use, rows: ndarray) -> bool:
 
     Positions of tokens, say, are the same in each row, and do not.
     """
-    for values, operand in ((k.values, k) for k in use.known if not k.has_rows):
-        if values is None or values.ndim != rows.ndim:
+    for operand in use.known:
+        values = operand.values
+        if values is None or values.ndim != rows.ndim or operand.has_rows:
             continue
         sizes = [*zip(values.shape, rows.shape, strict=True)]
         is_along = any(a > 1 and b > 1 for a, b in sizes)
@@ -186,326 +505,6 @@ def _tells_rows_apart(use: _Use, rows: ndarray) -> bool:
             if not (of_rows == of_rows[:1]).all():
                 return True
     return False
-
-
-# Operations that move entries: what they make of an array.
-
-
-def _moving(move: Callable[[_Use, ndarray], ndarray]) -> Callable[[_Use], Known]:
-    return lambda use: use.known[0].moved(functools.partial(move, use))
-
-
-def _along(entries: ndarray, axis: int, ndim: int) -> ndarray:
-    """Entries as those of an array along an axis."""
-    return entries.reshape([-1 if i == axis else 1 for i in range(ndim)])
-
-
-def _spread(array: ndarray, axes: Sequence[int], ndim: int) -> ndarray:
-    """The array with its axes at these places among more."""
-    shape = [1] * ndim
-    for axis, size in zip(axes, array.shape, strict=True):
-        shape[axis] = size
-    return array.reshape(shape)
-
-
-def _picked(array: ndarray, axis: int, places: Any) -> ndarray:
-    return array if array.shape[axis] == 1 else array.take(places, axis)
-
-
-def _sliced(use: _Use, array: ndarray) -> ndarray:
-    starts, limits = use.params["start_indices"], use.params["limit_indices"]
-    strides = use.params["strides"] or [1] * len(starts)
-    for axis, cut in enumerate(zip(starts, limits, strides, strict=True)):
-        array = _picked(array, axis, np.arange(*cut))
-    return array
-
-
-def _split(use: _Use, array: ndarray) -> ndarray:
-    sizes, (axis,) = use.params["sizes"], use.axes
-    start = sum(sizes[: use.number])
-    return _picked(array, axis, np.arange(start, start + sizes[use.number]))
-
-
-def _tiled(use: _Use, array: ndarray) -> ndarray:
-    for axis, (before, after) in enumerate(zip(use.before[0], use.after, strict=True)):
-        array = _picked(array, axis, np.arange(after) % before)
-    return array
-
-
-def _unstacked(use: _Use, array: ndarray) -> ndarray:
-    (axis,) = use.axes
-    return _picked(array, axis, [use.number]).squeeze(axis)
-
-
-def _reshaped(use: _Use, array: ndarray) -> ndarray:
-    """Axes that are joined or split are told apart in groups of equal sizes."""
-    if array.size == 1 or 0 in use.after:
-        return array.ravel()[:1].reshape((1,) * len(use.after))
-    before, after = np.cumprod(use.before[0]), np.cumprod(use.after)
-    group_ends = np.intersect1d(before, after)
-    old, new = np.searchsorted(group_ends, before), np.searchsorted(group_ends, after)
-    changing = old[np.array(array.shape) > 1]
-    expanded = np.where(np.isin(old, changing), use.before[0], 1)
-    shape = np.where(np.isin(new, changing), use.after, 1)
-    return slim(np.broadcast_to(array, expanded).reshape(shape))
-
-
-def _put_together(use: _Use) -> Known:
-    """Concatenations and stacks."""
-    (axis,), known, shapes = use.axes, use.known, use.before
-    if use.name == "stack":
-        known = [one.moved(lambda array: np.expand_dims(array, axis)) for one in known]
-        shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
-
-    def together(arrays: Sequence[ndarray]) -> ndarray:
-        common = np.broadcast_shapes(*(np.take(a, [0], axis).shape for a in arrays))
-        sizes = [(*common[:axis], s[axis], *common[axis + 1 :]) for s in shapes]
-        return slim(np.concatenate([*map(np.broadcast_to, arrays, sizes)], axis))
-
-    rows = together([one.rows for one in known])
-    if all(one.values is None for one in known):
-        return Known(rows)
-    unknown = np.full((1,) * rows.ndim, _UNKNOWN)
-    values = [unknown if one.values is None else one.values for one in known]
-    return Known(rows, together(values))
-
-
-def _padded(use: _Use) -> Known:
-    array, beside = use.rows[0], use.rows[1].flat[0]
-    for axis, (low, _, inside) in enumerate(use.params["padding_config"]):
-        size, after = use.before[0][axis], use.after[axis]
-        if size == after or size > 1 and array.shape[axis] == 1:
-            continue
-        places, rest = np.divmod(np.arange(after) - low, inside + 1)
-        is_real = (rest == 0) & (places >= 0) & (places < size)
-        taken = array.take(np.where(is_real, places, 0), axis)
-        array = np.where(_along(is_real, axis, array.ndim), taken, beside)
-    return Known(array)
-
-
-# Operations that look entries up, or write them, by their places.
-
-
-def _places(use: _Use, number: int) -> tuple[Known, tuple[Any, ...]]:
-    """Places `(..., coordinates)` from operand `number` on, and what they mean.
-
-    The dimension numbers of lookups and of writing have the same order.
-    """
-    if "dimension_numbers" in use.params:
-        return use.known[number], tuple(use.params["dimension_numbers"])
-    starts, every = use.known[number:], range(len(use.before[0]))
-    values = [_UNKNOWN if one.values is None else one.values.item() for one in starts]
-    rows = joined(*[one.rows for one in starts]).reshape(1)
-    return Known(rows, np.array(values)), (every, (), every, (), ())
-
-
-def _spots(
-    shape: Sequence[int],
-    window: Sequence[int],
-    places: Known,
-    numbers: tuple[Any, ...],
-    ndim: int,
-) -> tuple[list[ndarray | None], ndarray]:
-    """Where entries of a result, or of what is written, are along axes of an operand.
-
-    Each with the axes of those; None where that is anywhere. And the origins of places.
-
-    Args:
-        shape: of the operand.
-        window: the shape of what is at a place of it.
-        places, numbers: as from `_places`.
-        ndim: how many axes the result has, or what is written.
-    """
-    of_window, gone, starting, batched, pairs = numbers
-    of_places = [axis for axis in range(ndim) if axis not in of_window]
-    origins = folded(places.rows, [-1])[..., 0]
-    offsets, spots = iter(of_window), []
-    for axis, (size, length) in enumerate(zip(shape, window, strict=True)):
-        spot: Any = np.zeros((1,) * ndim, int)
-        if axis in batched:
-            pair = of_places[pairs[[*batched].index(axis)]]
-            spot = _along(np.arange(size), pair, ndim)
-        elif axis not in gone:
-            spot = _along(np.arange(length), next(offsets), ndim)
-        if axis in starting and length < size:
-            starts = _coordinates(places, [*starting].index(axis))
-            if starts is None:
-                spot = None
-            else:
-                starts = np.clip(starts, 0, size - length)
-                spot = spot + _spread(starts, of_places, ndim)
-        spots.append(spot)
-    return spots, _spread(origins, of_places, ndim)
-
-
-def _coordinates(places: Known, number: int) -> ndarray | None:
-    """One coordinate of all places, if the program contains it."""
-    if places.values is None:
-        return None
-    values = places.values[..., min(number, places.values.shape[-1] - 1)]
-    return None if np.isnan(values).any() else values.astype(int)
-
-
-def _looked_up(use: _Use) -> Known:
-    rows, window = use.rows[0], use.params["slice_sizes"]
-    spots, origins = _spots(use.before[0], window, *_places(use, 1), len(use.after))
-    nowhere = np.zeros((1,) * len(use.after), int)
-    for axis, spot in enumerate(spots):
-        if spot is None:
-            rows = folded(rows, [axis])
-        spots[axis] = nowhere if rows.shape[axis] == 1 else spot
-    entries = rows[tuple(np.broadcast_arrays(*spots))]
-    return Known(slim(joined(entries, origins)))
-
-
-def _written(use: _Use) -> Known:
-    """What was there before may still be there."""
-    number = 1 if use.name == "dynamic_update_slice" else 2
-    places, numbers = _places(use, 3 - number)
-    shape, sizes = use.before[number], [*use.after]
-    offsets, without = iter(numbers[0]), {*numbers[1], *numbers[3]}
-    window = [
-        1 if axis in without else shape[next(offsets)] for axis in range(len(sizes))
-    ]
-    spots, origins = _spots(sizes, window, places, numbers, len(shape))
-    updates = joined(use.rows[number], origins)
-    if (updates == NO_ROW).all():
-        return Known(use.rows[0])
-
-    for axis, spot in enumerate(spots):
-        # All along an axis, if the same is written there or no one knows where.
-        if spot is None or spot.size == sizes[axis] and 1 == math.prod(
-            n for n, at in zip(updates.shape, spot.shape, strict=True) if at > 1
-        ):
-            spots[axis], sizes[axis] = np.zeros((1,) * len(shape), int), 1
-    *spots, updates = np.broadcast_arrays(*spots, updates)
-    first, last = np.full(sizes, SEVERAL, np.int32), np.full(sizes, NO_ROW, np.int32)
-    np.minimum.at(first, tuple(spots), np.where(updates == NO_ROW, SEVERAL, updates))
-    np.maximum.at(last, tuple(spots), updates)
-    return Known(joined(use.rows[0], _between(first, last)))
-
-
-# Operations that join rows along some axes of their operands.
-
-_Axes = Sequence[int | None]
-"""For each axis of an operand that of the result; None if rows are joined along it."""
-
-
-def _sent(rows: ndarray, axes: _Axes, ndim: int) -> ndarray:
-    rows = folded(rows, [axis for axis, to in enumerate(axes) if to is None])
-    kept = sorted((to, axis) for axis, to in enumerate(axes) if to is not None)
-    order = [axis for _, axis in kept]
-    rows = rows.transpose([*{*range(rows.ndim)} - {*order}, *order])
-    shape = rows.shape[rows.ndim - len(order) :]
-    return _spread(rows.reshape(shape), [to for to, _ in kept], ndim)
-
-
-def _joining(axes_of: Callable[[_Use], Sequence[_Axes]]) -> Callable[[_Use], Known]:
-    def rule(use: _Use) -> Known:
-        pairs = zip(use.rows, axes_of(use), strict=True)
-        return Known(joined(*[_sent(*pair, len(use.after)) for pair in pairs]))
-
-    return rule
-
-
-def _of_product(use: _Use) -> Sequence[_Axes]:
-    contracted, batched = use.params["dimension_numbers"]
-    free, results = iter(range(len(batched[0]), len(use.after))), []
-    for shape, joins, both in zip(use.before, contracted, batched, strict=True):
-        places = {axis: place for place, axis in enumerate(both)}
-        for axis in range(len(shape)):
-            if axis not in (*joins, *both):
-                places[axis] = next(free)
-        results.append([places.get(axis) for axis in range(len(shape))])
-    return results
-
-
-def _first_axes(use: _Use) -> Sequence[_Axes]:
-    """Fourier transforms, of so many last axes, decompositions, of two, and keys.
-
-    What is drawn from each key has its own axes behind those of the keys.
-    """
-    count = len(use.after)
-    if not use.name.startswith("random"):
-        count = len(use.before[0]) - len(use.params.get("fft_lengths", "mn"))
-    return [
-        [axis if axis < count else None for axis in range(len(shape))]
-        for shape in use.before
-    ]
-
-
-def _of_solve(use: _Use) -> Sequence[_Axes]:
-    """Triangular systems, a column, or a row, of the right-hand side apart."""
-    *batch, row, column = range(len(use.after))
-    side = [None, column] if use.params["left_side"] else [row, None]
-    return [[*batch, None, None], [*batch, *side]]
-
-
-def _convolution(use: _Use) -> Known:
-    """Each operand as `(batch, features)` of the result, then along its axes."""
-    numbers, groups = use.params["dimension_numbers"], use.params["feature_group_count"]
-    batches, features = use.params["batch_group_count"], use.after[numbers.out_spec[1]]
-    images = use.rows[0].transpose(numbers.lhs_spec)
-    images = folded(images, range(2, images.ndim))
-    images = images.reshape(images.shape[:2])
-    if groups > 1 and images.shape[1] > 1:
-        apart = images.reshape(len(images), groups, -1)
-        images = folded(apart, [2])[..., 0].repeat(features // groups, axis=1)
-    else:
-        images = folded(images, [1])
-    if batches > 1 and len(images) > 1:
-        images = images[:, 0].reshape(batches, -1).T
-        images = images.repeat(features // batches, axis=1)
-    kernels = folded(use.rows[1], numbers.rhs_spec[1:]).reshape(1, -1)
-    rows = joined(images, kernels)
-    return Known(_sent(rows, numbers.out_spec[:2], len(use.after)))
-
-
-def _entry_by_entry(use: _Use) -> Known:
-    """Where shapes let it, and nothing is claimed if not."""
-    parts, ndim = [uniform(NO_ROW, len(use.after)).rows], len(use.after)
-    for rows in use.rows:
-        if rows.size == 1:
-            parts.append(rows.reshape((1,) * ndim))
-        elif rows.ndim == ndim and all(
-            size in (1, after) for size, after in zip(rows.shape, use.after, strict=True)
-        ):
-            parts.append(rows)
-        elif (rows == SEVERAL).any():
-            parts.append(uniform(SEVERAL, ndim).rows)
-    rows = joined(*parts)
-    if use.name not in ("eq", "ne") and _tells_rows_apart(use, rows):
-        # But for what JAX compares to differentiate `x.at[places].set(...)`.
-        rows = uniform(SEVERAL, ndim).rows
-    return Known(rows, _values(use))
-
-
-def _along_its_axes(use: _Use) -> Known:
-    """The rule for any operation: it joins rows if it goes along their axis or devices.
-
-    Examples are sums, also so far, sorting and collectives. Axes that are gone from
-    the result are those that it goes along.
-    """
-    axes, windows, ndim = use.axes, use.params.get("window_dimensions"), len(use.after)
-    if DATA in axes:
-        is_mixed = any(operand.has_rows for operand in use.known)
-        return uniform(SEVERAL if is_mixed else NO_ROW, ndim)
-    # `vmap` leaves the numbers of axes in a sum over the axis that it names.
-    numbers = [int(axis) for axis in axes if hasattr(axis, "__index__")]
-    if windows:
-        numbers = [axis for axis, size in enumerate(windows) if size > 1]
-    for place, rows in enumerate(use.rows):
-        along = [axis for axis in numbers if axis < rows.ndim]
-        use.rows[place] = folded(rows, along)
-        if not windows and along and ndim < rows.ndim:
-            use.rows[place] = use.rows[place].squeeze(tuple(along))
-    return _entry_by_entry(use)
-
-
-def _one_by_one(use: _Use) -> Known:
-    """Several arrays, each of which has a result of its own."""
-    use.known, use.rows = [use.known[use.number]], [use.rows[use.number]]
-    return _along_its_axes(use)
 
 
 def _chosen(which: ndarray, *cases: ndarray) -> ndarray:
@@ -537,33 +536,21 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 """What becomes of numbers; nothing is claimed of bits."""
 
 RULES: Final[dict[str, Callable[[_Use], Known]]] = {
-    "broadcast_in_dim": _moving(
-        lambda use, array: _spread(
-            array, use.params["broadcast_dimensions"], len(use.after)
-        )
-    ),
-    "reshape": _moving(_reshaped),
-    "rev": _moving(lambda use, array: np.flip(array, tuple(use.axes))),
-    "slice": _moving(_sliced),
-    "split": _moving(_split),
-    "squeeze": _moving(lambda use, array: array.squeeze(tuple(use.axes))),
-    "tile": _moving(_tiled),
-    "transpose": _moving(lambda use, a: a.transpose(use.params["permutation"])),
-    "unstack": _moving(_unstacked),
+    **dict.fromkeys(_MOVES, _moved),
     **dict.fromkeys(["concatenate", "stack"], _put_together),
     "pad": _padded,
     **dict.fromkeys(["dynamic_slice", "gather"], _looked_up),
     **dict.fromkeys(
-        ["scatter" + how for how in ("", "-add", "-max", "-min", "-mul", "-sub")]
-        + ["dynamic_update_slice"],
+        ["dynamic_update_slice", "scatter"]
+        + ["scatter-" + how for how in ("add", "max", "min", "mul", "sub")],
         _written,
     ),
     "dot_general": _joining(_of_product),
     "triangular_solve": _joining(_of_solve),
     **dict.fromkeys(
-        "cholesky eigh fft lu qr svd random_bits random_split random_unwrap"
-        " random_wrap".split(),
-        _joining(_first_axes),
+        ["cholesky", "eigh", "fft", "lu", "qr", "svd"]
+        + ["random_bits", "random_split", "random_unwrap", "random_wrap"],
+        _joining(_of_first_axes),
     ),
     "conv_general_dilated": _convolution,
     **dict.fromkeys(["optimization_barrier", "pmax", "pmin", "psum"], _one_by_one),

@@ -12,7 +12,7 @@ import pytest
 from toys import NormNet, batches
 
 from jaxdp import Callback, Pmap, Sharded, SingleDevice, Trainer
-from jaxdp.step.ends import last_function, mark_logits
+from jaxdp.step.jaxprs import last_function, mark_logits
 from jaxdp.step.objective import LossFnObjective
 
 X = np.ones((2, 4), np.float32)
