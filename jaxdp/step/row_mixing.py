@@ -21,18 +21,19 @@ from typing import Any, Final
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 from numpy import ndarray
 
 from .jaxprs import ROW_BY_ROW, calls_python, is_mark, opened, programs_in
 from .row_origins import (
+    MOST_VALUES,
     NO_ROW,
     RULES,
     SEVERAL,
     Known,
     folded,
     joined,
-    known_of,
     known_of_results,
     slim,
     uniform,
@@ -157,7 +158,7 @@ class _Follower:
         """
         jaxpr, constants = (
             opened(program),
-            map(known_of, getattr(program, "consts", ())),
+            map(_known_of, getattr(program, "consts", ())),
         )
         known: dict[Any, Known] = {
             **dict(zip(jaxpr.constvars, constants, strict=False)),
@@ -167,19 +168,19 @@ class _Follower:
 
         def find(var: Any) -> Known:
             if hasattr(var, "val"):
-                return known_of(var.val)
+                return _known_of(var.val)
             return known.get(var) or uniform(NO_ROW, len(var.aval.shape))
 
         for place, equation in enumerate(jaxpr.eqns):
             operands, results = [*map(find, equation.invars)], []
             if last is not None and self._has_values(equation):  # rows begin anew
-                self._results(equation, [one.without_rows for one in operands])
+                self._results(equation, [*map(_without_rows, operands)])
             elif is_mark(equation, _ROWS):
                 if has_values:
                     # The loss is computed once more, for another part or by an
                     # optimizer that evaluates it. All rows had a part in where it is
                     # computed.
-                    known = {var: one.without_rows for var, one in known.items()}
+                    known = {var: _without_rows(one) for var, one in known.items()}
                     has_values = False
                 results = [Known(_own_rows(*equation.outvars[0].aval.shape))]
             elif equation.primitive.name == "iota" or any(
@@ -316,8 +317,24 @@ class _Follower:
         return [*map(whole, results, equation.outvars, inside.outvars)]
 
 
+def _known_of(value: Any) -> Known:
+    """What is known of a constant: the numbers in it."""
+    nothing = uniform(NO_ROW, np.ndim(value))
+    dtype = getattr(value, "dtype", np.dtype(type(value)))
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iubf":
+        return nothing
+    if np.size(value) > MOST_VALUES or isinstance(value, Tracer):
+        return nothing
+    # A constant of the program: if it is on a device, this waits for the device.
+    return Known(nothing.rows, np.asarray(value).astype(float))
+
+
 def _nothing_of(variables: Sequence[Any]) -> list[Known]:
     return [uniform(NO_ROW, len(var.aval.shape)) for var in variables]
+
+
+def _without_rows(known: Known) -> Known:
+    return Known(uniform(NO_ROW, known.rows.ndim).rows, known.values)
 
 
 def _own_rows(size: int, *others: int) -> ndarray:

@@ -12,21 +12,17 @@ no rule is for an operation (`_along_its_axes`).
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from numpy import ndarray
 
 from .collectives import DATA
 
 NO_ROW: Final = -1
 SEVERAL: Final = np.iinfo(np.int32).max
-_UNKNOWN: Final = math.nan
-_MOST_VALUES: Final = 2**20
+MOST_VALUES: Final = 2**20
 """So many numbers are looked at."""
 
 
@@ -40,27 +36,11 @@ class Known(NamedTuple):
     def has_rows(self) -> bool:
         return bool((self.rows != NO_ROW).any())
 
-    @property
-    def without_rows(self) -> "Known":
-        return Known(uniform(NO_ROW, self.rows.ndim).rows, self.values)
-
 
 @functools.lru_cache
 def uniform(row: int, ndim: int) -> Known:
     """What is known of an array all of whose entries have the same origin."""
     return Known(np.full((1,) * ndim, row, np.int32))
-
-
-def known_of(value: Any) -> Known:
-    """What is known of a constant: the numbers in it."""
-    nothing = uniform(NO_ROW, np.ndim(value))
-    dtype = getattr(value, "dtype", np.dtype(type(value)))
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iubf":
-        return nothing
-    if np.size(value) > _MOST_VALUES or isinstance(value, Tracer):
-        return nothing
-    # A constant of the program: if it is on a device, this waits for the device.
-    return Known(nothing.rows, np.asarray(value).astype(float))
 
 
 def joined(*origins: ndarray) -> ndarray:
@@ -128,19 +108,22 @@ _GOING_ALONG: Final = frozenset(
 )
 """Those that must name some: if one does not, JAX calls them otherwise."""
 
+_ONE_TO_ONE: Final = "optimization_barrier", "pmax", "pmin", "psum"
+"""Operations of several arrays, each of which has a result of its own."""
+
 
 def known_of_results(equation: Any, known: Sequence[Known]) -> list[Known]:
     """What is known of the results of an operation that has no programs.
 
-    Raises:
-        AttributeError, LookupError, TypeError, ValueError: if JAX describes the
-            operation otherwise than its rule reads it.
+    Raises whatever its rule fails with, if JAX describes it otherwise.
     """
     results = []
     for number in range(len(equation.outvars)):
         use = _Use(equation, known, number)
+        if use.name in _ONE_TO_ONE:
+            use.known, use.rows = known[number:][:1], use.rows[number:][:1]
         result = RULES.get(use.name, _along_its_axes)(use)
-        is_small = result.values is None or result.values.size <= _MOST_VALUES
+        is_small = result.values is None or result.values.size <= MOST_VALUES
         results.append(result if is_small else Known(result.rows))
     return results
 
@@ -151,6 +134,14 @@ def known_of_results(equation: Any, known: Sequence[Known]) -> list[Known]:
 def _moved(use: _Use) -> Known:
     arrays = [array for array in use.known[0] if array is not None]
     return Known(*[_thin(_MOVES[use.name](use, array)) for array in arrays])
+
+
+def _spread(array: ndarray, axes: Sequence[int], ndim: int) -> ndarray:
+    """The array with its axes at these places among more, of size 1."""
+    shape = [1] * ndim
+    for axis, size in zip(axes, array.shape, strict=True):
+        shape[axis] = size
+    return array.reshape(shape)
 
 
 def _whole(use: _Use, array: ndarray) -> ndarray:
@@ -172,11 +163,6 @@ def _cut(use: _Use, array: ndarray) -> ndarray:
 def _split(use: _Use, array: ndarray) -> ndarray:
     ends = np.cumsum(use.params["sizes"])[:-1]
     return np.split(_whole(use, array), ends, *use.axes)[use.number]
-
-
-def _unstacked(use: _Use, array: ndarray) -> ndarray:
-    (axis,) = use.axes
-    return np.moveaxis(_whole(use, array), axis, 0)[use.number]
 
 
 def _tiled(use: _Use, array: ndarray) -> ndarray:
@@ -210,7 +196,9 @@ _MOVES: Final[dict[str, Callable[[_Use, ndarray], ndarray]]] = {
     "squeeze": lambda use, array: array.squeeze(tuple(use.axes)),
     "tile": _tiled,
     "transpose": lambda use, array: array.transpose(use.params["permutation"]),
-    "unstack": _unstacked,
+    "unstack": lambda use, array: np.moveaxis(_whole(use, array), use.axes[0], 0)[
+        use.number
+    ],
 }
 
 
@@ -229,7 +217,7 @@ def _put_together(use: _Use) -> Known:
     values = [operand.values for operand in use.known]
     if all(one is None for one in values):
         return Known(together(use.rows))
-    unknown = np.full((1,) * len(use.before[0]), _UNKNOWN)
+    unknown = np.full((1,) * len(use.before[0]), np.nan)
     values = together([unknown if one is None else one for one in values])
     return Known(together(use.rows), values)
 
@@ -243,16 +231,11 @@ def _padded(use: _Use) -> Known:
         places, rest = np.divmod(np.arange(after) - low, inside + 1)
         is_real = (rest == 0) & (places >= 0) & (places < size)
         taken = array.take(np.where(is_real, places, 0), axis)
-        array = np.where(_along(is_real, axis, array.ndim), taken, beside)
+        array = np.where(_spread(is_real, [axis], array.ndim), taken, beside)
     return Known(array)
 
 
 # Operations that look entries up, or write them.
-
-
-def _along(entries: Any, axis: int, ndim: int) -> ndarray:
-    """Entries as those of an array along an axis."""
-    return np.reshape(entries, [-1 if i == axis else 1 for i in range(ndim)])
 
 
 def _spots(use: _Use, number: int, shape: Sequence[int]) -> tuple[list[Any], ndarray]:
@@ -262,8 +245,7 @@ def _spots(use: _Use, number: int, shape: Sequence[int]) -> tuple[list[Any], nda
 
     Args:
         use: the operation.
-        number: of the operand that has the places, `(..., coordinates)`; or the first
-            of scalars.
+        number: of the operand with the places, `(..., coordinates)`, or scalars.
         shape: of what is looked up or written, whose axes the places have.
     """
     if "dimension_numbers" in use.params:  # which are in the same order for both
@@ -272,7 +254,7 @@ def _spots(use: _Use, number: int, shape: Sequence[int]) -> tuple[list[Any], nda
     else:
         of_window = starting = range(len(shape))
         gone, batched, pairs, scalars = (), (), (), use.known[number:]
-        values = [_UNKNOWN if one.values is None else one.values for one in scalars]
+        values = [np.nan if one.values is None else one.values for one in scalars]
         rows = joined(*[one.rows for one in scalars])
         starts = Known(rows.reshape(1), np.array(values, float))  # on the host
     of_places = [axis for axis in range(len(shape)) if axis not in of_window]
@@ -283,13 +265,13 @@ def _spots(use: _Use, number: int, shape: Sequence[int]) -> tuple[list[Any], nda
         length, at = 1, np.zeros((1,) * len(shape), int)
         if axis in batched:
             pair = of_places[pairs[[*batched].index(axis)]]
-            at = _along(np.arange(size), pair, len(shape))
+            at = _spread(np.arange(size), [pair], len(shape))
         elif axis not in gone:
             offset = next(offsets)
             length = shape[offset]
-            at = _along(np.arange(length), offset, len(shape))
+            at = _spread(np.arange(length), [offset], len(shape))
         if axis in starting and length < size:
-            start = np.full(1, _UNKNOWN) if starts.values is None else starts.values
+            start = np.full(1, np.nan) if starts.values is None else starts.values
             start = start[..., [*starting].index(axis) % start.shape[-1]]
             if np.isnan(start).any():
                 at = None
@@ -351,36 +333,22 @@ def _sent(rows: ndarray, axes: _Axes, ndim: int) -> ndarray:
     return _spread(rows.reshape(rows.shape[: len(kept)]), [to for to, _ in kept], ndim)
 
 
-def _spread(array: ndarray, axes: Sequence[int], ndim: int) -> ndarray:
-    """The array with its axes at these places among more, of size 1."""
-    shape = [1] * ndim
-    for axis, size in zip(axes, array.shape, strict=True):
-        shape[axis] = size
-    return array.reshape(shape)
+def _join(use: _Use, *axes: _Axes) -> Known:
+    return Known(joined(*map(_sent, use.rows, axes, [use.ndim] * len(axes))))
 
 
-def _joining(axes_of: Callable[[_Use], Sequence[_Axes]]) -> Callable[[_Use], Known]:
-    """The rule for operations with these axes."""
-
-    def rule(use: _Use) -> Known:
-        pairs = zip(use.rows, axes_of(use), strict=True)
-        return Known(joined(*[_sent(*pair, use.ndim) for pair in pairs]))
-
-    return rule
-
-
-def _of_product(use: _Use) -> Sequence[_Axes]:
+def _product(use: _Use) -> Known:
     contracted, batched = use.params["dimension_numbers"]
-    free, results = iter(range(len(batched[0]), use.ndim)), []
+    free, axes = iter(range(len(batched[0]), use.ndim)), []
     for shape, joins, both in zip(use.before, contracted, batched, strict=True):
         places = {axis: place for place, axis in enumerate(both)}
         left = {*range(len(shape))} - {*joins, *both}
         places |= zip(sorted(left), free, strict=False)
-        results.append([places.get(axis) for axis in range(len(shape))])
-    return results
+        axes.append([places.get(axis) for axis in range(len(shape))])
+    return _join(use, *axes)
 
 
-def _of_first_axes(use: _Use) -> Sequence[_Axes]:
+def _first_axes(use: _Use) -> Known:
     """Fourier transforms, of so many last axes, decompositions, of two, and keys.
 
     What is drawn from each key has its own axes behind those of the keys.
@@ -388,14 +356,14 @@ def _of_first_axes(use: _Use) -> Sequence[_Axes]:
     count = use.ndim
     if not use.name.startswith("random"):
         count = len(use.before[0]) - len(use.params.get("fft_lengths", "mn"))
-    return [[i if i < count else None for i in range(len(s))] for s in use.before]
+    return _join(use, [i if i < count else None for i in range(len(use.before[0]))])
 
 
-def _of_solve(use: _Use) -> Sequence[_Axes]:
+def _solved(use: _Use) -> Known:
     """Triangular systems, a column, or a row, of the right-hand side apart."""
     *batch, row, column = [*range(use.ndim)]
     side = [None, column] if use.params["left_side"] else [row, None]
-    return [[*batch, None, None], [*batch, *side]]
+    return _join(use, [*batch, None, None], [*batch, *side])
 
 
 def _convolution(use: _Use) -> Known:
@@ -430,28 +398,25 @@ def _along_its_axes(use: _Use) -> Known:
     numbers = [int(axis) for axis in axes if hasattr(axis, "__index__")]
     if windows:
         numbers = [axis for axis, size in enumerate(windows) if size > 1]
-    return _entry_by_entry(use, numbers)
+    for place, rows in enumerate(use.rows):
+        along = tuple([axis for axis in numbers if axis < rows.ndim])
+        use.rows[place] = folded(rows, along)
+        if rows.ndim > use.ndim and not windows:
+            use.rows[place] = use.rows[place].squeeze(along)
+    return _entry_by_entry(use)
 
 
-def _entry_by_entry(use: _Use, along: Sequence[int] = ()) -> Known:
+def _entry_by_entry(use: _Use) -> Known:
     """Where shapes let it, and nothing is claimed if not."""
     parts = [uniform(NO_ROW, use.ndim).rows]
     for rows in use.rows:
-        axes: _Axes = [None if i in along else i for i in range(rows.ndim)]
-        num_axes = rows.ndim
-        if rows.ndim > use.ndim and "window_dimensions" not in use.params:
-            left = iter(range(rows.ndim))
-            axes = [None if axis is None else next(left) for axis in axes]
-            num_axes -= axes.count(None)
-        is_fit = num_axes == use.ndim and all(
-            to is None or size in (1, use.after[to])
-            for size, to in zip(rows.shape, axes, strict=True)
-        )
-        if is_fit and not along:
+        if rows.ndim == use.ndim and all(
+            size in (1, after)
+            for size, after in zip(rows.shape, use.after, strict=True)
+        ):
             parts.append(rows)
-        elif is_fit or rows.size == 1 or (rows == SEVERAL).any():
-            axes = axes if is_fit else [None] * rows.ndim
-            parts.append(_sent(rows, axes, use.ndim))
+        elif rows.size == 1 or (rows == SEVERAL).any():
+            parts.append(np.full((1,) * use.ndim, rows.max()))
     rows = joined(*parts)
     if use.name not in ("eq", "ne") and _tells_rows_apart(use, rows):
         # But for what JAX compares to differentiate `x.at[places].set(...)`.
@@ -459,28 +424,22 @@ def _entry_by_entry(use: _Use, along: Sequence[int] = ()) -> Known:
     return Known(rows, _values(use))
 
 
-def _one_by_one(use: _Use) -> Known:
-    """Several arrays, each of which has a result of its own."""
-    use.known, use.rows = [use.known[use.number]], [use.rows[use.number]]
-    return _along_its_axes(use)
-
-
 def _values(use: _Use) -> ndarray | None:
     """The numbers that a result has which is made of others entry by entry."""
     if use.name == "iota":
         axis, shape = use.params["dimension"], use.after
-        if use.params["dtype"].kind not in "iuf" or shape[axis] > _MOST_VALUES:
+        if use.params["dtype"].kind not in "iuf" or shape[axis] > MOST_VALUES:
             return None
-        return _along(np.arange(shape[axis], dtype=float), axis, len(shape))
+        return _spread(np.arange(shape[axis], dtype=float), [axis], use.ndim)
     given = [operand.values for operand in use.known if operand.values is not None]
     if use.name not in _FUNCTIONS or len(given) < len(use.known):
         return None
     with np.errstate(all="ignore"):
         values = _FUNCTIONS[use.name](*given)
-    if jnp.issubdtype(use.dtype, jnp.integer):
+    if np.issubdtype(use.dtype, np.integer):
         values = np.trunc(values)
     is_unknown: Any = sum(np.isnan(values) for values in given)
-    return np.where(is_unknown, _UNKNOWN, values)
+    return np.where(is_unknown, np.nan, values)
 
 
 def _tells_rows_apart(use: _Use, rows: ndarray) -> bool:
@@ -507,32 +466,17 @@ def _tells_rows_apart(use: _Use, rows: ndarray) -> bool:
     return False
 
 
-def _chosen(which: ndarray, *cases: ndarray) -> ndarray:
-    arrays = np.broadcast_arrays(which, *cases)
-    return np.choose(np.nan_to_num(arrays[0]).astype(int), arrays[1:], mode="clip")
-
-
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
-    "add": np.add,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "rem": np.fmod, "sign": np.sign,
+    "convert_element_type": np.positive, "copy": np.positive,
     "clamp": lambda low, x, high: np.clip(x, low, high),
-    "convert_element_type": np.positive,
-    "copy": np.positive,
-    "div": np.divide,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "le": np.less_equal,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "rem": np.fmod,
-    "select_n": _chosen,
-    "sign": np.sign,
-    "sub": np.subtract,
-}
+    "select_n": lambda which, *cases: np.choose(
+        np.nan_to_num(which).astype(int), cases, mode="clip"
+    ),
+}  # fmt: skip
 """What becomes of numbers; nothing is claimed of bits."""
 
 RULES: Final[dict[str, Callable[[_Use], Known]]] = {
@@ -540,20 +484,16 @@ RULES: Final[dict[str, Callable[[_Use], Known]]] = {
     **dict.fromkeys(["concatenate", "stack"], _put_together),
     "pad": _padded,
     **dict.fromkeys(["dynamic_slice", "gather"], _looked_up),
+    **dict.fromkeys(["dynamic_update_slice", "scatter"], _written),
+    **{f"scatter-{how}": _written for how in ("add", "max", "min", "mul", "sub")},
+    "dot_general": _product,
+    "triangular_solve": _solved,
     **dict.fromkeys(
-        ["dynamic_update_slice", "scatter"]
-        + ["scatter-" + how for how in ("add", "max", "min", "mul", "sub")],
-        _written,
-    ),
-    "dot_general": _joining(_of_product),
-    "triangular_solve": _joining(_of_solve),
-    **dict.fromkeys(
-        ["cholesky", "eigh", "fft", "lu", "qr", "svd"]
-        + ["random_bits", "random_split", "random_unwrap", "random_wrap"],
-        _joining(_of_first_axes),
+        "cholesky eigh fft lu qr svd random_bits random_split random_unwrap"
+        " random_wrap".split(),
+        _first_axes,
     ),
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(["optimization_barrier", "pmax", "pmin", "psum"], _one_by_one),
     "pvary": _entry_by_entry,  # names axes of devices, and sends nothing over them
 }
 """By the names of operations; for all others there is `_along_its_axes`."""
