@@ -1,10 +1,18 @@
 """From what a user passes as a loader to padded batches."""
 
 from .arrays import Arrays
-from .batches import inputs_of, leaf_name, read_only, rows_of, shown, taken
+from .batches import (
+    inputs_of,
+    leaf_name,
+    read_only,
+    real_rows,
+    rows_of,
+    shown,
+    taken,
+)
 from .conversion import check_targets, targeted, to_host, without_ignored
 from .loader_state import Position
 from .opening import open_loader
-from .padding import Dispatch, Packer, Placed, Window
+from .padding import Dispatch, Packer, Window
 from .shares import GlobalShare, LocalShare, Share
 from .source import ALL, NO_LOADER, ListSource, Source

@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..distributed import RowBlocks
 from ..step import Batch, Picked, Rowless, as_given, with_rows
+
+Key = tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...], *tuple[int, ...]]
+"""A form as it is compared: the structure, and each leaf's shape without its rows, and
+dtype; of rows of a table, how many it has besides."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +88,21 @@ def read_only(batch: Batch) -> Batch:
     return as_given(jax.tree.unflatten(treedef, views))
 
 
+def key_of(batch: Batch) -> Key:
+    """The form of a batch, as it is compared."""
+    if type(batch) is Picked:
+        return batch.table.key
+    leaves, treedef = jax.tree.flatten(batch)
+    # A bool is the number of axes that rows have.
+    pairs = zip(leaves, with_rows(treedef), strict=True)
+    return treedef, tuple([(leaf.shape[rows:], leaf.dtype) for leaf, rows in pairs])
+
+
+def shapes_of(batch: Batch) -> list[list[int]]:
+    """The shape of each leaf without its rows; JSON."""
+    return [list(shape) for shape, _ in key_of(batch)[1]]
+
+
 def leaf_name(batch: Any, index: int) -> str:
     """How a user would write the leaf number `index`: `batch[0]['image']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -142,3 +162,24 @@ def _stacked(leaves: list[Any]) -> Any:
 def _strong(leaf: Any) -> Any:
     """A leaf of a strong type, as NumPy's are: others have results of other dtypes."""
     return jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def real_rows(leaf: Any, batch: Batch, blocks: RowBlocks, own: bool) -> np.ndarray:
+    """Values of the rows of a padded `batch` that are no padding, on the host.
+
+    Args:
+        leaf: the values, which several processes may share.
+        own: whether those of this process's blocks are enough.
+    """
+    if not isinstance(batch, Portion):
+        return np.asarray(leaf)[: counts_of(batch)[0]]
+    per_block = len(leaf) // blocks.count
+    if own and not leaf.is_fully_replicated:
+        shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
+        whole = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
+        places = zip(range(0, len(whole), per_block), blocks.own, strict=True)
+    else:
+        whole = np.asarray(leaf)
+        numbers = blocks.own if own else range(blocks.count)
+        places = [(block * per_block, block) for block in numbers]
+    return np.concatenate([whole[at : at + batch.counts[n]] for at, n in places])

@@ -29,6 +29,11 @@ _NARROW = {
 _PLAIN = {np.dtype(name) for name in ("float32", "int32", "uint8", "bool")}
 """What needs neither a check nor a conversion."""
 
+_HOST: Final = {np.ndarray}
+_NO_ROWS: Final = {(), (0,)}
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_ROWS = operator.itemgetter(slice(1))
+
 _LABELS: Final = np.dtype(np.int64)
 """What class numbers mostly are. It needs no check of its kind."""
 
@@ -67,7 +72,10 @@ def to_host(batch: Any, *, copy: bool = False) -> Batch:
 
     if type(batch) is list:
         batch = tuple(batch)
-    if type(batch) is not tuple:  # which most are
+    if type(batch) is tuple:  # which most are, and small steps wait for it
+        if not copy and _is_plain(batch):
+            return batch
+    else:
         if isinstance(batch, Portion):  # of an earlier pass
             return batch
         if isinstance(batch, Mapping) and jax.tree_util.all_leaves([batch]):
@@ -428,6 +436,16 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
     if dtype.kind in "fc" and dtype.itemsize > (8 if dtype.kind == "f" else 16):
         return False  # long double
     return dtype.kind not in "OUSMmV" or dtype.isbuiltin == 2
+
+
+def _is_plain(batch: tuple[Any, ...]) -> bool:
+    """Whether a tuple is a batch as it is."""
+    if not (
+        _HOST.issuperset(map(type, batch)) and _PLAIN.issuperset(map(_DTYPE, batch))
+    ):
+        return False
+    rows = {*map(_ROWS, map(_SHAPE, batch))}
+    return len(rows) == 1 and rows.isdisjoint(_NO_ROWS)
 
 
 def _not_numbers(batch: Any, index: int, leaf: Any) -> str:

@@ -1,39 +1,47 @@
-"""Host batches stacked and padded to what the compiled step takes."""
+"""Host batches stacked and padded to what the compiled step takes.
+
+Batches that are alike but for their rows are of one form: structure, dtypes, and shapes
+without the leading axis. Each form is compiled for, so each has a padded size of its
+own.
+"""
 
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 
+from ..basics.console import some_of
 from ..distributed import RowBlocks
-from ..step import Batch, Group, Picked
-from .batches import Portion, counts_of, own_of, rows_at, stacked
-from .forms import Form, Forms, Key, Leaves, key_of
+from ..step import Batch, Group, Picked, Rowless, joined, with_rows
+from .batches import (
+    Key,
+    Portion,
+    counts_of,
+    key_of,
+    leaf_name,
+    own_of,
+    rows_at,
+    stacked,
+)
 
 _ONE_BLOCK: Final = RowBlocks()
 _LOOK: Final = operator.attrgetter("shape", "dtype")
+_HOST: Final = {np.ndarray}
+
+Leaves = list[Any]
+"""NumPy's arrays, and JAX's."""
+
 
 Window = Sequence[Batch]
 """The batches of one optimizer step."""
 
 _Counts = tuple[int, ...]
 """How many real rows each block of a batch has."""
-
-
-class Placed(NamedTuple):
-    """Batches as a compiled step takes them, put on the devices."""
-
-    step: Any
-    groups: Any
-    nbytes: int
-    """What they take of a device before their step; 0 if the call brings them there."""
-    checks: tuple[Callable[[Any], None], ...]
-    """What raises for targets that were there, given a result of the step."""
 
 
 class Dispatch(NamedTuple):
@@ -52,13 +60,179 @@ class Dispatch(NamedTuple):
     """What a compiled step depends on: the split, the steps, each group's sizes."""
     are_there: bool = False
     """Whether any arrays are on the devices already: JAX's, of a loader."""
-    placed: Placed | None = None
+    placed: Any = None
     """The groups on their way to the devices, ahead of their turn."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows, padding included."""
         return sum(map(_bytes_of, self.groups))
+
+
+class Form:
+    """One form of batches, and the size that they are padded to."""
+
+    def __init__(self, key: Key):
+        self.key = key
+        self.text = _text(key)
+        treedef, _, *self.of_table = key
+        self.program = " of ".join([self.text, *map(str, self.of_table)])
+        has_rows = with_rows(treedef)
+        # Which leaves have none, and the structures of both kinds.
+        self.wholes = [place for place, rows in enumerate(has_rows) if not rows]
+        node = treedef.node_data()
+        self.is_rowless = node is not None and node[0] is Rowless
+        self.of_rows, self.of_whole = [
+            jax.tree.structure(
+                treedef.unflatten([rows == kind or None for rows in has_rows])
+            )
+            for kind in (True, False)
+        ]
+        if self.of_table:
+            self.wholes, self.of_rows = [], jax.tree.structure(Picked(True))
+        self.size = 0  # rows of a padded batch, of all processes
+        self.full: tuple[int, ...] = ()  # its real rows in each block, if it is full
+
+
+class Forms:
+    """The forms that one kind of step has met.
+
+    All have the structure and dtypes of the first batch.
+
+    Args:
+        what: kind of step, for messages.
+        num_shards: sizes are multiples of it.
+        num_blocks: into which rows are cut.
+
+    Attributes:
+        last: how the last batch of all that has come alone looks, and what a dispatch
+            of such has besides; None if not all of it is known.
+        before: the sizes before the last batches, until these have come to stay.
+    """
+
+    def __init__(self, what: str, num_shards: int, num_blocks: int):
+        self.last: tuple[Any, ...] | None = None
+        self._what = what
+        self._num_shards, self._num_blocks = num_shards, num_blocks
+        self._first: Key | None = None
+        self._known: dict[Key, Form] = {}
+        # Of forms that are not met yet. That of "" is for the one that comes first:
+        # earlier versions knew of one alone.
+        self._saved: dict[str, int] = {}
+        self.before: dict[Form, int] = {}
+        self._key: Key | None = None  # of the batch before, if all leaves have rows
+        self._form: Form
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The padded sizes so far, by the forms' texts, for a checkpoint."""
+        sizes = dict(self._saved)
+        for form in self._known.values():
+            sizes[form.text] = max(form.size, sizes.get(form.text, 0))
+        return {text: size for text, size in sizes.items() if size}
+
+    def find(self, batch: Batch) -> tuple[Leaves, Any, Form]:
+        """The leaves of a batch that have rows, those in a `Whole`, and its form.
+
+        Of rows of a table their numbers, the table, and the form.
+        """
+        if type(batch) is Picked:
+            if self._key is not batch.table.key:
+                self._turn_to(batch.table.key, batch)
+            return [batch.index], batch.table, self._form
+        leaves, treedef = jax.tree.flatten(batch)
+        key = treedef, tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+        if key != self._key:
+            self._turn_to(key_of(batch), batch)
+        if wholes := self._form.wholes:
+            rows = [leaf for at, leaf in enumerate(leaves) if at not in wholes]
+            return rows, [leaves[at] for at in wholes], self._form
+        return leaves, [], self._form
+
+    def size_of(self, key: Key) -> int:
+        """The padded size of a form so far; 0 if it has none."""
+        if key in self._known:
+            return self._known[key].size
+        return self._saved.get(_text(key), self._saved.get("", 0))
+
+    def rounded(self, rows: int) -> int:
+        """The size that so many rows need."""
+        return math.ceil(rows / self._num_shards) * self._num_shards
+
+    def grow(self, forms: Sequence[Form], rows: Sequence[int]) -> None:
+        """From now on batches of these forms get so many rows at least."""
+        self.before = {form: form.size for form in forms}
+        for form, needed in zip(forms, rows, strict=True):
+            self._resize(form, max(form.size, self.rounded(needed)))
+
+    def refuse(self) -> None:
+        """Forgets what the last batches needed: no step is taken on them."""
+        for form, size in self.before.items():
+            self._resize(form, size)
+        self.before = {}
+
+    def start_from(self, sizes: Mapping[str, int]) -> None:
+        """Pads as if these were the sizes so far."""
+        self._saved, self._known, self.before = dict(sizes), {}, {}
+        self._key = self.last = None
+
+    def forget(self) -> None:
+        """Takes the next batch for the first."""
+        self.start_from({})
+        self._first = None
+
+    def _resize(self, form: Form, size: int) -> None:
+        if size != form.size:
+            form.size, self.last = size, None
+            form.full = (size // self._num_blocks,) * self._num_blocks if size else ()
+
+    def difference(self, batch: Batch) -> str:
+        """How a batch differs from the first one, leaf by leaf; "" if it does not."""
+        treedef, shapes, *_ = key_of(batch)
+        if self._first is None or self._first[:2] == (treedef, shapes):
+            return ""
+        start, (first, expected) = f"a {self._what} batch", self._first[:2]
+        batch = batch.table.tree if type(batch) is Picked else batch
+        if treedef != first:
+            start += " differs from the first one in structure"
+            return f"{start}: was {first}, is {treedef}."
+
+        triples = zip(expected, shapes, with_rows(treedef), strict=True)
+        differing = [
+            f"{leaf_name(batch, i)} was {_shown(*was, rows)}, is {_shown(*now, rows)}"
+            for i, (was, now, rows) in enumerate(triples)
+            if was != now
+        ]
+        return f"{start} differs from the first one: {some_of(differing, '; ')}."
+
+    def note(self, group: Group) -> str:
+        """What may help where a step for batches like those of a group failed."""
+        if isinstance(group.batch, Picked):
+            return ""
+        stacked = joined(group.batch, group.whole)
+        batch = jax.tree.map(lambda leaf: leaf[0], stacked)
+        if not (difference := self.difference(batch)):
+            return ""
+        return (
+            f"{difference} The step is compiled once for each shape. If the shapes"
+            " should be the same, pad or convert in the dataset or `collate_fn`."
+        )
+
+    def _turn_to(self, key: Key, batch: Batch) -> None:
+        if self._first is None:
+            self._first = key
+        if _kind(key) != _kind(self._first):
+            raise ValueError(
+                f"{self.difference(batch)} Shapes may vary (the step is compiled"
+                " once for each), but structure and dtypes may not: convert in"
+                " the dataset or `collate_fn`."
+            )
+        if key not in self._known:
+            form = self._known[key] = Form(key)
+            of_first = self._saved.pop("", 0)
+            self._resize(form, self.rounded(self._saved.get(form.text, of_first)))
+        self._form = self._known[key]
+        self._key = None if self._form.wholes else key
 
 
 class Packer:
@@ -94,34 +268,42 @@ class Packer:
     @property
     def size(self) -> int:
         """Rows of the largest padded batch so far, of all processes."""
-        return self.forms.largest
+        return max(self.forms.sizes.values(), default=0)
 
     def pack(self, windows: list[Window], slots: int = 1) -> Dispatch:
-        """Packs the batches of optimizer steps; see `can_stack` for more than one.
+        """Packs the batches of optimizer steps; `together` has some that fit.
 
         A step has room for so many batches as there are slots; what the last one leaves
         over holds no real rows. Those of one form come together, others in turn.
         """
-        # Most batches are full, and this is quick: small steps wait for it.
+        # Most batches come alone and look like the one before, and this is quick: small
+        # steps wait for it.
+        first, last, steps = windows[0][0], self.forms.last, len(windows)
+        is_plain = type(first) is tuple and _HOST.issuperset(map(type, first))
+        if last and steps == slots == 1 and is_plain and not self.rows_interact:
+            looks, of_all, *others = last
+            if [*map(_LOOK, first)] == looks:
+                leaves = tuple([leaf[None] for leaf in first])
+                return Dispatch(windows, [Group(leaves, of_all, None)], *others)
+
         formed, counts, are_alike = [], [], not self.rows_interact
-        for window in windows:
-            for batch in window:
-                is_portion = type(batch) is Portion
-                formed.append(self.forms.find(batch.own if is_portion else batch))
-                leaves, _, form = formed[-1]
-                counts.append(batch.counts if is_portion else (len(leaves[0]),))
-                are_alike = are_alike and form is formed[0][2]
-        steps = len(windows)
+        for batch in itertools.chain.from_iterable(windows):
+            is_portion = type(batch) is Portion
+            formed.append(self.forms.find(batch.own if is_portion else batch))
+            leaves, _, form = formed[-1]
+            counts.append(batch.counts if is_portion else (len(leaves[0]),))
+            are_alike = are_alike and form is formed[0][2]
         form, count = formed[0][2], steps * slots
         if are_alike and counts == [form.full] * count:
-            if (known := form.if_full.get((steps, slots))) is None:
-                known = _if_full(form, steps, slots, self._counts(counts))
-                form.if_full[steps, slots] = known
-            of_all, *others = known
-            micros = [entry[0] for entry in formed]
-            wholes = [entry[1] for entry in formed]
+            shape = True, steps, ((count, form.size, form.program),)
+            of_all = _counts(tuple(counts), self._in_order)
+            known = True, [slots * form.size] * steps, (form.text,), shape
+            self.forms.before = {}
+            if is_plain and count == 1:
+                self.forms.last = [*map(_LOOK, first)], of_all, *known
+            micros, wholes = [entry[0] for entry in formed], [e[1] for e in formed]
             group = _group(micros, wholes, of_all, form)
-            return Dispatch(windows, [group], *others, are_there=_are_there(formed))
+            return Dispatch(windows, [group], *known, are_there=_are_there(formed))
 
         if form.is_rowless:  # what has no rows has none to pad or to split
             self.rows_interact = True
@@ -150,75 +332,49 @@ class Packer:
         for (form, size), run in itertools.groupby(zip(forms, sizes, strict=True)):
             stop = start + len(list(run))
             here = slice(start, stop)
-            of_all = self._counts(counts[here])
+            of_all = _counts(tuple(counts[here]), self._in_order)
             groups.append(_group(micros[here], wholes[here], of_all, form))
             shapes.append((stop - start, size, form))
             start = stop
         texts = tuple(form.text for *_, form in shapes)
-        shapes = [(*sizes, form.program) for *sizes, form in shapes]
-        shape = split, steps, tuple(shapes)
-        are_there = _are_there(formed)
-        return Dispatch(windows, groups, split, rows, texts, shape, are_there)
+        key = split, steps, tuple([(*size, form.program) for *size, form in shapes])
+        return Dispatch(windows, groups, split, rows, texts, key, _are_there(formed))
 
-    def cut(self) -> "_Cut":
-        """A function that cuts the batches of one epoch; it remembers their sizes."""
-        return _Cut(self)
-
-    def real_rows(self, leaf: Any, batch: Batch, *, own: bool = False) -> np.ndarray:
-        """Values of the rows of a packed `batch` that are no padding, on the host.
-
-        With `own`, those of this process's blocks are enough.
-        """
-        if not isinstance(batch, Portion):
-            return np.asarray(leaf)[: counts_of(batch)[0]]
-        per_block = len(leaf) // self.blocks.count
-        blocks = self.blocks.own if own else range(self.blocks.count)
-        if own and not leaf.is_fully_replicated:
-            shards = {s.index[0].start or 0: s.data for s in leaf.addressable_shards}
-            whole = np.concatenate([np.asarray(shards[at]) for at in sorted(shards)])
-            starts = range(0, len(whole), per_block)
-        else:
-            whole, starts = np.asarray(leaf), [block * per_block for block in blocks]
-        return np.concatenate(
-            [
-                whole[start : start + batch.counts[block]]
-                for start, block in zip(starts, blocks, strict=True)
-            ]
-        )
-
-    def alike(self, windows: list[Window]) -> Iterator[list[Window]]:
-        """The windows in runs of neighbours whose batches have the same forms."""
+    def together(self, windows: list[Window], slots: int) -> Iterator[list[Window]]:
+        """The windows in runs of neighbours that would be one group, of the sizes that
+        they have one by one; any other alone."""
+        if _are_same(windows):
+            is_full = sum(map(len, windows)) == slots * len(windows)
+            if is_full or not self.rows_interact:
+                return iter([windows])
 
         def forms(window: Window) -> Any:
             return {key_of(own_of(batch)) for batch in window}
 
-        if _are_same(windows):
-            return iter([windows])
-        return (list(run) for _, run in itertools.groupby(windows, forms))
+        runs = (list(run) for _, run in itertools.groupby(windows, forms))
+        return itertools.chain.from_iterable(
+            [run] if self._fit(run, slots) else [[window] for window in run]
+            for run in runs
+        )
 
-    def can_stack(self, windows: list[Window], slots: int) -> bool:
-        """Whether steps, which are `alike`, would be one group, of the sizes that they
-        have one by one."""
-        if _are_same(windows):
-            count = sum(map(len, windows))
-            return not self.rows_interact or count == slots * len(windows)
-        if len(keys := {key_of(own_of(batch)) for batch in windows[0]}) > 1:
-            return False
+    def _fit(self, windows: list[Window], slots: int) -> bool:
+        """Whether windows of the same forms would be one group."""
+        keys = {key_of(own_of(batch)) for batch in windows[0]}
         counts = [counts_of(batch) for window in windows for batch in window]
         if self.rows_interact:
-            return len({*counts}) == 1 and len(counts) == slots * len(windows)
+            is_full = len(counts) == slots * len(windows)
+            return is_full and len({*counts}) == len(keys) == 1
         # The first step must need as many rows as any after it, or have had more: last
         # bits may depend on the number of padded rows.
         sizes = [max(per_block) * self.blocks.count for per_block in counts]
         first = self.forms.rounded(max(sizes[:slots]))
-        return max(sizes) <= max(self.forms.size_of(*keys), first)
+        return len(keys) == 1 and max(sizes) <= max(self.forms.size_of(*keys), first)
 
     def _padded(
         self, micros: list[Leaves], counts: list[_Counts], forms: list[Form], slots: int
     ) -> tuple[list[Leaves], list[_Counts]]:
         """Each of its form's size, and so many that all slots are full."""
-        for form, per_block in zip(forms, counts, strict=True):
-            self.forms.grow(form, max(per_block) * self.blocks.count)
+        self.forms.grow(forms, [max(one) * self.blocks.count for one in counts])
         padded = [
             self._with_padding(leaves, per_block, form.full[0])
             for leaves, per_block, form in zip(micros, counts, forms, strict=True)
@@ -256,39 +412,20 @@ class Packer:
         real = [slice(s, s + c) for s, c in zip(starts, counts, strict=True)]
         return [np.concatenate([leaf[0, r] for r in real]) for leaf in collected]
 
-    def _counts(self, counts: list[_Counts]) -> np.ndarray:
-        return _counts(tuple(counts), self._in_order)
+
+def _kind(key: Key) -> Any:
+    treedef, leaves, *_ = key
+    return treedef, [dtype for _, dtype in leaves]
 
 
-class _Cut:
-    """Where batches are cut: as one process would have padded them at the end."""
-
-    def __init__(self, packer: Packer):
-        self.blocks, self._packer = packer.blocks, packer
-        self._sizes: dict[Key | None, int] = {None: packer.size}
-
-    def __call__(
-        self, rows: int, key: Key | None
-    ) -> tuple[tuple[int, ...], list[range]]:
-        """Real rows of every block, and this process's rows, one at least."""
-        forms = self._packer.forms
-        if key is not None and key not in self._sizes:
-            self._sizes[key] = forms.size_of(key)
-        self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
-        per_block = self._sizes[key] // self.blocks.count
-        if self._packer.rows_interact:
-            per_block = math.ceil(rows / self.blocks.count)
-        places = self.blocks.own_rows(rows, per_block)
-        counts = self.blocks.counts(rows, per_block)
-        return counts, places if any(places) else [range(1)]
+def _text(key: Key) -> str:
+    return " ".join(f"{dtype}{list(shape)}" for shape, dtype in key[1])
 
 
-def _if_full(form: Form, steps: int, slots: int, counts: np.ndarray) -> tuple[Any, ...]:
-    """What all dispatches of full batches have in common: the counts of their group,
-    and the fields of a `Dispatch` after its groups."""
-    rows = [slots * form.size] * steps
-    shape = True, steps, ((steps * slots, form.size, form.program),)
-    return counts, True, rows, (form.text,), shape
+def _shown(shape: tuple[int, ...], dtype: Any, has_rows: bool) -> str:
+    if not has_rows:
+        return f"{dtype} {shape}"
+    return f"{dtype} (rows, {', '.join(map(str, shape)) or '-'})"
 
 
 def _group(
@@ -304,11 +441,10 @@ def _group(
 
 def _are_there(formed: list[tuple[Leaves, Any, Form]]) -> bool:
     """Whether any leaf of batches is not on the host."""
-    for leaves, wholes, form in formed:  # a loop, as small steps wait for it
-        for leaf in (*leaves, *wholes) if form.wholes else leaves:
-            if type(leaf) is not np.ndarray:
-                return True
-    return False
+    return not all(
+        _HOST.issuperset(map(type, [*leaves, *wholes] if form.wholes else leaves))
+        for leaves, wholes, form in formed
+    )
 
 
 def _bytes_of(group: Group) -> int:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,8 +14,7 @@ import numpy as np
 from ..basics.console import listed
 from ..distributed import Processes
 from ..step import Batch, map_rows, with_rows
-from .batches import Portion, rows_at, rows_of
-from .forms import key_of, shapes_of
+from .batches import Key, Portion, key_of, rows_at, rows_of, shapes_of
 from .loader_state import checksum
 
 _AT_ONCE: Final = 8
@@ -65,7 +65,7 @@ class GlobalShare(Share):
         self._packer = packer  # asked for when an epoch begins
 
     def of(self, batches: Iterator[Batch], peek: Any) -> Iterator[Portion]:
-        cut = self._packer().cut()
+        cut = _Cut(self._packer())
         for batch in batches:
             if isinstance(batch, Portion):  # fetched by `of_lists`
                 yield batch
@@ -75,7 +75,7 @@ class GlobalShare(Share):
             yield Portion(map_rows(rows_here, batch), counts)
 
     def of_lists(self, lists: Iterator[Any]) -> _Fetched:
-        cut = self._packer().cut()
+        cut = _Cut(self._packer())
         self.drawing = cut.blocks.own[:1] if cut.blocks.own[0] else ()
         waiting: collections.deque[tuple[int, ...]] = collections.deque()
 
@@ -174,6 +174,33 @@ class LocalShare(Share):
             return states
         same = len(by_process) == self._processes.count
         return by_process[self._processes.index] if same else None
+
+
+class _Cut:
+    """Where batches are cut: as one process would have padded them at the end.
+
+    Args:
+        packer: of the batches of one epoch, whose sizes are remembered.
+    """
+
+    def __init__(self, packer: Any):
+        self.blocks, self._packer = packer.blocks, packer
+        self._sizes: dict[Key | None, int] = {None: packer.size}
+
+    def __call__(
+        self, rows: int, key: Key | None
+    ) -> tuple[tuple[int, ...], list[range]]:
+        """Real rows of every block, and this process's rows, one at least."""
+        forms = self._packer.forms
+        if key is not None and key not in self._sizes:
+            self._sizes[key] = forms.size_of(key)
+        self._sizes[key] = max(self._sizes[key], forms.rounded(rows))
+        per_block = self._sizes[key] // self.blocks.count
+        if self._packer.rows_interact:
+            per_block = math.ceil(rows / self.blocks.count)
+        places = self.blocks.own_rows(rows, per_block)
+        counts = self.blocks.counts(rows, per_block)
+        return counts, places if any(places) else [range(1)]
 
 
 def _by_process(states: Any, name: str) -> list[Any] | None:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.console import say
-from ..data import Dispatch, Packer, Placed, Window
+from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (
     LONG_IN_FLIGHT,
@@ -38,7 +38,7 @@ from .out_of_memory import check_memory
 from .pace import DispatchSize, InFlight, most_bytes_in_flight
 from .program import Program, rows_in
 from .state import Model, State, first_of, placed_state, shapes_of_first
-from .step import WHAT, Kind, Step, StepOptions, traced
+from .step import WHAT, Kind, Placed, Step, StepOptions, traced
 
 
 class Engine:
@@ -243,25 +243,18 @@ class Engine:
         if len(windows) == 1:
             yield self._single(windows[0])
             return
-        packer = self.steps["train"].packer
-        for run in packer.alike(windows):
-            together = (
-                packer.pack(run, self.micro_batches) if self._are_one(run) else None
-            )
-            if together is None or self.steps["train"].will_refuse(together):
+        step = self.steps["train"]
+        for run in step.packer.together(windows, self.micro_batches):
+            together = None
+            if len(run) > 1 and self._dispatch_size.is_worth_compiling(len(run)):
+                together = step.packer.pack(run, self.micro_batches)
+            if together is None or step.will_refuse(together):
                 yield from map(self._single, run)  # all before a wrong one are taken
             else:
                 yield together
 
     def _single(self, window: Window) -> Dispatch:
         return self.steps["train"].packer.pack([window], self.micro_batches)
-
-    def _are_one(self, windows: list[Window]) -> bool:
-        """Whether several steps, which are alike, are to be one dispatch."""
-        steps = len(windows)
-        if steps < 2 or not self._dispatch_size.is_worth_compiling(steps):
-            return False
-        return self.steps["train"].packer.can_stack(windows, self.micro_batches)
 
     def prepare_training(self, dispatch: Dispatch) -> Iterable[Dispatch]:
         """Compiles for `dispatch`; returns it, or those it must be taken apart to."""

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ..basics.ambient_mesh import no_ambient_mesh
 from ..basics.host_memory import on_device
-from ..data import Dispatch, Packer, Placed, check_targets, targeted, without_ignored
+from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks
 from ..step import (
     OWN_LOOP,
@@ -49,6 +49,17 @@ WHAT: Final[dict[Kind, str]] = {
 _NOTHING_YET: Final = Facts((), False, None)
 
 _DONATED: Final = {"state": (0,), "all": (0, 1), "none": ()}
+
+
+class Placed(NamedTuple):
+    """Batches as a compiled step takes them, put on the devices."""
+
+    step: Any
+    groups: Any
+    nbytes: int
+    """What they take of a device before their step; 0 if the call brings them there."""
+    checks: tuple[Check, ...]
+    """What raises for targets that were there, given a result of the step."""
 
 
 class StepOptions(NamedTuple):
@@ -335,7 +346,6 @@ class Step:
         checks = self.check_targets(dispatch) if self._classes else ()
         if self.kind == "train" and self.facts.weighted:
             dispatch = self._without_ignored(dispatch)
-        self.packer.forms.keep_sizes()
         groups = self._strategy.place_batch(dispatch.groups, split=dispatch.split)
         if program.is_known:
             groups = program.with_kept(groups, self.tell)

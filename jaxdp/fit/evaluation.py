@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..basics.console import say, warn
 from ..basics.tracebacks import UsersFramesFirst, noted
 from ..callbacks.base import Hooks
-from ..data import Dispatch, Packer, Source, inputs_of, shown
+from ..data import Dispatch, Packer, Source, inputs_of, real_rows, shown
 from ..engine import Kind, Program
 from ..step import IN_FLIGHT, Batch, Whole, means_of
 from ..strategies.placing import replicated
@@ -368,7 +368,7 @@ class _Fetching:
         values, batch = self._waiting.popleft()
 
         def real(leaf: Any) -> np.ndarray:
-            return self._packer.real_rows(leaf, batch, own=not self._gather)
+            return real_rows(leaf, batch, self._packer.blocks, own=not self._gather)
 
         # Waits for the device, `IN_FLIGHT` batches late.
         rows = jax.tree.map(real, values)

@@ -30,7 +30,7 @@ class Table:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """A `forms.Key` of its batches, and its number of rows."""
+        """A `Key` of its batches, and its number of rows."""
         leaves, treedef = jax.tree.flatten(self.tree)
         rows = with_rows(treedef)
         pairs = list(zip(leaves, rows, strict=True))

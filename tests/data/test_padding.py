@@ -115,12 +115,16 @@ def test_batches_that_grow_are_not_stacked_to_other_sizes_than_one_by_one():
     packer, sizes = Packer(4, "training"), [8, 16, 16, 15, 17]
     grow = [np.zeros((size, 2), np.float32) for size in sizes]
     alone = [[batch] for batch in grow]
-    assert not packer.can_stack(alone[:2], 1)
-    assert packer.can_stack(alone[1:4], 1)
-    assert packer.can_stack([grow[:2], grow[2:4]], 2)
-    assert not packer.can_stack(alone[1:], 1)
+
+    def fit(windows, slots):
+        return len([*packer.together(windows, slots)]) == 1
+
+    assert not fit(alone[:2], 1)
+    assert fit(alone[1:4], 1)
+    assert fit([grow[:2], grow[2:4]], 2)
+    assert not fit(alone[1:], 1)
     packer.pack([[grow[4]]])
-    assert packer.can_stack(alone, 1)
+    assert fit(alone, 1)
 
 
 def test_a_window_with_places_left_is_filled_with_empty_batches():
@@ -147,7 +151,6 @@ def test_each_form_is_padded_to_its_own_size():
     packer, long, short = Packer(4, "training"), np.zeros((8, 5)), np.zeros((16, 3))
     for batch in long, short:
         packer.pack([[(batch,)]])
-        packer.forms.keep_sizes()
     tails = [packer.pack([[(batch[:2],)]]) for batch in (long, short)]
     assert [tail.groups[0].batch[0].shape for tail in tails] == [(1, 8, 5), (1, 16, 3)]
     assert packer.forms.sizes == {"float64[5]": 8, "float64[3]": 16}
