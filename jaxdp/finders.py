@@ -20,7 +20,8 @@ from .basics.files import save_figure
 from .callbacks import Callback
 from .callbacks.learning_rate_monitor import is_rate
 from .data.random_states import set_states, states_of, torch_generators
-from .engine import StepOptions, hyperparams_in
+from .engine import StepOptions
+from .engine.state import hyperparams_in
 from .fit import checks
 from .trainer import Trainer
 

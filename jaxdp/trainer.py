@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from . import checkpoint, losses
 from .callbacks import Callback
-from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface, views
+from .fit import Metric, Run, Wanted, checks, evaluation, loop, surface
 from .fit import snapshot as snapshots
 from .fit.run import with_defaults
 from .history import History
@@ -332,16 +332,16 @@ class Trainer:
     @property
     def model(self) -> PyTree:
         """The model as trained so far: a live copy, whole, on the default device."""
-        return views.whole_model(self.run, "`trainer.model`")[0]
+        return surface.whole_model(self.run, "`trainer.model`")[0]
 
     def member(self, index: int) -> PyTree:
         """One model of an ensemble, an ordinary model."""
-        return views.member_of(self.run, self.model, index)
+        return surface.member_of(self.run, self.model, index)
 
     @property
     def model_state(self) -> eqx.nn.State | None:
         """The `eqx.nn.State` that belongs to `model`, or None."""
-        return views.whole_model(self.run, "`trainer.model_state`")[1]
+        return surface.whole_model(self.run, "`trainer.model_state`")[1]
 
     def inference_model(self, member: int | None = None) -> InferenceModel:
         """The model in inference mode with its state inside, to call on one example.
@@ -351,7 +351,7 @@ class Trainer:
 
         Of an ensemble, without a `member`, predictions are `(members, ...)`.
         """
-        return views.inference_model(self.run, member)
+        return surface.inference_model(self.run, member)
 
     @property
     def state(self) -> TrainState:
@@ -362,7 +362,7 @@ class Trainer:
     @property
     def hyperparams(self) -> Mapping[str, Any]:
         """What `optax.inject_hyperparams` holds, by name. Waits for the device."""
-        return views.values(self.run)
+        return surface.values(self.run)
 
     def set_hyperparams(self, **values: Any) -> None:
         """Sets hyperparameters of the optimizer, from the next step on.
@@ -377,7 +377,7 @@ class Trainer:
         `set_hyperparams(**{"head/learning_rate": 1e-4})`. All processes must call it
         with the same values.
         """
-        views.set_values(self.run, values)
+        surface.set_values(self.run, values)
 
     def log(self, name: str, value: Any) -> None:
         """Logs a value of your own; for use in the hooks of callbacks.
@@ -446,4 +446,4 @@ class Trainer:
 
     def compiled_train_step(self) -> jax.stages.Compiled | None:
         """The compiled train step, or None before there is one."""
-        return views.compiled_train_step(self.run)
+        return surface.compiled_train_step(self.run)

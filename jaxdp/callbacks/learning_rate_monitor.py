@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ..engine import RATES, hyperparams_in
+from ..engine.state import RATES, hyperparams_in
 from .base import Callback, Trainer
 
 

@@ -4,4 +4,4 @@ from .around import instead_of_training
 from .limits import Wanted
 from .pass_metrics import Metric, PassMetric
 from .run import Run, begin_anew
-from .views import shapes_of
+from .surface import shapes_of

@@ -23,7 +23,7 @@ from .limits import capped
 from .pass_metrics import add_pass_values
 from .resume import taken
 from .snapshot import weights_at
-from .views import check_callable
+from .surface import check_callable
 
 if TYPE_CHECKING:
     from jaxdp import Trainer

@@ -18,7 +18,7 @@ from jaxdp.callbacks import (
     ReduceLROnPlateau,
     WeightAveraging,
 )
-from jaxdp.engine import hyperparams_in
+from jaxdp.engine.state import hyperparams_in
 from jaxdp.history import History
 
 DATA = batches(8, 8, 8, 8)
