@@ -110,8 +110,10 @@ class Record:
         self._processes, self._progress = processes, progress
         self._accumulate = accumulate
 
-        # Who gets rows: of steps those whose number is divisible.
+        # Who gets rows: of steps those whose number is divisible, of validations and
+        # epochs all.
         self._readers: dict[OnRow, int] = {}
+        self._of_means: list[OnRow] = []
         self._sinks: list[Sink] = []
         self._rewound_to: int | None = None
 
@@ -169,6 +171,7 @@ class Record:
             self.read_rest()  # the device is done with them
             self._write_validation()
             self._validation = row
+            self._hand_out(row, self._of_means)
         elif kind == "epoch":
             self._done = {} if self._last_row is None else self._last_row
             self.read_rest()
@@ -240,6 +243,7 @@ class Record:
         """Around a fit, or a loop of the caller's: what hooks log is of its steps."""
         outer = self._is_open, self._readers, self._sinks
         self._is_open, self._readers, self._sinks = True, {}, []
+        self._of_means = []
         self.stopwatch = NO_STOPWATCH
         try:
             yield
@@ -296,6 +300,11 @@ class Record:
         `Callback.setup`."""
         self._readers[function] = 1
 
+    def read_means(self, function: OnRow) -> None:
+        """Has `function` called with the row of each validation of a fit and of each
+        epoch, which has no value twice; for `Callback.setup`."""
+        self._of_means.append(function)
+
     def measure_phases(self) -> Stopwatch:
         """Has the fit that begins measured, phase by phase; for `Callback.setup`."""
         if not self.stopwatch.is_on:
@@ -335,6 +344,7 @@ class Record:
         earlier, validation = self._progress.val_metrics, self._validation
         values = {n: v for n, v in row.values.items() if n not in earlier}
         row = row._replace(values=values)
+        self._hand_out(row, self._of_means)
         if validation is not None and validation.step == row.step:
             row = row._replace(validation=validation.values)
             self._validation = None

@@ -30,7 +30,7 @@ class Callback:
     """Something that runs at fixed moments of a fit. Override what you need.
 
     A hook that you do not override costs nothing. Hooks of several callbacks run in the
-    order of `Trainer(callbacks=[...])`, but see `fit_end_order` and `reads_logged`.
+    order of `Trainer(callbacks=[...])`, but see `fit_end_order`.
     `trainer.log(name, value)` adds a value of your own to what is logged.
     `trainer.global_step`, `trainer.current_epoch` and `trainer.history` say how far the
     fit is, and setting `trainer.should_stop = True` ends it at the next boundary.
@@ -56,10 +56,6 @@ class Callback:
     """When `on_fit_end` runs: smaller numbers first, equal ones in the order of the
     list. What measures a fit (1) comes after what takes time at its end, and what logs
     it (2) after that."""
-
-    reads_logged: bool = False
-    """Whether `on_validation_end` and `on_train_epoch_end` run after those of all other
-    callbacks, so that `metrics` have what these log by `trainer.log`."""
 
     only_in_training: bool = False
     """Whether `validate`, `test` and `predict` leave this callback out, unless they are
@@ -224,8 +220,6 @@ class Hooks:
             ordered: Iterable[Callback] = self.callbacks
             if name == "on_fit_end":
                 ordered = sorted(ordered, key=lambda callback: callback.fit_end_order)
-            elif name in ("on_validation_end", "on_train_epoch_end"):
-                ordered = sorted(ordered, key=lambda callback: callback.reads_logged)
             bound = (getattr(each, name) for each in ordered if overrides(each, name))
             setattr(self, name, _sequence(name, tuple(bound)))
 

@@ -1,6 +1,7 @@
 """Ends a fit that no longer gets better."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import by_name_after_first, check_number
@@ -93,7 +94,8 @@ class EarlyStopping(MetricCheck):
                 self._warn_of_none()
         self._is_restored = False
 
-    def check(self, trainer: Trainer, value: float) -> None:
+    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        value = values[self.monitor]
         improved = self.improves(value)
         if not improved:
             self.wait_count += 1

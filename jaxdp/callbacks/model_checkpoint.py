@@ -1,6 +1,7 @@
 """Saves the trainer as it goes, and keeps the best."""
 
 import contextlib
+import functools
 import os
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ from ..basics.durations import parse_duration
 from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop
+from ..record import Row
 from .base import Callback, Trainer
 from .monitor import (
     Scores,
@@ -21,7 +23,6 @@ from .monitor import (
     check_monitor,
     checked_mode,
     from_json,
-    is_fitting,
     kept,
     ranked,
 )
@@ -90,7 +91,6 @@ class ModelCheckpoint(Callback):
     skip_in_fast_dev_run = True
     looks_inside_blocks = False
     only_in_training = True
-    reads_logged = True
 
     def __init__(
         self,
@@ -201,6 +201,7 @@ class ModelCheckpoint(Callback):
         self._dir, self._processes = self.folder(trainer), trainer.run.processes
         self._clock = Pulse(self._processes, "the time of a checkpoint")
         self._is_alone, self._row = False, None
+        trainer.record.read_means(functools.partial(self._look, trainer))
         self._processes.first("ModelCheckpoint: its folder", self._dir.open)
         sort_out, what = lambda: self._sorted_out(trainer), "what is there"
         self._scores = dict(self._processes.first(f"ModelCheckpoint: {what}", sort_out))
@@ -234,28 +235,20 @@ class ModelCheckpoint(Callback):
             if self._clock.beat(is_over or None):
                 self._is_due = True
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if is_fitting(trainer) and self.monitor in metrics:
-            self._has_measured(trainer, metrics[self.monitor])
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self.monitor is None:
+    def _look(self, trainer: Trainer, row: Row) -> None:
+        """Takes the value of the monitor for the present weights, which are now due."""
+        is_end = row.kind == "epoch"
+        if is_end and self.monitor is not None:
+            check_monitor(trainer, self, self.monitor, row)
+        if is_end and (self.monitor is None or self._is_of_steps()):
             self._is_due |= self._saves_in_epoch(trainer)
-            return
-        check_monitor(trainer, self, self.monitor, metrics)
-        if self._is_of_steps():
-            self._is_due |= self._saves_in_epoch(trainer)
-        elif self.monitor in metrics.keys() - trainer.record.validation.keys():
-            self._has_measured(trainer, metrics[self.monitor])
+        elif self.monitor is not None and self.monitor in row.values:
+            self._measured = row.step, row.values[self.monitor]
+            self._is_due |= self.every_n_epochs is None or self._saves_in_epoch(trainer)
 
     def on_boundary(self, trainer: Trainer) -> None:
         self._settle()
         self._save_if_due(trainer)
-
-    def _has_measured(self, trainer: Trainer, value: float) -> None:
-        """Takes the value of the monitor for the present weights, which are now due."""
-        self._measured = trainer.global_step, value
-        self._is_due |= self.every_n_epochs is None or self._saves_in_epoch(trainer)
 
     def _saves_in_epoch(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs

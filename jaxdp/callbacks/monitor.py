@@ -1,5 +1,6 @@
 """What callbacks share: judging values and what is saved by them, telling the user."""
 
+import functools
 import math
 import sys
 from collections.abc import Mapping
@@ -9,21 +10,19 @@ from ..basics.arguments import check_choice, check_count, check_number
 from ..basics.console import say, say_once, warn
 from ..basics.metric_names import best_mode, mode_of_name
 from ..history import rank
+from ..record import Row
 from .base import Callback, Trainer
 
 
 def check_monitor(
-    trainer: Trainer,
-    callback: Callback,
-    monitor: str,
-    metrics: Mapping[str, float] | None = None,
+    trainer: Trainer, callback: Callback, monitor: str, row: Row | None = None
 ) -> None:
     """Raises if a fit that starts will have no value of the name `monitor`, or, given
-    its `metrics`, if an epoch that ends should have had one."""
+    the `row` of an epoch that ends, if that should have had one."""
     names = trainer.record.names
-    logged = names if metrics is None else tuple(metrics)
+    logged = names if row is None else (*row.values, *trainer.record.validation)
     is_of_validation = monitor.startswith("val_")
-    if metrics is None:
+    if row is None:
         # A user's callback may log it, and a metric of a pass may have any values.
         roots = {type(other).__module__.split(".")[0] for other in trainer.callbacks}
         is_open = is_of_validation and not trainer.record.names_are_all
@@ -85,7 +84,6 @@ class MetricCheck(Callback):
 
     skip_in_fast_dev_run = True
     only_in_training = True
-    reads_logged = True
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str | None):
         if not isinstance(monitor, str):
@@ -101,8 +99,8 @@ class MetricCheck(Callback):
         self.wait_count = 0
         self.best_score: float | None = None
 
-    def check(self, trainer: Trainer, value: float) -> None:
-        """Acts on a new value, in a subclass."""
+    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Acts on the new values that came with that of `monitor`, in a subclass."""
         raise NotImplementedError
 
     def improves(self, value: float) -> bool:
@@ -120,18 +118,17 @@ class MetricCheck(Callback):
             f"{self.monitor} did not improve on {best} for {self.wait_count} {checks}"
         )
 
+    def setup(self, trainer: Trainer) -> None:
+        trainer.record.read_means(functools.partial(self._look, trainer))
+
     def on_fit_start(self, trainer: Trainer) -> None:
         check_monitor(trainer, self, self.monitor)
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if is_fitting(trainer) and self.monitor in metrics:
-            self.check(trainer, metrics[self.monitor])
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        check_monitor(trainer, self, self.monitor, metrics)
-        was_checked = self.monitor in trainer.record.validation
-        if self.monitor in metrics and not was_checked:
-            self.check(trainer, metrics[self.monitor])
+    def _look(self, trainer: Trainer, row: Row) -> None:
+        if row.kind == "epoch":
+            check_monitor(trainer, self, self.monitor, row)
+        if self.monitor in row.values:
+            self.check(trainer, row.values)
 
     def identity(self, trainer: Trainer) -> str:
         return f"{self.monitor}\n{self.mode}"

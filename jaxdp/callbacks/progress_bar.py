@@ -1,5 +1,6 @@
 """Where a fit is, how fast it goes and when it will be done."""
 
+import functools
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any, Final
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, open_bar
 from ..basics.units import in_seconds, in_words
+from ..record import Row
 from .base import Callback, Trainer
 from .monitor import in_notebook, is_fitting
 
@@ -35,7 +37,6 @@ class ProgressBar(Callback):
     """
 
     looks_inside_blocks = False
-    reads_logged = True
     needs_fit = False
 
     def __init__(
@@ -65,6 +66,7 @@ class ProgressBar(Callback):
         self._bar_type = _find_bar_type(self._out)
         drawn = 1 / self.refresh_per_second
         self._interval = self.every_n_seconds if self._bar_type is None else drawn
+        trainer.record.read_means(functools.partial(self._end_epoch, trainer))
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
         self._close()
@@ -95,7 +97,10 @@ class ProgressBar(Callback):
         self._train.lost += now - self._validation.began
         self._next = now + self._interval if is_fitting(trainer) else math.inf
 
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def _end_epoch(self, trainer: Trainer, row: Row) -> None:
+        if row.kind != "epoch":
+            return
+        metrics = {**row.values, **trainer.record.validation}
         took = time.perf_counter() - self._train.began
         start = f"{self._train.name}: {in_seconds(took)}"
         means = {n: v for n, v in metrics.items() if not n.endswith("]")}

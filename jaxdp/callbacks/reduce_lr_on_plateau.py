@@ -1,5 +1,6 @@
 """Lowers the learning rate when training no longer gets better."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,16 +67,17 @@ class ReduceLROnPlateau(MetricCheck):
         self.cooldown_count = 0
 
     def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
         rates = _rates(trainer)
         if not rates:
             raise no_rate(trainer, "ReduceLROnPlateau")
         trainer.set_hyperparams(**rates)  # to what they are: a schedule's raises
 
-    def check(self, trainer: Trainer, value: float) -> None:
+    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         if self.cooldown_count:
             self.cooldown_count -= 1
             self.wait_count = 0
-        if not self.improves(value) and not self.cooldown_count:
+        if not self.improves(values[self.monitor]) and not self.cooldown_count:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 self._reduce(trainer)

@@ -1,6 +1,6 @@
 """Trials of Optuna that end early where their values are not worth going on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..basics.extras import import_extra
@@ -55,7 +55,6 @@ class OptunaPruning(MetricCheck):
                 )
         self.pruned: list[int] = []
         self._reports = 0
-        self._metrics: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
         ensemble = trainer.run.arguments["ensemble"]
@@ -69,15 +68,7 @@ class OptunaPruning(MetricCheck):
         for name in self._names():
             check_monitor(trainer, self, name)
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
-        super().on_validation_end(trainer, metrics)
-
-    def on_train_epoch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
-        super().on_train_epoch_end(trainer, metrics)
-
-    def check(self, trainer: Trainer, value: float) -> None:
+    def check(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         def report() -> list[int]:
             """Which are to be pruned, as the first process's study has it."""
             to_prune = []
@@ -85,7 +76,7 @@ class OptunaPruning(MetricCheck):
                 zip(self._names(), self.trials, strict=True)
             ):
                 if member not in self.pruned:
-                    trial.report(self._metrics[name], self._reports)
+                    trial.report(values[name], self._reports)
                     to_prune += [member] if trial.should_prune() else []
             return to_prune
 
@@ -95,7 +86,7 @@ class OptunaPruning(MetricCheck):
         if len(self.pruned) == len(self.trials):
             raise self._optuna.TrialPruned(
                 f"pruned after {self._reports} reports of {self.monitor}, the last one"
-                f" {value:.6g}"
+                f" {values[self.monitor]:.6g}"
             )
         if newly:
             announce(trainer, "OptunaPruning", f"members {newly} are pruned")

@@ -263,6 +263,7 @@ sys.modules["ipykernel.zmqshell"] = types.ModuleType("ipykernel.zmqshell")
 import io
 from types import SimpleNamespace
 from jaxdp.callbacks import ProgressBar
+from jaxdp.record import Row
 
 out = io.StringIO()
 bar = ProgressBar(file=out, refresh_per_second=1e9)
@@ -272,14 +273,14 @@ trainer = SimpleNamespace(
     run=SimpleNamespace(doing="a fit"),
     record=SimpleNamespace(
         steps_per_epoch=3, num_val_batches=None, batch_idx=0, examples=8,
-        latest=lambda name: 1.0,
+        latest=lambda name: 1.0, read_means=lambda function: None, validation={},
     ),
 )
 bar.setup(trainer)
 bar.on_fit_start(trainer)
 bar.on_train_epoch_start(trainer)
 bar.on_train_batch_end(trainer, {"loss": 1.0}, 0)
-bar.on_train_epoch_end(trainer, {"loss": 1.0})
+bar._end_epoch(trainer, Row("epoch", 0, 3, {"loss": 1.0}))
 bar.on_fit_end(trainer)
 print("1/3" in out.getvalue(), "loss 1" in out.getvalue())
 """
