@@ -86,8 +86,7 @@ class Record:
     Attributes:
         run_id: as given, or of the checkpoint that the run goes on from.
         history: the means of all epochs.
-        step_names: what each step logs; known once its program is.
-        names: these, and what validations log.
+        names: what steps and validations log; known once the program of a step is.
         names_are_all: whether validations log nothing else; a `PassMetric` may.
         steps_per_epoch: optimizer steps of an epoch of the fit, None if not known.
         num_val_batches: batches of a validation of it, None if not known.
@@ -100,7 +99,6 @@ class Record:
     ):
         self.run_id = run_id
         self.history = History()
-        self.step_names: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
         self.stopwatch: Stopwatch = NO_STOPWATCH
         self.names_are_all = True

@@ -154,7 +154,7 @@ class Loop:
         self._evaluate = evaluation.Evaluation(*given)
         run.interrupts.check()
 
-        self._record.step_names = names = run.engine.steps["train"].facts.names
+        names = run.engine.steps["train"].facts.names
         self._record.names = names + evaluation.names_of(self.vals, names)
         self._record.names_are_all = not run.recipe.pass_metrics
         self._record.read_rest()  # of a loop before; waits for the device
