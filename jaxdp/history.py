@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .basics.arguments import check_choice
-from .basics.columns import VALIDATION
+from .basics.columns import VALIDATION, best_mode
 from .basics.console import columns
 from .basics.figures import Curve, draw, metric_curves
 from .basics.files import absolute, naming, save_figure, write_whole
-from .basics.metric_names import best_mode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final
 
 from . import coordination
-from .frames import innermost_of_user, module_of
+from .tracebacks import innermost_of_user, module_of
 
 _TOLD: Final = "__warningregistry__"
 """Under which name Python keeps the warnings of a module that were shown."""

@@ -1,9 +1,11 @@
-"""Versions and hardware of this process: what a run's record should say."""
+"""Versions and hardware of this process, and packages that not everybody has."""
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import platform
+import warnings
 from typing import Any, Final
 
 import jax
@@ -47,3 +49,17 @@ def hardware() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def import_extra(module: str, who: str, extra: str) -> Any:
+    """A module that `who` needs, of a package that an extra of this one installs."""
+    try:
+        with warnings.catch_warnings():
+            # Of their own dependencies; nobody here can do anything about it.
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{who} needs {module.partition('.')[0]}, which is not installed; run"
+            f' `pip install "jaxdp[{extra}]"`.'
+        ) from error

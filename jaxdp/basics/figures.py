@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

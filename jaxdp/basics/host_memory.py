@@ -1,8 +1,11 @@
-"""Arrays in host memory that devices read by themselves: `pinned_host`."""
+"""Where arrays are: in host memory that devices read by themselves, on no mesh."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 HOST: Final = "pinned_host"
@@ -22,3 +25,13 @@ def on_device(tree: PyTree) -> PyTree:
         return jax.device_put(leaf, jax.memory.Space.Device) if is_there else leaf
 
     return jax.tree.map(moved, tree)
+
+
+def no_ambient_mesh() -> AbstractContextManager[Any]:
+    """Leaves a mesh that the user has set with `jax.set_mesh` for the time being.
+
+    Programs compiled under it would have to be for that very mesh.
+    """
+    if jax.sharding.get_abstract_mesh().empty:  # setting one takes 10 us
+        return nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))

@@ -5,12 +5,37 @@ nothing of it. JAX leaves out its own, and so does this; `JAX_TRACEBACK_FILTERIN
 (or `jax.config.jax_traceback_filtering`) has them all shown, for debuggers too.
 """
 
-from types import TracebackType
+import sys
+from types import FrameType, TracebackType
 from typing import Final
 
 import jax
 
-from .frames import BETWEEN, OURS, module_of, package_of
+OURS: Final = {"jaxdp", "jax", "jaxlib", "equinox"}
+BETWEEN: Final = {
+    *("beartype", "jaxtyping", "numpy", "torch"),
+    *sys.stdlib_module_names,
+}
+"""Through which a user's code may be called."""
+
+
+def module_of(frame: FrameType) -> str:
+    """The full name of the module that a frame's code is in."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def package_of(frame: FrameType) -> str:
+    """The package of that module."""
+    return module_of(frame).partition(".")[0]
+
+
+def innermost_of_user(frame: FrameType) -> FrameType:
+    """The user's frame that led to `frame`, the nearest one; `frame` if none did."""
+    user_frame: FrameType | None = frame
+    while user_frame is not None and package_of(user_frame) in OURS | BETWEEN:
+        user_frame = user_frame.f_back
+    return user_frame or frame
+
 
 _NOTE: Final = (
     "(Frames of jaxdp and JAX are left out; JAX_TRACEBACK_FILTERING=off shows them.)"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..basics.columns import PLAN, read_table
-from ..basics.files import append_whole, write_whole
-from ..basics.json_checks import read_json
+from ..basics.files import append_whole, read_json, write_whole
 from ..record import Number
 from .base import Trainer
 from .logger import Logger

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..record import Number
 from .base import Trainer
 from .logger import Logger

@@ -8,9 +8,8 @@ from datetime import timedelta
 from typing import Any, Final
 
 from .. import checkpoint
-from ..basics.arguments import check_choice, check_count, check_is_local
+from ..basics.arguments import check_choice, check_count, check_is_local, parse_duration
 from ..basics.console import warn
-from ..basics.durations import parse_duration
 from ..basics.files import absolute
 from ..checkpoint import CheckpointDir, check_name
 from ..distributed import Pulse, is_stop

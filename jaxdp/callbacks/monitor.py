@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..basics.arguments import check_choice, check_count, check_number
+from ..basics.columns import best_mode, mode_of_name
 from ..basics.console import say, say_once, warn
-from ..basics.metric_names import best_mode, mode_of_name
 from ..history import rank
 from ..record import Row
 from .base import Callback, Trainer

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..basics.figures import to_png
 from ..record import Number
 from .base import Trainer

@@ -23,8 +23,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ..basics.console import say
-from ..basics.files import absolute
-from ..basics.json_checks import parse_json
+from ..basics.files import absolute, parse_json
 from .orbax_quirks import check_name
 from .restoring import read_meta
 

@@ -7,7 +7,7 @@ The state of each callback is for that callback to read, and those of loaders
 import re
 from typing import Any, Final
 
-from ..basics.json_checks import check_fields
+from ..basics.files import check_fields
 
 FORMAT: Final = 3
 """Version of the layout on disk."""

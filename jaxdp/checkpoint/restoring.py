@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from ..basics.arguments import check_is_local
 from ..basics.environment import versions
-from ..basics.files import absolute
-from ..basics.json_checks import check_fields
+from ..basics.files import absolute, check_fields
 from ..distributed import Processes, find_processes
 from ..step import TrainState
 from . import seal

@@ -26,8 +26,7 @@ from typing import Any, Final
 
 from ..basics.arguments import check_is_local
 from ..basics.environment import versions
-from ..basics.files import absolute, sync
-from ..basics.json_checks import check_size
+from ..basics.files import absolute, check_size, sync
 from ..distributed import Processes, find_processes, first_line
 from ..step import TrainState
 from . import seal

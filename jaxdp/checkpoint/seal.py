@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ..basics.console import some_of
-from ..basics.json_checks import parse_json, read_bytes
+from ..basics.files import parse_json, read_bytes
 
 _LIST: Final = "files.json"
 _METADATA: Final = os.path.join("meta", "metadata")

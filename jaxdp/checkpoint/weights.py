@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..basics.arguments import check_choice, check_is_local
 from ..basics.console import say, some_of, warn
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..basics.files import absolute, replacing, sync
 from ..basics.tree import is_key, leaf_path, plain_path
 from .folder import best_in

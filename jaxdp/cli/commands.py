@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..basics.console import columns, end_quietly
-from ..basics.environment import versions
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra, versions
 from ..basics.files import replacing
 from ..basics.hardware import note_on_kinds
 from ..basics.host_memory import HOST

@@ -32,7 +32,7 @@ from ..basics import coordination
 from ..basics.arguments import check_number
 from ..basics.console import Outlet, listed, say
 from ..basics.environment import versions
-from ..basics.json_checks import check_fields, parse_json
+from ..basics.files import check_fields, parse_json
 from ..basics.process import is_imported_by_a_worker
 from . import meetings
 from .launchers import Rank, bind_host, find_rank, join_address, started_several

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.ambient_mesh import no_ambient_mesh
+from ..basics.host_memory import no_ambient_mesh
 from ..basics.console import say
 from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks

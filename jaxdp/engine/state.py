@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 from jaxtyping import Array, PyTree
 
-from ..basics.ambient_mesh import no_ambient_mesh
+from ..basics.host_memory import no_ambient_mesh
 from ..basics.tree import leaf_path
 from ..distributed import put
 from ..step import Steps, TrainState, as_own, as_stored, first_state

@@ -14,8 +14,7 @@ from jaxtyping import PyTree
 
 from ..basics.arguments import check_is_local
 from ..basics.console import say
-from ..basics.files import absolute
-from ..basics.json_checks import check_size, parse_json, read_json
+from ..basics.files import absolute, check_size, parse_json, read_json
 from ..checkpoint import CheckpointCorrupt, shape_text
 from ..fit import begin_anew, shapes_of
 from ..trainer import Trainer

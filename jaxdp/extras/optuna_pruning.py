@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..callbacks.base import Trainer
 from ..callbacks.monitor import MetricCheck, announce, check_monitor
 from ..distributed import find_processes

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..basics.arguments import check_is_local
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..basics.files import save_figure, write_whole
 from ..callbacks.base import Callback, Trainer
 from ..callbacks.logger import Logger, check_writable

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..basics.arguments import check_count, check_is_local
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..basics.files import absolute, replacing, sync
 from .weight_names import (
     INDEX,

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..basics.arguments import check_count
-from ..basics.durations import parse_duration
+from ..basics.arguments import check_count, parse_duration
 from ..data import NO_LOADER, Source
 
 

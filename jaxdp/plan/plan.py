@@ -10,7 +10,7 @@ import jax
 
 from ..basics.arguments import check_choice
 from ..basics.console import columns, say
-from ..basics.extras import import_extra
+from ..basics.environment import import_extra
 from ..basics.files import save_figure
 from ..basics.units import in_bytes, in_seconds, in_short
 from .parts import GROUPS, Bound, Estimate, Leaf, Memory, Row, Traffic

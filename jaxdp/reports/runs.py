@@ -11,11 +11,16 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..basics.columns import EPOCH, PLAN, THROUGHPUT, VALIDATION, read_table
+from ..basics.columns import (
+    EPOCH,
+    PLAN,
+    THROUGHPUT,
+    VALIDATION,
+    larger_is_better,
+    read_table,
+)
 from ..basics.figures import Curve, draw, metric_curves, to_svg
-from ..basics.files import write_whole
-from ..basics.json_checks import check_fields, read_json
-from ..basics.metric_names import larger_is_better
+from ..basics.files import check_fields, read_json, write_whole
 from ..basics.stopwatch import PHASES
 from ..basics.units import in_percent, in_seconds, in_words
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdp.basics.json_checks import check_fields, parse_json, read_json
+from jaxdp.basics.files import check_fields, parse_json, read_json
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from toys import batches, linear_trainer
 
-from jaxdp.basics.metric_names import best_mode
+from jaxdp.basics.columns import best_mode
 from jaxdp.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from jaxdp.losses import METRICS
 

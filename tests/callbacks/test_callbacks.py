@@ -13,7 +13,7 @@ from toys import Mlp, batches
 from toys import linear_on_one_device as make_trainer
 
 from jaxdp import Callback, Sharded, SingleDevice, Trainer
-from jaxdp.basics.durations import parse_duration
+from jaxdp.basics.arguments import parse_duration
 from jaxdp.basics.tree import leaf_path
 from jaxdp.callbacks import (
     DonateBuffers,
