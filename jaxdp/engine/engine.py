@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..basics.host_memory import no_ambient_mesh
 from ..basics.console import say
+from ..basics.host_memory import no_ambient_mesh
 from ..data import Dispatch, Packer, Window
 from ..distributed import RowBlocks
 from ..step import (

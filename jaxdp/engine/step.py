@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..basics.host_memory import no_ambient_mesh
-from ..basics.host_memory import on_device
+from ..basics.host_memory import no_ambient_mesh, on_device
 from ..data import Dispatch, Packer, check_targets, targeted, without_ignored
 from ..distributed import RowBlocks
 from ..step import (
