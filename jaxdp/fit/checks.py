@@ -60,7 +60,7 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
     check_state(result["model"], result["state"])
     result["ensemble"] = checked_ensemble(result)
     check_strategy_argument(result["strategy"])
-    _check_reproducible(result["reproducible"])
+    check_choice("reproducible", result["reproducible"], (None, "run"))
     check_choice("offload", result["offload"], (None, "optimizer"))
     check_choice("data", result["data"], ("global", "local"))
     for name in ("accumulate_grad_batches", "log_every_n_steps"):
@@ -82,15 +82,6 @@ def checked(arguments: dict[str, Any]) -> dict[str, Any]:
         check_parts(result)
     strategy.check(result)
     return result
-
-
-def _check_reproducible(reproducible: Any) -> None:
-    if reproducible == "bitwise":
-        raise ValueError(
-            "`reproducible`='bitwise' is a strategy now: pass"
-            " `strategy=jaxdp.Bitwise(Sharded())`."
-        )
-    check_choice("reproducible", reproducible, (None, "run"))
 
 
 _SEVERAL: Final = (
@@ -212,7 +203,12 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
     inside = [*model.values()] if isinstance(model, Mapping) else model
     if must_be_callable and isinstance(inside, list | tuple) and inside:
         if all(map(callable, inside)):
-            raise TypeError(_several_models(kind, inside))
+            raise TypeError(
+                f"`model` is a {kind} of {len(inside)} models, and only a loss of your"
+                " own can call them: pass `loss_fn(model, *batch)`, or a list of"
+                " jaxdp.Part(...) as `optimizer`. Equal ones train side by side as an"
+                " ensemble: see docs/ensembles.md."
+            )
 
     if must_be_callable and not callable(model):
         raise TypeError(
@@ -222,23 +218,6 @@ def check_model(model: Any, *, must_be_callable: bool) -> None:
         )
     if must_be_callable:
         check_is_told(model, True, False)
-
-
-def _several_models(kind: str, models: Sequence[Any]) -> str:
-    """What to say of several models without a loss that calls them."""
-    text = (
-        f"`model` is a {kind} of {len(models)} models, and only a loss of your own"
-        " can call them: pass `loss_fn(model, *batch)`, or a list of jaxdp.Part(...)"
-        " as `optimizer`."
-    )
-    shapes = [eqx.filter_eval_shape(lambda model=model: model) for model in models]
-    if len(models) > 1 and eqx.tree_equal(*shapes):
-        text += (
-            f" To train equal ones side by side, pass `ensemble`={len(models)} and one"
-            " model whose arrays have an axis of members in front: jax.tree.map(lambda"
-            " *each: jnp.stack(each) if eqx.is_array(each[0]) else each[0], *models)."
-        )
-    return text
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -248,34 +248,22 @@ def predict(
             )
         limit = capped("limit_batches", limit, source.num_batches)
         weights = _weights(trainer, "predict", ckpt_path)
+        engine, predictions = run.engine, _Fetching(trainer, "predict", gather=gather)
         hooks.on_predict_start(trainer)
         with _undisturbed(run):
-            predictions = _predictions(trainer, source, limit, weights, gather)
-        if predictions is None:
+            weights = engine.held.weights() if weights is None else weights
+            ready = _ready(trainer, "predict", source, "predict", limit)
+            for number, (batch, dispatch, program) in enumerate(ready):
+                with noted(f"in batch {number}"):
+                    placed, result = engine.run("predict", dispatch, program, weights)
+                if placed.nbytes:
+                    engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
+                predictions.add(result, batch)
+            rows = predictions.rows()
+        if rows is None:
             raise ValueError(source.gave_nothing())
         hooks.on_predict_end(trainer)
-    return predictions
-
-
-def _predictions(
-    trainer: "Trainer",
-    source: Source,
-    limit: int | None,
-    weights: list[Any] | None,
-    gather: bool,
-) -> Any:
-    """The predictions of a pass, or None of one without batches."""
-    engine = trainer.run.engine
-    predictions = _Fetching(trainer, "predict", gather=gather)
-    weights = engine.held.weights() if weights is None else weights
-    ready = _ready(trainer, "predict", source, "predict", limit)
-    for number, (batch, dispatch, program) in enumerate(ready):
-        with noted(f"in batch {number}"):
-            placed, result = engine.run("predict", dispatch, program, weights)
-        if placed.nbytes:
-            engine.in_flight.add(jax.tree.leaves(result)[0], placed.nbytes)
-        predictions.add(result, batch)
-    return predictions.rows()
+    return rows
 
 
 def compile_ahead(trainer: "Trainer", sources: Loaders) -> None:

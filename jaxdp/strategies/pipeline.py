@@ -62,16 +62,6 @@ class Pipeline(Sharded):
                 f"`stages`: {stages} do not divide the {len(in_order)} devices. Take a"
                 " number that does, or pass `devices=...`."
             )
-        if not isinstance(fsdp, bool):
-            raise TypeError(
-                f"`fsdp` must be True or False; got {fsdp!r}. How many devices share a"
-                " stage follows from `stages` and `devices`."
-            )
-        if fsdp and len(in_order) == stages:
-            raise ValueError(
-                f"`fsdp`: each of the {stages} stages has one device, and nobody to"
-                " share its blocks with. Take fewer stages, or leave `fsdp` out."
-            )
         shape = {DATA: len(in_order) // stages, _STAGE: stages}
         super().__init__(mesh=wired_mesh(in_order, shape))
         self.stages = stages

@@ -122,7 +122,7 @@ INJECTED = optax.inject_hyperparams(optax.adam)(1e-3)
     ({"model": FOUR, "ensemble": "4"}, TypeError,
      "`ensemble` must be an int.*or a jaxdp"),
     ({"model": [mlp(), mlp()], "ensemble": 2}, TypeError,
-     "a list of 2 models.*jnp.stack"),
+     "a list of 2 models.*docs/ensembles.md"),
     ({"strategy": Members()}, ValueError, "`ensemble` was not given"),
     *(({"model": FOUR, "ensemble": 4, **options}, ValueError, message)
       for options, message in [
